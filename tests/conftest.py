@@ -5,6 +5,7 @@ import os
 os.environ["DELTASYNC_LOG_FORMAT"] = "text"  # Of processes that tests start, whose lines they look for.
 os.environ["DELTASYNC_CHECK_THREADS"] = "1"  # Read where classes are defined: before anything else is imported.
 
+import logging
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from tests.support.folders import keep_folders_in_memory
 from tests.support.process import ServiceProcess
 from tests.support.programs import LONGEST_SECONDS
 
+from deltasync.core.logs import levels
 from deltasync.kernels.compiled import warm
 
 # How long an example takes says nothing on a busy machine.
@@ -49,6 +51,19 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ours = name.startswith("DELTASYNC_") and name not in ("DELTASYNC_CHECK_THREADS", "DELTASYNC_LOG_FORMAT")
         if ours or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def same_log_levels() -> Iterator[None]:
+    """What a service in the test's own process was told to log holds for no other test."""
+    ours = [each for name, each in logging.root.manager.loggerDict.items() if name.startswith("deltasync")]
+    before = [(each, each.level) for each in ours if isinstance(each, logging.Logger)]
+    yield
+    for name in levels().keys() - {each.name for each, _ in before}:
+        logging.getLogger(name).setLevel(logging.NOTSET)
+    for logger, level in before:
+        if logger.level != level:
+            logger.setLevel(level)
 
 
 @pytest.fixture(params=["files of their own", "a shared file"])

@@ -9,6 +9,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -19,6 +20,38 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _VerifiedStatus:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VerifiedStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VerifiedStatus.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VERIFIED_STATUS_UNSPECIFIED: _VerifiedStatus.ValueType  # 0
+    """VERIFIED_STATUS_UNSPECIFIED is never sent."""
+    VERIFIED_STATUS_EQUAL: _VerifiedStatus.ValueType  # 1
+    """VERIFIED_STATUS_EQUAL is a table of which the replica holds every row as it was sent."""
+    VERIFIED_STATUS_DIFFERS: _VerifiedStatus.ValueType  # 2
+    """VERIFIED_STATUS_DIFFERS is one of which it holds other rows."""
+    VERIFIED_STATUS_NOT_HELD: _VerifiedStatus.ValueType  # 3
+    """VERIFIED_STATUS_NOT_HELD is one that it does not hold."""
+    VERIFIED_STATUS_NOT_SHOWN: _VerifiedStatus.ValueType  # 4
+    """VERIFIED_STATUS_NOT_SHOWN is one of which it cannot show what it holds."""
+
+class VerifiedStatus(_VerifiedStatus, metaclass=_VerifiedStatusEnumTypeWrapper):
+    """VerifiedStatus is how what a replica holds of a table compares with what it was sent."""
+
+VERIFIED_STATUS_UNSPECIFIED: VerifiedStatus.ValueType  # 0
+"""VERIFIED_STATUS_UNSPECIFIED is never sent."""
+VERIFIED_STATUS_EQUAL: VerifiedStatus.ValueType  # 1
+"""VERIFIED_STATUS_EQUAL is a table of which the replica holds every row as it was sent."""
+VERIFIED_STATUS_DIFFERS: VerifiedStatus.ValueType  # 2
+"""VERIFIED_STATUS_DIFFERS is one of which it holds other rows."""
+VERIFIED_STATUS_NOT_HELD: VerifiedStatus.ValueType  # 3
+"""VERIFIED_STATUS_NOT_HELD is one that it does not hold."""
+VERIFIED_STATUS_NOT_SHOWN: VerifiedStatus.ValueType  # 4
+"""VERIFIED_STATUS_NOT_SHOWN is one of which it cannot show what it holds."""
+Global___VerifiedStatus: _TypeAlias = VerifiedStatus  # noqa: Y015
 
 @_typing.final
 class MakeSnapshotRequest(_message.Message):
@@ -979,6 +1012,108 @@ class InspectedTable(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InspectedTable: _TypeAlias = InspectedTable  # noqa: Y015
+
+@_typing.final
+class VerifyReplicaRequest(_message.Message):
+    """VerifyReplicaRequest names a connected replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    consumer: _builtins.str
+    """consumer is the name of its consumer."""
+    replica: _builtins.str
+    """replica is its name."""
+    def __init__(
+        self,
+        *,
+        consumer: _builtins.str = ...,
+        replica: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyReplicaRequest: _TypeAlias = VerifyReplicaRequest  # noqa: Y015
+
+@_typing.final
+class VerifyReplicaResponse(_message.Message):
+    """VerifyReplicaResponse says what the replica has found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """version is the model's version that what it holds was made of."""
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifiedTable]:
+        """tables are those that the consumer follows."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        tables: _abc.Iterable[Global___VerifiedTable] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tables", b"tables", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyReplicaResponse: _TypeAlias = VerifyReplicaResponse  # noqa: Y015
+
+@_typing.final
+class VerifiedTable(_message.Message):
+    """VerifiedTable is what a replica has found of a table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    DIFFERING_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    """table is its name."""
+    rows: _builtins.int
+    """rows is how many it has."""
+    status: Global___VerifiedStatus.ValueType
+    """status says how it compares."""
+    checksum: _builtins.int
+    """checksum is that of all rows as they were sent."""
+    held: _builtins.int
+    """held is that of all rows as the replica holds them; 0 where it shows none."""
+    differing: _builtins.int
+    """differing is how many of them there are; 0 where the replica does not know which differ."""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ids are rows that differ, as far as the replica knows which: in ascending order, 1,000 at most."""
+
+    def __init__(
+        self,
+        *,
+        table: _builtins.str = ...,
+        rows: _builtins.int = ...,
+        status: Global___VerifiedStatus.ValueType = ...,
+        checksum: _builtins.int = ...,
+        held: _builtins.int = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        differing: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "differing", b"differing", "held", b"held", "ids", b"ids", "rows", b"rows", "status", b"status", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifiedTable: _TypeAlias = VerifiedTable  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):

@@ -102,6 +102,11 @@ class AdminServiceStub:
                 request_serializer=deltasync_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
                 response_deserializer=deltasync_dot_v1_dot_admin__pb2.InspectResponse.FromString,
                 _registered_method=True)
+        self.VerifyReplica = channel.unary_unary(
+                '/deltasync.v1.AdminService/VerifyReplica',
+                request_serializer=deltasync_dot_v1_dot_admin__pb2.VerifyReplicaRequest.SerializeToString,
+                response_deserializer=deltasync_dot_v1_dot_admin__pb2.VerifyReplicaResponse.FromString,
+                _registered_method=True)
         self.MakeSnapshot = channel.unary_unary(
                 '/deltasync.v1.AdminService/MakeSnapshot',
                 request_serializer=deltasync_dot_v1_dot_admin__pb2.MakeSnapshotRequest.SerializeToString,
@@ -228,6 +233,14 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyReplica(self, request, context):
+        """VerifyReplica has a replica read all rows that it holds again, and compares what it finds with what it was sent. Rows
+        that differ are sent again, as ever.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def MakeSnapshot(self, request, context):
         """MakeSnapshot makes a snapshot of a model now, where snapshots go. It is answered once that is complete.
         """
@@ -324,6 +337,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Inspect,
                     request_deserializer=deltasync_dot_v1_dot_admin__pb2.InspectRequest.FromString,
                     response_serializer=deltasync_dot_v1_dot_admin__pb2.InspectResponse.SerializeToString,
+            ),
+            'VerifyReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyReplica,
+                    request_deserializer=deltasync_dot_v1_dot_admin__pb2.VerifyReplicaRequest.FromString,
+                    response_serializer=deltasync_dot_v1_dot_admin__pb2.VerifyReplicaResponse.SerializeToString,
             ),
             'MakeSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.MakeSnapshot,
@@ -700,6 +718,33 @@ class AdminService:
             '/deltasync.v1.AdminService/Inspect',
             deltasync_dot_v1_dot_admin__pb2.InspectRequest.SerializeToString,
             deltasync_dot_v1_dot_admin__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/deltasync.v1.AdminService/VerifyReplica',
+            deltasync_dot_v1_dot_admin__pb2.VerifyReplicaRequest.SerializeToString,
+            deltasync_dot_v1_dot_admin__pb2.VerifyReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

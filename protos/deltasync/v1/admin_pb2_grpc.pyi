@@ -74,6 +74,10 @@ class AdminServiceStub:
     """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
     Cuts and releases go on.
     """
+    VerifyReplica: _grpc.UnaryUnaryMultiCallable[_admin_pb2.VerifyReplicaRequest, _admin_pb2.VerifyReplicaResponse]
+    """VerifyReplica has a replica read all rows that it holds again, and compares what it finds with what it was sent. Rows
+    that differ are sent again, as ever.
+    """
     MakeSnapshot: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MakeSnapshotRequest, _admin_pb2.MakeSnapshotResponse]
     """MakeSnapshot makes a snapshot of a model now, where snapshots go. It is answered once that is complete."""
     MoveModel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveModelRequest, _admin_pb2.MoveModelResponse]
@@ -130,6 +134,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Inspect: _aio.UnaryUnaryMultiCallable[_admin_pb2.InspectRequest, _admin_pb2.InspectResponse]  # type: ignore[assignment]
     """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
     Cuts and releases go on.
+    """
+    VerifyReplica: _aio.UnaryUnaryMultiCallable[_admin_pb2.VerifyReplicaRequest, _admin_pb2.VerifyReplicaResponse]  # type: ignore[assignment]
+    """VerifyReplica has a replica read all rows that it holds again, and compares what it finds with what it was sent. Rows
+    that differ are sent again, as ever.
     """
     MakeSnapshot: _aio.UnaryUnaryMultiCallable[_admin_pb2.MakeSnapshotRequest, _admin_pb2.MakeSnapshotResponse]  # type: ignore[assignment]
     """MakeSnapshot makes a snapshot of a model now, where snapshots go. It is answered once that is complete."""
@@ -262,6 +270,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.InspectResponse, _abc.Awaitable[_admin_pb2.InspectResponse]]:
         """Inspect looks at all rows that the service keeps, at full speed, mends what can be mended, and says what is left.
         Cuts and releases go on.
+        """
+
+    @_abc_1.abstractmethod
+    def VerifyReplica(
+        self,
+        request: _admin_pb2.VerifyReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.VerifyReplicaResponse, _abc.Awaitable[_admin_pb2.VerifyReplicaResponse]]:
+        """VerifyReplica has a replica read all rows that it holds again, and compares what it finds with what it was sent. Rows
+        that differ are sent again, as ever.
         """
 
     @_abc_1.abstractmethod

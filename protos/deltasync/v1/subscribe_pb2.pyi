@@ -119,6 +119,8 @@ class Ack(_message.Message):
     WANTED_FIELD_NUMBER: _builtins.int
     UNBOUND_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    READ_AGAIN_FIELD_NUMBER: _builtins.int
+    ROWS_LEFT_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
     """received_bytes is the total of ids and values bytes taken from this stream so far."""
@@ -126,6 +128,12 @@ class Ack(_message.Message):
     """token is the time at which the replica sends this, by a clock of its own that nobody sets; 0 if it has none. The
     service looks at none of its bits, and gives the newest one back: see ReleaseEnd.token.
     """
+    read_again: _builtins.int
+    """read_again is that of the Progress which this answers; 0 where it answers none. `sums` are then of rows that were all
+    read again since it was first asked, but for `rows_left`.
+    """
+    rows_left: _builtins.int
+    """rows_left is how many rows are still to be read: the service asks again, with the same number."""
     goodbye: _builtins.bool
     """goodbye says that this replica ends for good, just before it closes its side of the stream: it is forgotten, and no
     lag counts it any more.
@@ -167,11 +175,13 @@ class Ack(_message.Message):
         wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
         unbound: _abc.Iterable[_builtins.int] | None = ...,
         token: _builtins.int = ...,
+        read_again: _builtins.int = ...,
+        rows_left: _builtins.int = ...,
         goodbye: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "goodbye", b"goodbye", "received_bytes", b"received_bytes", "sums", b"sums", "token", b"token", "unbound", b"unbound", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "goodbye", b"goodbye", "read_again", b"read_again", "received_bytes", b"received_bytes", "rows_left", b"rows_left", "sums", b"sums", "token", b"token", "unbound", b"unbound", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -439,6 +449,7 @@ class Progress(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     BEHIND_NS_FIELD_NUMBER: _builtins.int
     VERSION_SEAL_FIELD_NUMBER: _builtins.int
+    READ_AGAIN_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """version is the model's version that who holds `head` is at: later than that of the last release where nothing
     has changed since that the consumer follows.
@@ -453,6 +464,11 @@ class Progress(_message.Message):
     """behind_ns is as in ReleaseEnd, of `head`: above 0 where a later release is due and not made yet."""
     version_seal: _builtins.int
     """version_seal is the checksum of the seal of that version; 0 where it is not known."""
+    read_again: _builtins.int
+    """read_again asks the replica, if it is not 0, to read all rows that it holds again, and to answer with an ack of the
+    same read_again. So that what else comes is not late, it may answer before it has read all, with what is left. Only
+    to replicas of protocol 7 or later.
+    """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
         """head is the newest position; its history is empty while the model has no tables yet."""
@@ -466,10 +482,11 @@ class Progress(_message.Message):
         token: _builtins.int = ...,
         behind_ns: _builtins.int = ...,
         version_seal: _builtins.int = ...,
+        read_again: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "event_time_unix_ns", b"event_time_unix_ns", "head", b"head", "token", b"token", "version", b"version", "version_seal", b"version_seal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "event_time_unix_ns", b"event_time_unix_ns", "head", b"head", "read_again", b"read_again", "token", b"token", "version", b"version", "version_seal", b"version_seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,6 +51,7 @@ CALLS: Mapping[str, Need] = {
     "/deltasync.v1.AdminService/DeleteRows": _ADMIN,
     "/deltasync.v1.AdminService/Backup": _ADMIN,
     "/deltasync.v1.AdminService/Inspect": _ADMIN,
+    "/deltasync.v1.AdminService/VerifyReplica": _ADMIN,
     "/deltasync.v1.AdminService/MakeSnapshot": _ADMIN,
     "/deltasync.v1.AdminService/MoveModel": _ADMIN,
     "/deltasync.v1.AdminService/DrainProcess": _ADMIN,

@@ -18,8 +18,10 @@ from deltasync.service.processes import drain_process
 from deltasync.service.removals import Removals
 from deltasync.service.service import Service
 from deltasync.service.snapshots import snapshots_of
+from deltasync.service.verification import verify_replica
 from deltasync.v1 import admin_pb2, admin_pb2_grpc
 from deltasync.wire.messages import policy_from_message, policy_to_message
+from deltasync.wire.verified_messages import verified_to_message
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -83,6 +85,15 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Look at all rows."""
         found = await inspect(self._service, author())
         return admin_pb2.InspectResponse(tables=map(_inspected, found))
+
+    async def VerifyReplica(
+        self, request: admin_pb2.VerifyReplicaRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.VerifyReplicaResponse:
+        """Have a replica read all its rows again."""
+        found = await verify_replica(self._service, request.consumer, request.replica, author())
+        return admin_pb2.VerifyReplicaResponse(
+            version=found.version, tables=map(verified_to_message, found.tables)
+        )
 
     async def ForgetReplica(
         self, request: admin_pb2.ForgetReplicaRequest, context: grpc.aio.ServicerContext[Any, Any]

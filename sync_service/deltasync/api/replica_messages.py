@@ -33,8 +33,10 @@ def opened(
     return subscribe_pb2.SubscribeResponse(opened=message)
 
 
-def no_news(feed: Feed, held: Position, token: int, behind_ns: int) -> subscribe_pb2.SubscribeResponse:
-    """That there is nothing to send to who holds what it was sent last."""
+def no_news(
+    feed: Feed, held: Position, token: int, behind_ns: int, read_again: int = 0
+) -> subscribe_pb2.SubscribeResponse:
+    """That there is nothing to send to who holds what it was sent last; and what it is to read again."""
     version = feed.version_of(held.number)
     progress = subscribe_pb2.Progress(
         head=position_to_message(held),
@@ -43,6 +45,7 @@ def no_news(feed: Feed, held: Position, token: int, behind_ns: int) -> subscribe
         token=token,
         behind_ns=behind_ns,
         version_seal=feed.model_position(version).seal,
+        read_again=read_again,
     )
     return subscribe_pb2.SubscribeResponse(progress=progress)
 

@@ -7,9 +7,11 @@ from typing import Any, TypeAlias
 
 from deltasync.api.acks import check_ack, rows_of, unbound
 from deltasync.api.caller import caller, current_call
+from deltasync.api.credit import Credit
 from deltasync.api.delivery_times import DeliveryTimes
 from deltasync.api.departure import StreamEnded, departure, superseded
 from deltasync.api.protocol import check_known
+from deltasync.api.reading_again import ReadingAgain
 from deltasync.api.replica_messages import no_news, opened, release_end
 from deltasync.api.sending import Sending
 from deltasync.consumers.consumer import Consumer, Replica, Rewind
@@ -61,11 +63,9 @@ class ReplicaStream:
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
         budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
-        self._budget = min(budget, service.limits.options.outstanding_bytes)
-        self._sent_bytes = 0
-        self._received_bytes = 0
+        self._credit = Credit(min(budget, service.limits.options.outstanding_bytes))
+        self._reading_again = ReadingAgain(self._replica.verification, protocols)
         self._messages = 0  # That were sent.
-        self._credited = asyncio.Event()
         self._damaged = asyncio.Event()
         self._sending = Sending()
         self._given_up = ""  # Why, if it is.
@@ -131,13 +131,18 @@ class ReplicaStream:
             self._check_deliveries()
             self._check_limit()
             self._damaged.clear()
+            if self._asked and (number := self._reading_again.due):
+                yield self._read_again(number)
+                continue
             if self._consumer.pause and self._feed.position != self._sent:
                 await self._wait_for_end_of_pause(acks)
                 yield self._no_news()
                 continue
             repair = self._audit.begin_repair(time.monotonic())
             if self._feed.position == self._sent and not repair.slots and self._asked:
-                await self._wait(acks, self._feed.changed(), self._damaged.wait())
+                await self._wait(
+                    acks, self._feed.changed(), self._damaged.wait(), self._replica.verification.signal.changed()
+                )
                 if self._feed.position == self._sent and not self._audit.damaged:
                     yield self._no_news()
                 continue
@@ -151,6 +156,11 @@ class ReplicaStream:
 
     def _no_news(self) -> subscribe_pb2.SubscribeResponse:
         return no_news(self._feed, self._sent, self._token, self._behind_ns(self._sent.number))
+
+    def _read_again(self, number: int) -> subscribe_pb2.SubscribeResponse:
+        version = self._feed.version_of(self._sent.number)
+        self._reading_again.ask(number, version, self._audit.expected)
+        return no_news(self._feed, self._sent, self._token, self._behind_ns(self._sent.number), number)
 
     def _behind_ns(self, number: int) -> int:
         """For how long a number has not been the newest that replicas are given: a pause does not count."""
@@ -236,32 +246,27 @@ class ReplicaStream:
 
     def _fits_message(self, release: FrozenRelease) -> bool:
         """Whether a release has rows, and so few that they go with its end."""
-        if self._protocols.newest < WHOLE_PROTOCOL or release.nbytes > self._budget:
+        if self._protocols.newest < WHOLE_PROTOCOL or release.nbytes > self._credit.budget:
             return False
         return bool(release.chunks) and fits_message(release.nbytes)
 
     async def _take_credit(self, size: int, release: FrozenRelease, acks: asyncio.Task[None]) -> None:
         """Wait until so many bytes of a release may be sent, and count them as sent."""
-        while self._outstanding > 0 and self._outstanding + size > self._budget:
-            self._credited.clear()
-            await self._wait(acks, self._credited.wait())
+        while not self._credit.allows(size):
+            await self._wait(acks, self._credit.returned())
             self._check_fed()
         self._check_running(release)
         self._sending.note_moved()
-        self._sent_bytes += size
+        self._credit.sent_bytes += size
         self._consumer.released_bytes += size
 
     def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
         """The end of a release whose rows are sent, or are sent with it."""
         self._sent = Position(self._feed.history, head.number, head.seal)
-        self._audit.expect(release, self._sent_bytes)
+        self._audit.expect(release, self._credit.sent_bytes)
         self._times.note_sent(head.number, head.version)
         self._consumer.released_rows += release.rows
         return release_end(self._feed, release, head, self._token, self._behind_ns(head.number))
-
-    @property
-    def _outstanding(self) -> int:
-        return self._sent_bytes - self._received_bytes
 
     async def _take_acks(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> None:
         taken = 0
@@ -276,14 +281,11 @@ class ReplicaStream:
 
     def _take_ack(self, ack: subscribe_pb2.Ack) -> None:
         self._goodbye |= ack.goodbye
-        if ack.received_bytes > self._sent_bytes:
-            raise InvalidInput(f"acked {ack.received_bytes} bytes, only {self._sent_bytes} were sent")
-        if ack.received_bytes > self._received_bytes:
-            self._received_bytes = ack.received_bytes
+        if self._credit.take_back(ack.received_bytes):
             self._sending.note_moved()
-        self._credited.set()
         self._token = ack.token or self._token
         check_ack(ack, self._deliveries)
+        self._reading_again.take(ack, self._deliveries)
         if ack.HasField("applied"):
             self._acknowledge(position_from_message(ack.applied), ack)
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import os
 import queue
-import socket
 import time
 from typing import Any
 
@@ -19,6 +17,7 @@ from deltasync.client.numpy_target import NumpyTarget
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.subscriber import Subscriber
 from deltasync.client.targets import Release
+from deltasync.core.names import guest_name
 from deltasync.core.words import counted, utc
 
 _WAIT_SECONDS = 0.5
@@ -50,9 +49,9 @@ def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: En
     It is a replica of that consumer meanwhile: it needs the role of one and keeps its tables in memory, and lag
     counts it until it ends.
     """
-    name = f"tail-{socket.gethostname().partition('.')[0]}-{os.getpid()}"
     target = _Watched(rows)
-    subscriber = Subscriber(SubscriberOptions(service=service, consumer=consumer, replica=name), target)
+    options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("tail"))
+    subscriber = Subscriber(options, target)
     try:
         with contextlib.suppress(KeyboardInterrupt):
             _show(subscriber, target, count, as_json=as_json)

@@ -179,6 +179,27 @@ class Admin:
         patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
         return list(patient._call(lambda stub: stub.Inspect(admin_pb2.InspectRequest())).tables)
 
+    def verify_replica(
+        self, consumer: str, replica: str, timeout_seconds: float = 86400.0
+    ) -> admin_pb2.VerifyReplicaResponse:
+        """Have a replica read again all rows that it holds; those that differ are sent again.
+
+        Args:
+            consumer: the name of its consumer.
+            replica: its name.
+            timeout_seconds: how long it may take.
+
+        Returns:
+            How each table compares with what the replica was sent.
+
+        Raises:
+            NotFound: there is no such consumer, or no such replica of it.
+            Contradiction: it is away, holds nothing yet, or its client does not know how.
+        """
+        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
+        request = admin_pb2.VerifyReplicaRequest(consumer=consumer, replica=replica)
+        return patient._call(lambda stub: stub.VerifyReplica(request))
+
     def make_snapshot(self, model: str, timeout_seconds: float = 86400.0) -> admin_pb2.MakeSnapshotResponse:
         """Have a snapshot of a model made now, where the service's snapshots go.
 

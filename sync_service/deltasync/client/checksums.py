@@ -1,5 +1,7 @@
 """Checksums of what a target really holds: what a release has brought is read back, and in turn all other rows."""
 
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,6 +28,8 @@ class TargetChecksums:
         self._tables: Sequence[TableSpec] = ()  # Of the last release.
         self._held: dict[str, TableDigests] = {}  # Those of them that the target keeps.
         self._sweeping = 0  # Index of the table that is being swept.
+        self._question = 0
+        self._unread = deque[tuple[str, int]]()  # Blocks that are to be read again for it: table, first row.
 
     @property
     def damaged(self) -> Mapping[str, Ids]:
@@ -45,11 +49,38 @@ class TargetChecksums:
                 self._read_back(block)
         return self.look()
 
+    @property
+    def by_table(self) -> dict[str, int]:
+        """The checksum of each table that the target keeps, by name."""
+        return {name: held.checksum for name, held in self._held.items()}
+
     def look(self) -> dict[str, int]:
         """Read one more block of what the target holds: the checksum of each table that it keeps, by name."""
         if self._held:
             self._sweep([*self._held.values()][self._sweeping % len(self._held)])
-        return {name: held.checksum for name, held in self._held.items()}
+        return self.by_table
+
+    def read_again(self, question: int, seconds: float) -> int:
+        """Read for a while what the target holds, from the beginning if it is another question than before.
+
+        Returns how many rows are left.
+        """
+        if question != self._question:
+            self._question = question
+            blocks = ((name, range(0, held.table.rows, BLOCK_ROWS)) for name, held in self._held.items())
+            self._unread = deque((name, start) for name, starts in blocks for start in starts)
+        ends = time.monotonic() + seconds
+        while self._unread:
+            name, start = self._unread.popleft()
+            if held := self._held.get(name):  # Of a table that is new, what came was read back.
+                self._read_block(held, start)
+            if time.monotonic() >= ends:
+                break
+        return sum(self._rows_from(name, start) for name, start in self._unread)
+
+    def _rows_from(self, name: str, start: int) -> int:
+        held = self._held.get(name)
+        return min(BLOCK_ROWS, held.table.rows - start) if held else 0
 
     def _follow(self, release: Release) -> None:
         """Begin with the tables that are new or begin anew, and forget those that do not come any more."""
@@ -80,12 +111,16 @@ class TargetChecksums:
 
     def _sweep(self, held: TableDigests) -> None:
         """Read the next block of a table again."""
-        ids = np.arange(held.swept, min(held.swept + BLOCK_ROWS, held.table.rows))
-        held.read_again(ids, self._digests(held.table, ids))
-        held.swept += len(ids)
+        held.swept += self._read_block(held, held.swept)
         if held.swept == held.table.rows:
             held.swept = 0
             self._sweeping += 1
+
+    def _read_block(self, held: TableDigests, start: int) -> int:
+        """Read a block of rows again; how many there are."""
+        ids = np.arange(start, min(start + BLOCK_ROWS, held.table.rows))
+        held.read_again(ids, self._digests(held.table, ids))
+        return len(ids)
 
     def _digests(self, table: TableSpec, ids: Ids) -> RowDigests:
         """Of some rows as the target holds them; of a table that it has ceased to keep, as of zeros."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from deltasync.client.targets import Release
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import DeltasyncError, InvalidInput, StorageFailed
+from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound, StorageFailed
 from deltasync.core.mode import Mode
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
@@ -63,20 +63,42 @@ def read_start(url: str, consumer: str) -> SnapshotStart | None:
     Raises:
         InvalidInput: there is no file system for such a URL, or what it needs is not installed.
     """
-    try:
-        from deltasync.snapshots.place import SnapshotPlace
-    except ImportError as error:
-        raise InvalidInput(f"snapshots {url!r}: {error}: install 'deltasync[s3]'") from error
-    place = SnapshotPlace(url)
+    place = _place(url)
     try:
         for manifest in _manifests(place, consumer):
-            if start := _read(place, manifest, consumer):
+            if start := _start(place, manifest, consumer):
                 return start
     except StorageFailed as error:
         logger.warning("the replica begins with nothing: %s", error)
         return None
     logger.warning("the replica begins with nothing: %s has no snapshot for consumer %r", url, consumer)
     return None
+
+
+def newest_start(url: str, consumer: str) -> tuple[str, SnapshotStart]:
+    """The newest snapshot that has a consumer: its name, and what it has for its replicas.
+
+    Raises:
+        InvalidInput: there is no file system for such a URL, or what it needs is not installed.
+        NotFound: there is none.
+        StorageFailed: it cannot be read, or is damaged.
+        Contradiction: the consumer's replicas are sent ids alone.
+    """
+    place = _place(url)
+    manifest = next(_manifests(place, consumer), None)
+    if manifest is None:
+        raise NotFound(f"{url} has no snapshot for consumer {consumer!r}")
+    if start := _read(place, manifest, consumer):
+        return manifest.name, start
+    raise Contradiction(f"consumer {consumer!r} streams ids only: there is nothing to compare")
+
+
+def _place(url: str) -> "SnapshotPlace":
+    try:
+        from deltasync.snapshots.place import SnapshotPlace
+    except ImportError as error:
+        raise InvalidInput(f"snapshots {url!r}: {error}: install 'deltasync[s3]'") from error
+    return SnapshotPlace(url)
 
 
 def _manifests(place: "SnapshotPlace", consumer: str) -> "Iterator[Manifest]":
@@ -87,7 +109,24 @@ def _manifests(place: "SnapshotPlace", consumer: str) -> "Iterator[Manifest]":
         yield from (each for each in snapshots_of(place, model).manifests if consumer in each.consumers)
 
 
+def _start(place: "SnapshotPlace", manifest: "Manifest", consumer: str) -> SnapshotStart | None:
+    """What a replica begins with, if it can."""
+    try:
+        start = _read(place, manifest, consumer)
+    except StorageFailed as error:
+        logger.warning("passed over: %s", error)
+        return None
+    if start:
+        logger.info("the replica begins with snapshot %s", manifest.name)
+    return start
+
+
 def _read(place: "SnapshotPlace", manifest: "Manifest", consumer: str) -> SnapshotStart | None:
+    """What a snapshot has for a consumer's replicas; None if they hold nothing that one could begin with.
+
+    Raises:
+        StorageFailed: it cannot be read.
+    """
     try:
         view = manifest.views.get(consumer)
         specs = {each.record["name"]: spec_of_record(each.record) for each in manifest.tables}
@@ -98,12 +137,10 @@ def _read(place: "SnapshotPlace", manifest: "Manifest", consumer: str) -> Snapsh
             found = [(Delivery.unchanged(specs[each.record["name"]]), each) for each in manifest.tables]
             history, head = manifest.history, manifest.head
         if any(delivery.mode is Mode.IDS for delivery, _ in found):
-            return None  # Nothing is held that one could begin with.
+            return None
         rows = [batch for each in found for batch in _rows(place, *each)]
     except (DeltasyncError, LookupError, TypeError, ValueError) as error:
-        logger.warning("snapshot %s is passed over: %s", manifest.name, error)
-        return None
-    logger.info("the replica begins with snapshot %s", manifest.name)
+        raise StorageFailed(f"snapshot {manifest.name} cannot be read: {error}") from error
     return SnapshotStart(
         _release(manifest.model, history, head, [delivery.held_spec for delivery, _ in found], rows)
     )

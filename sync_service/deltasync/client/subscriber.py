@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import grpc
 
+from deltasync.client.acks import Acks, Requests, hang_up, return_credit, say
 from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.connection import Connection, Connectivity
@@ -28,7 +29,6 @@ from deltasync.core.tables import TableSpec
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.wire.error_codes import is_final
 from deltasync.wire.messages import (
-    checksums_to_message,
     event_time_from_message,
     position_from_message,
     position_to_message,
@@ -38,10 +38,11 @@ logger = logging.getLogger(__name__)
 
 _Responses: TypeAlias = "grpc._CallIterator[subscribe_pb2.SubscribeResponse]"
 _Moment: TypeAlias = subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress
-_Requests: TypeAlias = "queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None]"
 
 # How long close() waits for the service to take the last ack, or the goodbye.
 _GOODBYE_SECONDS = 2.0
+# For how long at a time all rows are read again: releases that have come meanwhile are applied in between.
+_READ_SECONDS = 0.1
 
 
 class Subscriber:
@@ -65,6 +66,7 @@ class Subscriber:
         self.event_time_unix_ns: int | None = None
         self._instance = uuid.uuid4().hex
         self._checksums = TargetChecksums(target) if isinstance(target, ReadableTarget) else None
+        self._acks = Acks(target, self._checksums)
         self._tables: set[str] = set()
         self._applied: list[TableSpec] = []  # Those of the last release.
         self._start: SnapshotStart | None = None  # What the first one goes on top of.
@@ -76,7 +78,7 @@ class Subscriber:
         self._closing = threading.Event()
         self._process = os.getpid()
         self._call: _Responses | None = None
-        self._requests: _Requests | None = None
+        self._requests: Requests | None = None
         self._known = False  # To the service, which has not been told that this replica has ended.
         self._connectivity = Connectivity(f"replica {options.replica!r} of consumer {options.consumer!r}")
         self._readiness = Readiness(options.replica, options.on_readiness, steady_ns)
@@ -161,7 +163,7 @@ class Subscriber:
         ends_ns = steady_ns() + int(_GOODBYE_SECONDS * 1e9)
         self._readiness.end("its subscriber was closed")
         if requests := self._requests:
-            _hang_up(requests)
+            hang_up(requests)
         self._thread.join(_GOODBYE_SECONDS)
         if call := self._call:
             call.cancel()
@@ -225,14 +227,14 @@ class Subscriber:
         return is_final(error) and not (self.connection.connections and isinstance(error, NotPermitted))
 
     def _subscribe(self) -> None:
-        requests: _Requests = queue.SimpleQueue()
+        requests: Requests = queue.SimpleQueue()
         requests.put(self._open())
         self._requests = requests  # Now: close() says goodbye after that.
         self._opened_ns = steady_ns()
         with self._route.endpoint.channel() as channel:
             self._call = subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe(iter(requests.get, None))
             if self._closing.is_set():
-                _hang_up(requests)
+                hang_up(requests)
             try:
                 self._take(self._call, requests)
             finally:
@@ -258,7 +260,7 @@ class Subscriber:
             consumer=options.consumer, replica=options.replica, instance=self._instance
         )
 
-    def _take(self, responses: _Responses, requests: _Requests) -> None:
+    def _take(self, responses: _Responses, requests: Requests) -> None:
         assembler = ReleaseAssembler(self._options.max_outstanding_bytes, self._tables)
         for response in responses:
             self._connectivity.note_connected()
@@ -269,17 +271,19 @@ class Subscriber:
                 self._readiness.limit(response.opened.ready_within_seconds)
                 self._readiness.lacks("it has yet to show that it holds what it is sent")
             elif kind == "chunk" and assembler.add(response.chunk.rows):
-                requests.put(_credit(assembler.received_bytes))
+                return_credit(requests, assembler.received_bytes)
             elif kind == "release":
                 for rows in response.release.rows:
                     assembler.add(rows)  # All credit is returned with the ack.
                 self._apply(assembler, response.release.end, requests)
             elif kind == "progress":
                 self._go_on(assembler, response.progress, requests)
+                if response.progress.read_again:
+                    self._read_again(assembler, response.progress, requests)
             elif kind == "release_end":
                 self._apply(assembler, response.release_end, requests)
 
-    def _go_on(self, assembler: ReleaseAssembler, progress: subscribe_pb2.Progress, requests: _Requests) -> None:
+    def _go_on(self, assembler: ReleaseAssembler, progress: subscribe_pb2.Progress, requests: Requests) -> None:
         """Go on to the version that a message names while there is nothing to send."""
         head = position_from_message(progress.head)
         if head.number == 0:
@@ -297,7 +301,7 @@ class Subscriber:
         self._hold(self.held, version, event_time_from_message(progress))
         self._look_again(assembler, requests)
 
-    def _apply(self, assembler: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: _Requests) -> None:
+    def _apply(self, assembler: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: Requests) -> None:
         release = assembler.end(end)
         if self._start:
             release = self._on_top(self._start.completed(release))
@@ -310,14 +314,14 @@ class Subscriber:
             raise ServiceUnavailable("it has begun with a snapshot of other tables: it begins with nothing")
         return release
 
-    def _take_over(self, assembler: ReleaseAssembler, release: Release, end: _Moment, requests: _Requests) -> None:
+    def _take_over(self, assembler: ReleaseAssembler, release: Release, end: _Moment, requests: Requests) -> None:
         checksums_of = self._checksums if assembler.has_values else None
         new = release.position != self.held or release.position.seal != self.held.seal
         if new or release.changes or release.tables != self._applied:
             self._target.apply(release)
             self._applied = release.tables
         checksums = checksums_of.after(release) if checksums_of else {}
-        requests.put(self._ack(assembler, release.position, checksums))
+        say(requests, self._acks.held(assembler, release.position, checksums))
         if self._differs(assembler, checksums):
             if release.resync:  # What repairs it will be none.
                 self._readiness.holds(None, reset=True)
@@ -327,14 +331,26 @@ class Subscriber:
         version = Position(assembler.model_history, release.version, end.version_seal)
         self._hold(release.position, version, release.event_time_unix_ns)
 
-    def _look_again(self, assembler: ReleaseAssembler, requests: _Requests) -> None:
+    def _look_again(self, assembler: ReleaseAssembler, requests: Requests) -> None:
         """While nothing comes, read some more of what the target holds, and show what was found."""
         if self._checksums and assembler.has_values and self._applied and assembler.tables == self._applied:
             checksums = self._checksums.look()
-            requests.put(self._ack(assembler, self.held, checksums))
+            say(requests, self._acks.held(assembler, self.held, checksums))
             self._differs(assembler, checksums)
         else:
-            requests.put(_credit(assembler.received_bytes))
+            return_credit(requests, assembler.received_bytes)
+
+    def _read_again(
+        self, assembler: ReleaseAssembler, progress: subscribe_pb2.Progress, requests: Requests
+    ) -> None:
+        """Read for a while all that the target holds, and show what was found so far."""
+        reads = self._checksums if assembler.has_values else None
+        left = reads.read_again(progress.read_again, _READ_SECONDS) if reads else 0
+        # What differs is not held; it is shown all the same.
+        held = self.held if self.held == position_from_message(progress.head) else None
+        ack = self._acks.held(assembler, held, reads.by_table if reads else {})
+        ack.read_again, ack.rows_left = progress.read_again, left
+        say(requests, ack)
 
     def _differs(self, assembler: ReleaseAssembler, checksums: Mapping[str, int]) -> bool:
         """Whether the target holds other rows than it was sent."""
@@ -362,20 +378,6 @@ class Subscriber:
         self._bound |= bound
         return sorted(self._bound.intersection(table.name for table in assembler.tables) - bound)
 
-    def _ack(
-        self, assembler: ReleaseAssembler, applied: Position, checksums: Mapping[str, int]
-    ) -> subscribe_pb2.SubscribeRequest:
-        target = self._target
-        ack = subscribe_pb2.Ack(
-            received_bytes=assembler.received_bytes,
-            applied=position_to_message(applied),
-            sums=checksums_to_message(assembler.by_slot(checksums)),
-            token=steady_ns(),
-            unbound=assembler.unbound(target.bound()) if isinstance(target, PartialTarget) else [],
-            wanted=assembler.wanted(self._checksums.damaged) if self._checksums and checksums else [],
-        )
-        return subscribe_pb2.SubscribeRequest(ack=ack)
-
     def _hold(self, position: Position, version: Position, event_time_unix_ns: int | None) -> None:
         with self._moved:
             self.held, self.version, self._trouble = position, version, None
@@ -387,13 +389,3 @@ class Subscriber:
         if isinstance(wanted, int):
             return self.version.number >= wanted
         return any(reaches(at, wanted) for at in (self.held, self.version))
-
-
-def _hang_up(requests: _Requests) -> None:
-    """Say goodbye, and nothing more."""
-    requests.put(subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(goodbye=True)))
-    requests.put(None)
-
-
-def _credit(received_bytes: int) -> subscribe_pb2.SubscribeRequest:
-    return subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(received_bytes=received_bytes, token=steady_ns()))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from deltasync.consumers.pause import Pause
+from deltasync.consumers.verification import Verification
 from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.errors import InvalidInput
 from deltasync.core.names import check_name
@@ -43,6 +44,7 @@ class Replica:
         unbound: tables that the consumer follows and that it does not hold.
         damaged: tables of which it holds other bits than it was sent; sent again, the rows or all.
         rewind: until it holds what it is given instead of rows of a discarded past; None if it came with none.
+        verification: its rows, read again when somebody asks.
         has_held: whether it has ever acknowledged a version, as far as that is known.
     """
 
@@ -61,6 +63,7 @@ class Replica:
     damaged: tuple[str, ...] = ()
     rewind: Rewind | None = None
     has_held: bool = False
+    verification: Verification = field(default_factory=Verification)
 
 
 @dataclass(frozen=True)

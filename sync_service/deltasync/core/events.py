@@ -35,6 +35,7 @@ class EventKind(Enum):
     REPLICA_REFUSED = "replica_refused", logging.WARNING
     REPLICA_DAMAGED = "replica_damaged", logging.ERROR
     REPLICA_REPAIRED = "replica_repaired", logging.INFO
+    REPLICA_VERIFIED = "replica_verified", logging.INFO
     REPLICA_REWOUND = "replica_rewound", logging.WARNING
     RELEASE_MADE = "release_made", logging.DEBUG
     CONSUMER_CHANGED = "consumer_changed", logging.INFO

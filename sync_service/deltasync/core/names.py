@@ -1,6 +1,8 @@
 """Names of models, consumers and replicas."""
 
+import os
 import re
+import socket
 
 from deltasync.core.errors import InvalidInput
 
@@ -19,3 +21,9 @@ def check_name(what: str, name: str) -> str:
             f"{what} name {name!r}: use 1 to 128 of letters, digits, '.', '_' and '-', not starting with '.'"
         )
     return name
+
+
+def guest_name(verb: str) -> str:
+    """The name of a replica that a command is while it runs: with its verb, the host and the process."""
+    host = re.sub("[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0])[:64]
+    return f"{verb}-{host}-{os.getpid()}"

@@ -54,6 +54,12 @@ class ReplicaAudit:
             slots = release.repair.slots
             self._sent.append(_Sent(release.head.number, release.checksums, slots, end_bytes))
 
+    @property
+    def expected(self) -> tuple[int, ...]:
+        """The checksums, by slot, of what was sent last."""
+        last = self._sent[-1] if self._sent else self._acknowledged
+        return last.checksums if last else ()
+
     def begin_repair(self, now: float) -> Repair:
         """What to send again with the next release; from now on it is being repaired.
 

@@ -8,7 +8,7 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.position import Decision
 
 # What this code speaks, and the oldest that it still understands: 1, whose clients named no version.
-PROTOCOL = 6
+PROTOCOL = 7
 OLDEST_PROTOCOL = 1
 # The first in which rows can be deleted. To others a delete is a row of zeros.
 DELETES_PROTOCOL = 3
@@ -18,6 +18,8 @@ TBE_PROTOCOL = 4
 WHOLE_PROTOCOL = 5
 # The first whose positions name their seals.
 SEALS_PROTOCOL = 6
+# The first whose replicas read all that they hold again when they are asked to.
+READ_AGAIN_PROTOCOL = 7
 
 _KEY = "deltasync-protocol"
 _FORM = re.compile(r"([1-9][0-9]{0,8})-([1-9][0-9]{0,8})", re.ASCII)

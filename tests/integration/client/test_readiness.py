@@ -93,7 +93,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """That of the replicas."""
     clock = Clock()
-    monkeypatch.setattr("deltasync.client.subscriber.steady_ns", clock)
+    for module in ("subscriber", "acks"):
+        monkeypatch.setattr(f"deltasync.client.{module}.steady_ns", clock)
     return clock
 
 

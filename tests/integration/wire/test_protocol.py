@@ -24,9 +24,9 @@ from deltasync.client import (
 )
 from deltasync.wire.protocol import Protocols
 
-NEWER = Protocols(7, 8)
-TOO_NEW = "the client speaks protocols 7 to 8, the service protocols 1 to 6: update the service"
-TOO_OLD = "the client speaks protocols 1 to 6, the service protocols 7 to 8: update the client"
+NEWER = Protocols(8, 9)
+TOO_NEW = "the client speaks protocols 8 to 9, the service protocols 1 to 7: update the service"
+TOO_OLD = "the client speaks protocols 1 to 7, the service protocols 8 to 9: update the client"
 
 
 @pytest.fixture(params=["client", "service"])
@@ -67,7 +67,7 @@ def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
 @pytest.mark.parametrize(
     ("number", "code", "words"),
     [
-        ("7-8", grpc.StatusCode.FAILED_PRECONDITION, TOO_NEW),
+        ("8-9", grpc.StatusCode.FAILED_PRECONDITION, TOO_NEW),
         (
             "two",
             grpc.StatusCode.INVALID_ARGUMENT,
@@ -91,7 +91,7 @@ def test_a_call_is_refused_whatever_it_holds(
             requests.put(None)
 
 
-@pytest.mark.parametrize("number", ["7-8", "two"])
+@pytest.mark.parametrize("number", ["8-9", "two"])
 def test_health_is_told_to_whoever_asks(running: RunningService, number: str) -> None:
     with grpc.insecure_channel(running.grpc) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,23 @@ def test_rows_are_equal_after_micro_batches_of_tensordicts_although_the_service_
     assert report["events_evaluated"] == 6018 - 6018 // 2
 
 
+def _hear_ctrl_c() -> None:
+    """Whoever runs the tests in the background has them ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 def test_everything_stays_up_to_be_looked_at_until_ctrl_c() -> None:
-    with subprocess.Popen([*COMMAND, *SMALL, "--hold"], stdout=subprocess.PIPE, text=True) as demo:
+    with (
+        subprocess.Popen(
+            [*COMMAND, *SMALL, "--hold"],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=_hear_ctrl_c,
+        ) as demo,
+        ExitStack() as stack,
+    ):
+        stack.callback(demo.kill)  # Or whatever goes wrong here would wait for it.
         assert demo.stdout
         said = list[str]()
         for line in demo.stdout:
@@ -71,7 +86,7 @@ def test_everything_stays_up_to_be_looked_at_until_ctrl_c() -> None:
         assert status["cuts"]
         demo.send_signal(signal.SIGINT)
         rest = demo.stdout.read()
-    assert demo.returncode == 0, rest
+        assert demo.wait() == 0, rest
     assert "rows equal:" in rest
 
 

@@ -1,0 +1,150 @@
+"""`deltasync verify`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.lag import BEHIND
+from deltasync.cli.text_table import text_table
+from deltasync.client.admin import Admin
+from deltasync.client.endpoint import Endpoint
+from deltasync.client.other_side import http_of
+from deltasync.client.status import fetch_lag
+from deltasync.client.stored_copy import StoredCopy, compare, snapshot_copy
+from deltasync.core.errors import NotFound
+from deltasync.core.verified import VerifiedStatus, VerifiedTable
+from deltasync.core.words import counted
+from deltasync.wire.verified_messages import verified_from_message
+
+_TITLES = ("what", "version", "table", "rows", "status", "checksum", "held", "why")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("consumer")
+@click.option("--replica", "replicas", metavar="NAME", multiple=True, help="Only this replica; may be repeated.")
+@click.option(
+    "--snapshot",
+    metavar="URL",
+    default=None,
+    show_default=False,
+    help="Compare the newest snapshot of the consumer's model at this folder or URL instead.",
+)
+@click.option(
+    "--checkpoint",
+    type=click.Path(exists=True, path_type=Path),
+    default=None,
+    show_default=False,
+    help="Compare a checkpoint of the trainer: a folder of torch.distributed.checkpoint, or a file of torch.save. "
+    "Needs torch, and trusts the checkpoint as whoever loads it.",
+)
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, help="Seconds it may take.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@service_options(rights=True)
+def verify(
+    consumer: str,
+    replicas: Sequence[str],
+    snapshot: str | None,
+    checkpoint: Path | None,
+    timeout: float,
+    as_json: bool,
+    service: Endpoint,
+) -> None:
+    """Compare rows that somebody holds with those that the service gives CONSUMER: by checksum, then by row.
+
+    Without an option each replica that is connected, one after the other: it reads all of its rows again, and goes
+    on to apply what comes meanwhile. Rows that differ are sent again. Needs role admin.
+
+    With --snapshot or --checkpoint the service's rows are fetched, which takes the role of a replica. Rows that
+    have changed since the version that was stored are left out.
+
+    \b
+    version   the model's, of which the service's rows are
+    rows      that were compared
+    status    equal, differs, not held, or not shown: it cannot be said what is held
+    checksum  what that of the rows should be; held: what it is
+    why       which rows differ, and how many were left out
+
+    The exit status is 0 if tables were compared and none differs, 3 if one does or none could be compared.
+    """
+    if (snapshot is not None) + (checkpoint is not None) + bool(replicas) > 1:
+        raise click.UsageError("--replica, --snapshot and --checkpoint: give one of them")
+    if snapshot is not None:
+        found = _of_copy(service, consumer, snapshot_copy(snapshot, consumer), timeout)
+    elif checkpoint is not None:
+        found = _of_copy(service, consumer, _checkpoint(checkpoint), timeout)
+    else:
+        found = _of_replicas(service, consumer, replicas, timeout)
+    click.echo(json.dumps(found, indent=2) if as_json else text_table(_TITLES, map(_line, found)))
+    statuses = {each["status"] for each in found}
+    if VerifiedStatus.EQUAL.value not in statuses or VerifiedStatus.DIFFERS.value in statuses:
+        sys.exit(BEHIND)
+
+
+def _checkpoint(path: Path) -> StoredCopy:
+    try:
+        from deltasync.client.torch_checkpoint import checkpoint_copy
+    except ModuleNotFoundError as error:
+        raise click.UsageError(f"--checkpoint needs {error.name}: pip install 'deltasync[trainer]'") from error
+    return checkpoint_copy(path)
+
+
+def _of_replicas(service: Endpoint, consumer: str, names: Sequence[str], timeout: float) -> list[dict[str, Any]]:
+    wanted = names or _connected(service, consumer)
+    found = list[dict[str, Any]]()
+    for name in wanted:
+        _say(f"replica {name} reads its rows again")
+        answer = Admin(service).verify_replica(consumer, name, timeout)
+        found += [_row(f"replica {name}", answer.version, verified_from_message(each)) for each in answer.tables]
+    return found
+
+
+def _connected(service: Endpoint, consumer: str) -> list[str]:
+    replicas = fetch_lag(http_of(service), consumer)["replicas"]
+    if not replicas:
+        raise NotFound(f"consumer {consumer!r} has no replicas")
+    for each in replicas:
+        if not each["connected"]:
+            _say(f"replica {each['replica']} is away, and not asked")
+    return [each["replica"] for each in replicas if each["connected"]]
+
+
+def _of_copy(service: Endpoint, consumer: str, copy: StoredCopy, timeout: float) -> list[dict[str, Any]]:
+    of = f"version {copy.position.number}" if copy.position.number else "a version that it does not say"
+    _say(f"{copy.name} is of {of}; the service's rows are fetched")
+    found = compare(service, consumer, copy, timeout)
+    if not found.since:
+        _say("the service cannot say what has changed since: all rows are compared with those of now")
+    return [_row(copy.name, found.version, each) for each in found.tables]
+
+
+def _say(text: str) -> None:
+    """What is under way; not to where the answer goes."""
+    click.echo(text, err=True)
+
+
+def _row(what: str, version: int, table: VerifiedTable) -> dict[str, Any]:
+    return {
+        "what": what,
+        "version": version,
+        "table": table.table,
+        "rows": table.rows,
+        "status": table.status.value,
+        "checksum": f"{table.checksum:016x}",
+        "held": f"{table.held:016x}" if table.held or table.status is not VerifiedStatus.NOT_HELD else "",
+        "differing": table.differing,
+        "ids": table.ids.tolist(),
+        "changed": table.changed,
+        "reason": table.reason,
+    }
+
+
+def _line(row: dict[str, Any]) -> tuple[Any, ...]:
+    left_out = f"{counted(row['changed'], 'row')} changed since" if row["changed"] else ""
+    why = "; ".join(each for each in (row["reason"], left_out) if each)
+    return (*(row[name] for name in ("what", "version", "table", "rows", "status", "checksum", "held")), why)

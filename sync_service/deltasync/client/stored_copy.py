@@ -1,0 +1,196 @@
+"""Comparing rows that are stored outside of a service with those that it gives a consumer's replicas."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.client.endpoint import Endpoint
+from deltasync.client.options import SubscriberOptions
+from deltasync.client.snapshot_start import newest_start
+from deltasync.client.subscriber import Subscriber
+from deltasync.client.targets import Release
+from deltasync.core.digests import RowDigests, checksum, row_digests
+from deltasync.core.errors import Contradiction
+from deltasync.core.names import guest_name
+from deltasync.core.position import Position
+from deltasync.core.rows import Ids, Mask, RowBatch, Values
+from deltasync.core.tables import TableSpec
+from deltasync.core.verified import MOST_NAMED, VerifiedStatus, VerifiedTable
+
+Rows: TypeAlias = Iterable[tuple[Ids, Values]]
+S = TypeVar("S", bound=np.generic)
+
+_NO_DIGESTS, _NO_MASK = np.empty(0, np.uint64), np.empty(0, np.bool_)
+
+
+@dataclass(frozen=True)
+class StoredCopy:
+    """Tables of a model that are stored somewhere.
+
+    Attributes:
+        name: what it is, for people.
+        position: of which they are, or some rows of a later one; nothing where that is not known.
+        rows: of a table, ids [n] and values [n, dim] of its type, some at a time; what it lacks are zeros. None
+            for one that is not there.
+        made_of: the consumer whose replicas hold these; empty where they are the model's own.
+    """
+
+    name: str
+    position: Position
+    rows: Callable[[TableSpec], Rows | None]
+    made_of: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a copy compares.
+
+    Attributes:
+        version: the model's, of which the service's rows were.
+        since: whether rows that have changed since the copy was made are known, and left out.
+        tables: those that the consumer follows.
+    """
+
+    version: int
+    since: bool
+    tables: Sequence[VerifiedTable]
+
+
+def snapshot_copy(url: str, consumer: str) -> StoredCopy:
+    """The newest snapshot of a consumer's model at a folder or URL.
+
+    Raises:
+        InvalidInput: there is no file system for such a URL, or what it needs is not installed.
+        NotFound: there is none.
+        StorageFailed: it cannot be read, or is damaged.
+        Contradiction: the consumer's replicas are sent ids alone.
+    """
+    name, start = newest_start(url, consumer)
+    held = {table.name for table in start.release.tables}
+
+    def rows(table: TableSpec) -> Rows | None:
+        batches = [each for each in start.release.rows if each.table.name == table.name]
+        return ((each.ids, each.values) for each in batches) if table.name in held else None
+
+    return StoredCopy(f"snapshot {name}", start.position, rows, made_of=consumer)
+
+
+def compare(service: Endpoint | str, consumer: str, copy: StoredCopy, timeout_seconds: float) -> Comparison:
+    """Compare a copy with what a consumer's replicas are given now, table by table and row by row.
+
+    It is a replica of that consumer for a while, twice: once it is sent every row, and once what has changed since
+    the copy was made. Of each row it keeps 9 bytes.
+
+    Args:
+        service: where it answers gRPC, with the role of a subscriber.
+        consumer: the name of the consumer.
+        copy: the copy.
+        timeout_seconds: how long either may take.
+
+    Raises:
+        TimeoutError: it took longer.
+        Contradiction: the consumer streams ids only, or the copy is of another shape or type than its tables.
+        DeltasyncError: the service refuses to send its rows.
+    """
+    now, since = _Seen(), _Seen()
+    options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("verify"))
+    head = _follow(options, now, Position(), timeout_seconds)
+    if not copy.made_of and now.history != head.history:
+        raise Contradiction(f"consumer {consumer!r} is given what a policy lets out: name one without a policy")
+    if known := copy.position.number > 0:
+        _follow(replace(options, held=copy.position), since, head, timeout_seconds)
+        known = not since.everything  # Of another past nobody knows what has changed since.
+    tables = [_compared(copy, each, now, since if known else _Seen()) for each in now.tables]
+    return Comparison(head.number, known, tables)
+
+
+def _follow(options: SubscriberOptions, seen: "_Seen", wanted: Position, timeout_seconds: float) -> Position:
+    """Hold what there is now, and a position at least; of which version it is."""
+    with Subscriber(options, seen) as subscriber:
+        subscriber.wait_until_ready(timeout_seconds)
+        if wanted.number:
+            subscriber.wait_for(wanted, timeout_seconds)
+        return subscriber.version
+
+
+def _compared(copy: StoredCopy, table: TableSpec, now: "_Seen", since: "_Seen") -> VerifiedTable:
+    rows = copy.rows(table)
+    if rows is None:
+        return VerifiedTable(table.name, 0, VerifiedStatus.NOT_HELD)
+    expected, held, changed = now.digests(table), _digests(copy, table, rows), since.came(table)
+    ids = np.flatnonzero((held != expected) & ~changed)
+    compared = np.flatnonzero(~changed)
+    return VerifiedTable(
+        table.name,
+        len(compared),
+        VerifiedStatus.DIFFERS if len(ids) else VerifiedStatus.EQUAL,
+        checksum(compared, expected[compared]),
+        checksum(compared, held[compared]),
+        ids[:MOST_NAMED],
+        len(ids),
+        int(changed.sum()),
+    )
+
+
+def _digests(copy: StoredCopy, table: TableSpec, rows: Rows) -> RowDigests:
+    """Of each row of the table, as the copy has it."""
+    digests = np.zeros(table.rows, np.uint64)
+    for ids, values in rows:
+        if (values.shape[1], values.dtype) != (table.dim, table.dtype):
+            form = f"rows of {values.shape[1]} {values.dtype}"
+            raise Contradiction(
+                f"{copy.name} has {form} in table {table.name!r}, replicas hold {table.dim} {table.dtype}"
+            )
+        if len(ids) and ids[-1] >= table.rows:
+            raise Contradiction(
+                f"{copy.name} has row {ids[-1]} of table {table.name!r}, which has {table.rows} rows"
+            )
+        digests[ids] = row_digests(values)
+    return digests
+
+
+class _Seen:
+    """Keeps of what it is sent the digest of each row, and which rows came."""
+
+    def __init__(self) -> None:
+        self.tables: Sequence[TableSpec] = ()
+        self.history, self.everything = "", False
+        self._digests = dict[str, RowDigests]()
+        self._came = dict[str, Mask]()
+
+    def apply(self, release: Release) -> None:
+        """Take a release over."""
+        release.check_values()
+        self.tables, self.history = release.tables, release.position.history
+        self.everything |= release.resync
+        for table in release.tables:
+            if release.resets(table):
+                self._digests[table.name] = np.zeros(table.rows, np.uint64)
+                self._came[table.name] = np.ones(table.rows, np.bool_)
+            else:
+                self._digests[table.name] = _grown(self._digests.get(table.name, _NO_DIGESTS), table.rows)
+                self._came[table.name] = _grown(self._came.get(table.name, _NO_MASK), table.rows)
+        for batch in release.rows:
+            self._note(batch)
+
+    def _note(self, batch: RowBatch) -> None:
+        digests = batch.digested().digests
+        self._digests[batch.table.name][batch.ids] = 0 if digests is None else digests
+        self._came[batch.table.name][batch.ids] = True
+
+    def digests(self, table: TableSpec) -> RowDigests:
+        """Of each of its rows."""
+        return self._digests[table.name]
+
+    def came(self, table: TableSpec) -> Mask:
+        """Which of its rows came."""
+        return _grown(self._came.get(table.name, _NO_MASK), table.rows)
+
+
+def _grown(array: NDArray[S], rows: int) -> NDArray[S]:
+    """The same for so many rows: zeros for those that are new."""
+    more = max(0, rows - len(array))
+    return np.concatenate([array[:rows], np.zeros(more, array.dtype)])

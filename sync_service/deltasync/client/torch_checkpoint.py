@@ -1,0 +1,103 @@
+"""The tables of a checkpoint that torch has written."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from deltasync.client.stored_copy import Rows, StoredCopy
+from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.core.position import NOWHERE, Position
+from deltasync.core.rows import BLOCK_ROWS
+from deltasync.core.tables import TableKind, TableSpec, matrix_shape
+
+_STORED = (TableKind.EMBEDDING, TableKind.PARAMETER, TableKind.BUFFER)
+
+Tensors: TypeAlias = Mapping[str, Callable[[], torch.Tensor]]
+
+
+def checkpoint_copy(path: Path) -> StoredCopy:
+    """The tables of a checkpoint, read one at a time when they are compared.
+
+    The state of `DeltaSync`, in `sync-*.pt` beside the weights, says of which version they are. Who has written
+    the checkpoint is trusted, as by whoever loads it: a folder's metadata is pickled.
+
+    Args:
+        path: a folder of `torch.distributed.checkpoint`, or one with several in `step-*`, of which the newest is
+            taken; or a file of `torch.save` with weights by name.
+
+    Raises:
+        InvalidInput: it is none of these, or cannot be read.
+    """
+    found = path
+    if path.is_dir() and not (path / ".metadata").exists():
+        found = max(path.glob("step-*"), default=path)
+    try:
+        tensors = _tensors(found)
+        states = sorted((found if found.is_dir() else found.parent).glob("sync-*.pt"))
+        position = _position([torch.load(each, weights_only=True, mmap=True) for each in states])
+    except Exception as error:  # Whatever torch raises for a file that is none of its own.
+        raise InvalidInput(f"{found} is no checkpoint that torch can read: {error}") from error
+
+    def rows(table: TableSpec) -> Rows | None:
+        key = _key(table, tensors)
+        return _rows(table, tensors[key]()) if key else None
+
+    return StoredCopy(f"checkpoint {found}", position, rows)
+
+
+def _tensors(path: Path) -> Tensors:
+    if not path.is_dir():
+        return dict(_flat(torch.load(path, weights_only=True, mmap=True), ""))
+    reader = FileSystemReader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    stored = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    return {key: _loader(path, key, entry) for key, entry in stored.items()}
+
+
+def _loader(path: Path, key: str, entry: TensorStorageMetadata) -> Callable[[], torch.Tensor]:
+    def tensor() -> torch.Tensor:
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # That this process is alone, which is meant.
+            load({key: whole}, storage_reader=FileSystemReader(path), no_dist=True)
+        return whole
+
+    return tensor
+
+
+def _flat(state: Any, prefix: str) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    if isinstance(state, torch.Tensor):
+        yield prefix, lambda: state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _position(states: Sequence[Mapping[str, Any]]) -> Position:
+    """The earliest one of all ranks: what has changed after it includes what has after the others."""
+    positions = [Position(state["history"], state["version"], state.get("seal", 0)) for state in states]
+    return min(positions, key=lambda each: each.number, default=NOWHERE)
+
+
+def _key(table: TableSpec, tensors: Tensors) -> str | None:
+    """The key of a table's weights: its name, or what ends with that; the shortest of several."""
+    names = (f"{table.name}.weight", table.name) if table.kind is TableKind.EMBEDDING else (table.name,)
+    keys = (key for key in tensors for name in names if f".{key}".endswith(f".{name}"))
+    return min(keys, key=len, default=None) if table.kind in _STORED else None
+
+
+def _rows(table: TableSpec, tensor: torch.Tensor) -> Rows:
+    rows, dim = matrix_shape(tensor.shape)
+    if rows > table.rows:
+        raise Contradiction(f"the checkpoint has {rows} rows of table {table.name!r}, the service {table.rows}")
+    values = tensor.detach().reshape(rows, dim).numpy()
+    for start in range(0, rows, BLOCK_ROWS):
+        some = values[start : start + BLOCK_ROWS]
+        yield np.arange(start, start + len(some)), some

@@ -1,0 +1,63 @@
+"""Having a replica read again all rows that it holds: asked and answered are numbers that only grow."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deltasync.core.errors import DeltasyncError
+from deltasync.core.signals import Signal
+from deltasync.core.verified import VerifiedTable
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a replica has found.
+
+    Attributes:
+        version: the model's, of which what it holds was made.
+        tables: those that its consumer follows.
+    """
+
+    version: int
+    tables: Sequence[VerifiedTable]
+
+
+class Verification:
+    """Of one replica, whichever stream it has. Used in the event loop.
+
+    Attributes:
+        signal: wakes when something was asked, and when it was answered.
+    """
+
+    def __init__(self) -> None:
+        self.signal = Signal()
+        self._asked = self._answered = 0
+        self._found: Verified | DeltasyncError | None = None
+
+    def ask(self) -> int:
+        """Ask for rows to be read again from now on; the number of the question."""
+        self._asked += 1
+        self.signal.wake()
+        return self._asked
+
+    @property
+    def open(self) -> int:
+        """The number of the last question, as long as it is not answered; else 0."""
+        return self._asked if self._asked > self._answered else 0
+
+    def answer(self, number: int, found: Verified | DeltasyncError) -> None:
+        """Answer a question, and all before it."""
+        if number > self._answered:
+            self._answered, self._found = number, found
+            self.signal.wake()
+
+    def answer_to(self, number: int) -> Verified | None:
+        """The answer to a question, if there is one.
+
+        Raises:
+            DeltasyncError: it could not be answered.
+        """
+        if self._answered < number:
+            return None
+        if isinstance(self._found, DeltasyncError):
+            raise self._found
+        return self._found

@@ -1,0 +1,226 @@
+"""Whoever asks a replica to read all of its rows again hears how they compare, table by table and row by row."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from tests.support.fleet import (
+    ITEM,
+    USER,
+    Recorder,
+    Trainer,
+    admin_of,
+    checked_ack,
+    follow,
+    lost,
+    wait_for_lag,
+    wait_until_delivered,
+    wait_until_in_sync,
+)
+from tests.support.server import RunningService
+from tests.support.wire import ReplicaStream
+from torch import nn
+
+from deltasync.client import CallbackTarget, Position
+from deltasync.client.torch_target import TorchTarget
+from deltasync.core.errors import Contradiction, NotFound, ServiceUnavailable
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
+from deltasync.core.verified import VerifiedTable
+from deltasync.v1 import admin_pb2
+from deltasync.wire.messages import position_from_message
+from deltasync.wire.protocol import READ_AGAIN_PROTOCOL, Protocols
+from deltasync.wire.verified_messages import verified_from_message
+
+pytestmark = pytest.mark.usefixtures("quick")
+POLICIES = {"top": Policy(top_k=0.5, value_type=ValueType.INT8)}
+CONSUMERS = ["top", "predictors"]
+
+
+@pytest.fixture
+def unswept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is found by chance: only who is asked reads its rows again."""
+    monkeypatch.setattr("deltasync.client.checksums.TargetChecksums._sweep", lambda *_: None)
+
+
+@pytest.fixture
+def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica answers after every four rows."""
+    monkeypatch.setattr("deltasync.client.subscriber._READ_SECONDS", 0.0)
+    monkeypatch.setattr("deltasync.client.checksums.BLOCK_ROWS", 4)
+
+
+def verified(service: RunningService, consumer: str = "predictors") -> dict[str, VerifiedTable]:
+    found = admin_of(service).verify_replica(consumer, "a", timeout_seconds=20)
+    return {each.table: verified_from_message(each) for each in found.tables}
+
+
+def statuses(tables: dict[str, VerifiedTable]) -> dict[str, str]:
+    return {name: table.status.value for name, table in tables.items()}
+
+
+@pytest.mark.usefixtures("unswept")
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_a_damaged_row_is_named_and_is_right_again(
+    service: RunningService, caplog: pytest.LogCaptureFixture, consumer: str
+) -> None:
+    caplog.set_level(logging.INFO, "deltasync.events")
+    target = Recorder()
+    with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
+        head = trainer.publish_all()
+        wait_until_in_sync(service, consumer, head)
+        before = verified(service, consumer)
+        assert statuses(before) == {"user": "equal", "item": "equal"}
+        assert {name: table.rows for name, table in before.items()} == {"user": USER.rows, "item": ITEM.rows}
+        assert all(table.held == table.checksum for table in before.values())
+
+        target.tables["user"][7, 3] += 1
+        found = verified(service, consumer)
+        assert statuses(found) == {"user": "differs", "item": "equal"}
+        assert found["user"].reason == "1 row differs: row 7"
+        assert found["user"].checksum == before["user"].checksum != found["user"].held
+
+        wait_until_in_sync(service, consumer, head)
+        assert statuses(verified(service, consumer)) == {"user": "equal", "item": "equal"}
+        value_type = ValueType.INT8 if consumer == "top" else ValueType.FP32
+        assert target.bytes() == trainer.expected(value_type)
+    said = [each.getMessage() for each in caplog.records if "replica verified" in each.getMessage()]
+    assert ["as they were sent" in each for each in said] == [True, False, True]
+    assert "table user: 1 row differs: row 7" in said[1]
+
+
+@pytest.mark.usefixtures("unswept", "in_slices")
+@pytest.mark.parametrize("row", [0, USER.rows - 1])
+def test_a_row_that_was_repaired_before_all_were_read_has_differed(service: RunningService, row: int) -> None:
+    target = Recorder()
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target):
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        target.tables["user"][row, 3] += 1
+        found = verified(service)
+        assert statuses(found) == {"user": "differs", "item": "equal"}
+        assert found["user"].ids.tolist() == [row]
+
+
+@pytest.mark.usefixtures("in_slices")
+def test_releases_go_on_while_all_rows_are_read(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, half = Recorder(), threading.Event()
+    questions, published = [], threading.Event()
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        read_again = replica._read_again
+
+        def told(assembler: Any, progress: Any, requests: Any) -> None:
+            questions.append(position_from_message(progress.head).number)
+            if len(questions) == 3:
+                half.set()
+                assert published.wait(20)
+            read_again(assembler, progress, requests)
+
+        monkeypatch.setattr(replica, "_read_again", told)
+        with ThreadPoolExecutor() as asking:
+            found: Future[dict[str, VerifiedTable]] = asking.submit(verified, service)
+            assert half.wait(20)
+            head = trainer.change(5)
+            published.set()
+            assert statuses(found.result(20)) == {"user": "equal", "item": "equal"}
+        assert questions[0] < head.number == questions[-1]
+        assert target.bytes() == trainer.expected()
+
+
+def test_what_shows_nothing_is_not_called_equal(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", CallbackTarget(lambda _: None)):
+        wait_until_delivered(service, "predictors", trainer.publish_all())
+        assert statuses(verified(service)) == {"user": "not shown", "item": "not shown"}
+
+
+def test_a_table_that_is_left_out_is_not_called_equal(service: RunningService) -> None:
+    module = nn.Module()
+    module.user = nn.EmbeddingBag(USER.rows, USER.dim)
+    with (
+        Trainer(service.grpc) as trainer,
+        follow(service, "predictors", "a", TorchTarget(module, leave_out=["item"])),
+    ):
+        head = trainer.publish_all()
+        wait_for_lag(service, "predictors", lambda lag: lag["offset"] == head.number)
+        assert statuses(verified(service)) == {"user": "equal", "item": "not held"}
+
+
+def test_who_cannot_be_asked_is_an_error(service: RunningService) -> None:
+    with pytest.raises(NotFound, match="consumer 'nobody'"):
+        verified(service, "nobody")
+    with pytest.raises(NotFound, match="'predictors' has no replica 'a'"):
+        verified(service)
+    with Trainer(service.grpc) as trainer, lost(follow(service, "predictors", "a", Recorder())):
+        wait_for_lag(service, "predictors", lambda lag: bool(lag["replicas"]))
+        with pytest.raises(Contradiction, match="holds nothing yet"):
+            verified(service)
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+    wait_for_lag(service, "predictors", lambda lag: not lag["replicas"][0]["connected"])
+    with pytest.raises(Contradiction, match="is away: it can show nothing"):
+        verified(service)
+
+
+@pytest.fixture
+def stream(service: RunningService) -> Iterator[ReplicaStream]:
+    """A replica that has applied the first release, and says nothing by itself."""
+    with Trainer(service.grpc) as trainer, ReplicaStream(service.grpc, replica="a") as opened:
+        trainer.publish_all()
+        hold_first(service, opened)
+        yield opened
+
+
+def hold_first(service: RunningService, stream: ReplicaStream) -> None:
+    rows, end = stream.release()
+    size = sum(len(each.ids) + len(each.values) for each in rows)
+    position = position_from_message(end.position)
+    stream.send(checked_ack(size, position, {each.slot: each.sum for each in end.sums}))
+    wait_for_lag(service, "predictors", lambda lag: lag["offset"] == position.number)
+
+
+def test_a_client_that_knows_nothing_of_it_is_named(service: RunningService) -> None:
+    old = Protocols(1, READ_AGAIN_PROTOCOL - 1)
+    with Trainer(service.grpc) as trainer, ReplicaStream(service.grpc, replica="a", protocols=old) as stream:
+        trainer.publish_all()
+        hold_first(service, stream)
+        with pytest.raises(Contradiction, match=f"speaks {old}: update it"):
+            verified(service)
+
+
+def test_one_that_goes_away_meanwhile_has_shown_nothing(service: RunningService, stream: ReplicaStream) -> None:
+    with ThreadPoolExecutor() as asking:
+        found = asking.submit(verified, service)
+        while not stream.until("progress").read_again:
+            pass
+        stream.end()
+        with pytest.raises(ServiceUnavailable, match="has gone before it had read all its rows"):
+            found.result(20)
+
+
+def test_two_that_ask_at_once_both_hear(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder()):
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        with ThreadPoolExecutor() as asking:
+            found = [asking.submit(verified, service) for _ in range(5)]
+            assert all(set(statuses(each.result(20)).values()) == {"equal"} for each in found)
+
+
+def test_an_answer_to_what_was_not_asked_is_refused(stream: ReplicaStream) -> None:
+    answer = checked_ack(0, Position(), {})
+    answer.ack.ClearField("applied")
+    answer.ack.read_again = 1
+    stream.send(answer)
+    code, text = stream.refusal()
+    assert (code, text) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "an ack of read_again 1, which was not asked",
+    )
+
+
+def test_a_status_of_a_later_service_is_not_taken_for_equal() -> None:
+    message: Any = admin_pb2.VerifiedTable(table="user")
+    message.status = 77
+    assert verified_from_message(message).status.value == "not shown"

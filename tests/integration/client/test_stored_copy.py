@@ -1,0 +1,242 @@
+"""Snapshots and checkpoints, compared with what the service gives replicas now, row by row."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.command import deltasync
+from tests.support.fleet import TABLES, USER, WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
+from tests.support.server import RunningService
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from deltasync.cli.lag import BEHIND
+from deltasync.client import CallbackTarget, Mode, Policy, Position, TableSpec, ValueType
+from deltasync.client.stored_copy import Comparison, Rows, StoredCopy, compare, snapshot_copy
+from deltasync.client.torch_checkpoint import checkpoint_copy
+from deltasync.core.errors import Contradiction, InvalidInput, NotFound, StorageFailed
+from deltasync.core.verified import VerifiedTable
+from deltasync.service.snapshots import SnapshotOptions
+
+POLICIES = {
+    "ranked": Policy(top_k=10_000, min_interval_seconds=0.01),
+    "int8": Policy(top_k=10_000, value_type=ValueType.INT8),
+    "ids": Policy(mode=Mode.IDS),
+}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    service = RunningService(tmp_path / "data", policies=POLICIES)
+    snapshots = SnapshotOptions(url=str(tmp_path / "snapshots"), seconds=3600)
+    service.options = replace(service.options, snapshots=snapshots)
+    with service:
+        yield service
+
+
+@pytest.fixture
+def trainer(service: RunningService) -> Iterator[Trainer]:
+    with Trainer(service.grpc) as trainer:
+        yield trainer
+
+
+def found(comparison: Comparison) -> dict[str, VerifiedTable]:
+    return {each.table: each for each in comparison.tables}
+
+
+def statuses(comparison: Comparison) -> dict[str, str]:
+    return {name: each.status.value for name, each in found(comparison).items()}
+
+
+def copy_of(rows: Mapping[str, np.ndarray[Any, Any]], position: Position) -> StoredCopy:
+    held = {name: values.copy() for name, values in rows.items()}
+
+    def of(table: TableSpec) -> Rows | None:
+        values = held.get(table.name)
+        return None if values is None else iter([(np.arange(len(values)), values)])
+
+    return StoredCopy("a copy", position, of)
+
+
+def compared(service: RunningService, copy: StoredCopy, consumer: str = "predictors") -> Comparison:
+    return compare(service.grpc, consumer, copy, WAIT)
+
+
+@pytest.mark.parametrize("consumer", ["predictors", "ranked", "int8"])
+def test_a_snapshot_is_equal_but_for_what_has_changed_since(
+    service: RunningService, trainer: Trainer, tmp_path: Path, consumer: str
+) -> None:
+    head = trainer.publish_all()
+    with follow(service, consumer, "early", CallbackTarget(lambda _: None)) as early:
+        early.wait_for(head, WAIT)
+    admin_of(service).make_snapshot("clicks")
+    copy = snapshot_copy(str(tmp_path / "snapshots"), consumer)
+    now = compared(service, copy, consumer)
+    assert (now.since, statuses(now)) == (True, {"user": "equal", "item": "equal"})
+    assert [each.changed for each in now.tables] == [0, 0]
+    assert all(each.checksum == each.held != 0 for each in now.tables)
+
+    head = trainer.change(3)
+    with follow(service, consumer, "late", CallbackTarget(lambda _: None)) as late:
+        late.wait_for(head, WAIT)
+    later = compared(service, copy, consumer)
+    assert (later.version, later.since, statuses(later)) == (head.number, True, {"user": "equal", "item": "equal"})
+    changed = {table.name: 3 for table in TABLES}
+    assert {each.table: each.changed for each in later.tables} == changed
+    assert {each.table: each.rows + each.changed for each in later.tables} == {
+        table.name: table.rows for table in TABLES
+    }
+
+
+@settings(max_examples=25)
+@given(
+    st.sets(st.integers(0, USER.rows - 1), max_size=8),
+    st.sets(st.integers(0, USER.rows - 1), max_size=8),
+)
+def test_rows_that_differ_are_named_unless_they_have_changed_since(
+    tmp_path_factory: pytest.TempPathFactory, wrong: set[int], changed: set[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("service")
+    with RunningService(folder / "data") as service, Trainer(service.grpc) as trainer:
+        position = trainer.publish_all()
+        rows = {name: values.copy() for name, values in trainer.rows.items()}
+        rows["user"][list(wrong), 1] += 1
+        for row in changed:
+            trainer.set(USER, row, 3.5)
+        comparison = compared(service, copy_of(rows, position))
+    user, item = found(comparison)["user"], found(comparison)["item"]
+    assert user.ids.tolist() == sorted(wrong - changed)
+    assert (user.differing, user.changed) == (len(wrong - changed), len(changed))
+    assert user.status.value == ("differs" if wrong - changed else "equal")
+    assert item.status.value == "equal"
+
+
+def test_without_a_known_position_all_rows_are_compared(service: RunningService, trainer: Trainer) -> None:
+    position = trainer.publish_all()
+    rows = {name: values.copy() for name, values in trainer.rows.items()}
+    trainer.set(USER, 7, 3.5)
+    for unknown in (Position(), Position("another", 1, 77), Position(position.history, position.number, 77)):
+        comparison = compared(service, copy_of(rows, unknown))
+        assert (comparison.since, statuses(comparison)["user"]) == (False, "differs")
+        assert found(comparison)["user"].ids.tolist() == [7]
+
+
+def test_rows_deleted_here_and_there_are_equal(service: RunningService, trainer: Trainer) -> None:
+    trainer.publish_all()
+    position = trainer.delete(USER, np.array([3, 4]))
+    assert statuses(compared(service, copy_of(trainer.rows, position))) == {"user": "equal", "item": "equal"}
+
+
+def test_what_is_not_there_is_not_called_equal(service: RunningService, trainer: Trainer) -> None:
+    position = trainer.publish_all()
+    comparison = compared(service, copy_of({"user": trainer.rows["user"]}, position))
+    assert statuses(comparison) == {"user": "equal", "item": "not held"}
+
+
+def test_what_cannot_be_compared_is_an_error(service: RunningService, trainer: Trainer, tmp_path: Path) -> None:
+    position, url = trainer.publish_all(), str(tmp_path / "snapshots")
+    copy = copy_of(trainer.rows, position)
+    with pytest.raises(Contradiction, match="'ranked' is given what a policy lets out"):
+        compared(service, copy, "ranked")
+    with pytest.raises(Contradiction, match="ids"):
+        compared(service, copy, "ids")
+    with pytest.raises(
+        Contradiction, match=f"rows of 3 float32 in table 'user', replicas hold {USER.dim} float32"
+    ):
+        compared(service, copy_of({"user": trainer.rows["user"][:, :3]}, position))
+    with pytest.raises(Contradiction, match=f"row {USER.rows} of table 'user', which has {USER.rows} rows"):
+        compared(service, copy_of({"user": np.zeros((USER.rows + 1, USER.dim), np.float32)}, position))
+    with pytest.raises(NotFound, match="has no snapshot for consumer 'predictors'"):
+        snapshot_copy(url, "predictors")
+    admin_of(service).make_snapshot("clicks")
+    with pytest.raises(Contradiction, match="ids only"):
+        snapshot_copy(url, "ids")
+    for piece in (tmp_path / "snapshots").rglob("*"):
+        if piece.is_file() and "manifest" not in str(piece):
+            piece.write_bytes(b"x" + piece.read_bytes()[1:])
+    with pytest.raises(StorageFailed, match="cannot be read"):
+        snapshot_copy(url, "predictors")
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {f"sparse.{name}.weight": torch.from_numpy(rows.copy()) for name, rows in trainer.rows.items()}
+
+
+def write_checkpoint(form: str, folder: Path, weights: dict[str, torch.Tensor], position: Position) -> Path:
+    """A folder of torch.distributed.checkpoint, one of several, or a file of torch.save, of two ranks."""
+    at = folder / "step-000000000009" if form == "several" else folder
+    at.mkdir(parents=True, exist_ok=True)
+    state = {"model": weights, "optimizer": {"sparse.user.weight.momentum": torch.ones(3)}}
+    if form == "file":
+        torch.save(state, at / "model.pt")
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # That it is alone.
+            save(state, checkpoint_id=at, no_dist=True)
+    for rank, number in enumerate((position.number, position.number + 1)):
+        saved = {"history": position.history, "version": number, "seal": position.seal if rank == 0 else 1}
+        torch.save(saved, at / f"sync-{rank}.pt")
+    if form == "several":
+        (folder / "step-000000000002").mkdir()
+    return at / "model.pt" if form == "file" else folder
+
+
+@pytest.mark.parametrize("form", ["folder", "several", "file"])
+def test_a_checkpoint_is_compared_row_by_row(
+    service: RunningService, trainer: Trainer, tmp_path: Path, form: str
+) -> None:
+    position, weights = trainer.publish_all(), weights_of(trainer)
+    weights["sparse.item.weight"][5] += 1
+    trainer.set(USER, 7, 3.5)
+    comparison = compared(service, checkpoint_copy(write_checkpoint(form, tmp_path / "c", weights, position)))
+    assert (comparison.since, statuses(comparison)) == (True, {"user": "equal", "item": "differs"})
+    assert found(comparison)["item"].ids.tolist() == [5]
+    assert found(comparison)["user"].changed == 1
+
+
+def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(b"nothing of torch")
+    for path in (tmp_path, tmp_path / "model.pt", tmp_path / "missing"):
+        with pytest.raises(InvalidInput, match="no checkpoint that torch can read"):
+            checkpoint_copy(path)
+
+
+def verify(service: RunningService, *arguments: str) -> tuple[int, str, str]:
+    return deltasync("verify", "predictors", "--service", service.grpc, *arguments, token="secret")  # noqa: S106
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_command_says_which_row_of_whom_differs(
+    service: RunningService, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.client.checksums.TargetChecksums._sweep", lambda *_: None)
+    code, _, said = verify(service)
+    assert (code, "consumer 'predictors' has no replicas" in said) == (1, True)
+    good, bad = Recorder(), Recorder()
+    with follow(service, "predictors", "good", good), follow(service, "predictors", "bad", bad):
+        position = trainer.publish_all()
+        wait_until_in_sync(service, "predictors", position, replicas=2)
+        code, shown, said = verify(service)
+        assert (code, shown.count(" equal ")) == (0, 4)
+        assert said.splitlines() == ["replica bad reads its rows again", "replica good reads its rows again"]
+        bad.tables["user"][7, 0] += 1
+        code, shown, _ = verify(service)
+        assert (code, shown.count(" equal "), shown.count("1 row differs: row 7")) == (BEHIND, 3, 1)
+        assert "replica bad " in next(line for line in shown.splitlines() if "differs" in line)
+        wait_until_in_sync(service, "predictors", position, replicas=2)
+        assert verify(service, "--replica", "bad")[0] == 0
+    admin_of(service).make_snapshot("clicks")
+    trainer.set(USER, 7, 3.5)
+    code, shown, said = verify(service, "--snapshot", str(tmp_path / "snapshots"))
+    assert (code, "1 row changed since" in shown) == (0, True)
+    assert "the service's rows are fetched" in said
+    folder = write_checkpoint("folder", tmp_path / "c", weights_of(trainer), position)
+    assert verify(service, "--checkpoint", str(folder))[0] == 0
+    code, _, said = verify(service, "--checkpoint", str(folder), "--replica", "bad")
+    assert (code, "give one of them" in said) == (2, True)
