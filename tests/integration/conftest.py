@@ -1,5 +1,7 @@
 import logging
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,16 @@ def running(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Runnin
         and record.name.startswith(("asyncio", "grpc", "uvicorn", "deltasync.api"))
     ]
     assert not unforeseen
+
+
+@pytest.fixture(scope="session")
+def tool() -> Callable[[str], str]:
+    """The path of a program of this environment, or a skip that says which is missing."""
+
+    def find(name: str) -> str:
+        found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+        if found is None:
+            pytest.skip(f"{name} is not installed")
+        return found
+
+    return find

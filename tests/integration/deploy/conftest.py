@@ -1,7 +1,4 @@
-import shutil
-import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +20,6 @@ def deploy(root: Path) -> Path:
 @pytest.fixture(scope="session")
 def project(root: Path) -> dict[str, Any]:
     return tomllib.loads((root / "pyproject.toml").read_text())
-
-
-@pytest.fixture(scope="session")
-def tool() -> Callable[[str], str]:
-    """The path of a program of this environment, or a skip that says which is missing."""
-
-    def find(name: str) -> str:
-        found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-        if found is None:
-            pytest.skip(f"{name} is not installed")
-        return found
-
-    return find
 
 
 @pytest.fixture(scope="session")

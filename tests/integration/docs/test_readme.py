@@ -29,7 +29,7 @@ RUN = {
         *("policy", "admin", "access", "guarded", "status"),
     ],
     "protos/README.md": ["checksum", "replica"],
-    "trainer/README.md": ["step", "checkpoint"],
+    "trainer/README.md": ["step", "scalars", "checkpoint"],
     "trainer/deltasync/trainer/tracking/README.md": ["tracker"],
     "trainer/deltasync/trainer/pipelines/README.md": ["model", "pipeline", "tensordicts"],
 }

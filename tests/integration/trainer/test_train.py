@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.command import deltasync
 from tests.support.process import ServiceProcess
 from tests.support.ranks import torchrun
 
@@ -21,6 +22,7 @@ def train(service: ServiceProcess, folder: Path, events: int, *ways: str) -> Non
     folder.mkdir()
     stream = ["--events", str(events), "--events-per-second", "1e6", *SIZES, *ways]
     kept = ["--checkpoint", str(folder.parent / "checkpoint"), "--results", str(folder)]
+    kept += ["--tensorboard", str(folder.parent / "scalars")]
     torchrun("-m", "deltasync.trainer.train", "--service", service.grpc, "--publish-every", "3", *stream, *kept)
 
 
@@ -81,3 +83,14 @@ def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
         )
         replica.wait_for(service.get_json("/consumers/predictors/lag")["head"], 30)
         assert unequal_rows(trainer_state(tmp_path / "second"), held(target)) == {}
+    assert len(list((tmp_path / "scalars").glob("rank-*/events.out.tfevents.*"))) == 4
+    code, found, said = deltasync(
+        *("verify", "predictors", "--service", service.grpc, "--json"),
+        *("--checkpoint", str(tmp_path / "checkpoint")),
+    )
+    tables = json.loads(found)
+    assert (code, {each["version"] for each in tables}) == (0, {replica.version.number}), said
+    stored = {each["table"] for each in tables if each["status"] == "equal"}
+    assert {each["status"] for each in tables} == {"equal"} or "--managed" in ways
+    assert all(each["rows"] and not each["changed"] for each in tables if each["table"] in stored)
+    assert stored == {each["table"] for each in tables if not each["table"].endswith((".raw_ids", ".id_ranges"))}

@@ -1,5 +1,6 @@
 """A cut that is published and not known to be sealed."""
 
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -13,6 +14,23 @@ from deltasync.trainer.tracking.delta import Token
 from deltasync.trainer.tracking.pending_delta import PendingDelta
 
 
+class Stopwatch:
+    """Runs from the moment it is made until something is done."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._ended: float | None = None
+
+    def stop(self, _done: object) -> None:
+        """Called by whatever it was."""
+        self._ended = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; so far, where it is not done."""
+        return (self._ended or time.perf_counter()) - self._began
+
+
 @dataclass(frozen=True)
 class PendingCut:
     """One rank's part of a cut.
@@ -22,12 +40,14 @@ class PendingCut:
         token: acknowledges its rows.
         changes: the tracker's when its rows were read.
         sealed: the position of the cut.
+        watch: how long that took.
     """
 
     part: Part
     token: Token
     changes: int
     sealed: "Future[Position]"
+    watch: "Stopwatch"
 
 
 class CutUnderWay:
@@ -103,4 +123,7 @@ class CutUnderWay:
 def _published(publisher: Publisher, read: PendingDelta, changes: int, what: Mapping[str, Any]) -> PendingCut:
     """Publish a part. In a thread that may wait for its rows."""
     part = Part(rows=read.result.batches(), **what)
-    return PendingCut(part, read.result.token, changes, publisher.publish(part))
+    watch = Stopwatch()
+    sealed = publisher.publish(part)
+    sealed.add_done_callback(watch.stop)
+    return PendingCut(part, read.result.token, changes, sealed, watch)

@@ -112,7 +112,7 @@ class DeltaSync:
 
     def metrics(self) -> dict[str, float]:
         """How publishing goes on this rank, as numbers to log, by name. Takes next to no time."""
-        return metrics_of(self.stats, self._trouble, self._run, self.tracker.steps)
+        return metrics_of(self.stats, self._trouble, self._run, self.tracker)
 
     def step(self, event_time_unix_ns: int | None = None) -> None:
         """Note that an optimizer step is complete; publish every `publish_every` of them.
@@ -370,7 +370,7 @@ class DeltaSync:
         self._versions.add(position, ended.token.cursor)
         self._published_changes = ended.changes
         self._trouble.end()
-        self.stats.add(position, ended.part)
+        self.stats.add(position, ended.part, ended.watch.seconds)
 
     def _publish(self, step_end_unix_ns: int, *, full: bool) -> None:
         self._cut_step = self.tracker.steps

@@ -63,6 +63,7 @@ class SyncStats:
         refusals: how often publishing was refused, or impossible.
         rows: rows of the sealed parts.
         bytes: bytes of their ids and values.
+        publish_seconds: how long the last sealed cut took, from its rows in host memory on.
         step_seconds: time that the thread that trains has spent in `DeltaSync.step`.
     """
 
@@ -73,10 +74,12 @@ class SyncStats:
     refusals: int = 0
     rows: int = 0
     bytes: int = 0
+    publish_seconds: float = 0.0
     step_seconds: float = 0.0
 
-    def add(self, position: Position, part: Part) -> None:
-        """Count a part of which the cut is sealed."""
+    def add(self, position: Position, part: Part, seconds: float) -> None:
+        """Count a part of which the cut is sealed, and how long that took."""
+        self.publish_seconds = seconds
         self.cuts.append((position.number, part.step, part.step_end_unix_ns))
         self.sealed, self.published_step = self.sealed + 1, part.step
         self.rows += sum(map(len, part.rows))

@@ -23,6 +23,8 @@ from deltasync.trainer.clicks.training_options import take_training_options, tra
 from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.pipelines import OnlinePipeline
+from deltasync.trainer.prometheus import serve_metrics
+from deltasync.trainer.scalars import ScalarOptions, Scalars, TensorBoard
 from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions
 from deltasync.trainer.tracking.row_reset import evict_on_cpu
 
@@ -45,11 +47,23 @@ from deltasync.trainer.tracking.row_reset import evict_on_cpu
 )
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder to go on from, and to save to.")
 @click.option("--checkpoint-every", type=click.IntRange(1), default=1000, help="Steps between checkpoints.")
+@click.option(
+    "--tensorboard",
+    type=click.Path(path_type=Path),
+    help="Folder for TensorBoard's scalars, one in it for each rank.",
+)
+@click.option(
+    "--tensorboard-every", type=click.IntRange(1), default=ScalarOptions.every, help="Steps between them."
+)
+@click.option("--metrics", metavar="HOST:PORT", help="Where rank 0 answers /metrics; others take the next ports.")
 @click.option("--results", type=click.Path(path_type=Path), help="Folder for scores and tables, for comparison.")
 def main(
     checkpoint: Path | None,
     checkpoint_every: int,
     results: Path | None,
+    tensorboard: Path | None,
+    tensorboard_every: int,
+    metrics: str | None,
     table_lr: float,
     dense_lr: float,
     **settings: Any,
@@ -72,8 +86,11 @@ def main(
     if checkpoints:
         checkpoints.load()
     mine = TimedBatches(micro_batches(stream, training, sync.tracker.steps))
-    with sync:
-        Training(pipeline, sync, options.on_refusal, scored, checkpoints).run(mine)
+    callbacks = [TensorBoard(tensorboard / f"rank-{dist.get_rank()}")] if tensorboard else []
+    if metrics:
+        serve_metrics(sync, options.model, dist.get_rank(), metrics)
+    with sync, Scalars(sync, callbacks, ScalarOptions(every=tensorboard_every)) as scalars:
+        Training(pipeline, sync, options.on_refusal, scored, checkpoints, scalars).run(mine)
     if results and scored:
         pipeline.detach()
         scored.write(results, dist.get_rank(), sync, mine.last)

@@ -2,11 +2,14 @@
 
 import logging
 
+from torch.nn.functional import binary_cross_entropy_with_logits
+
 from deltasync.core.errors import DeltasyncError, ServiceUnavailable
 from deltasync.trainer.clicks.checkpoints import Checkpoints
 from deltasync.trainer.clicks.micro_batches import TimedBatches
 from deltasync.trainer.clicks.results import Results
 from deltasync.trainer.pipelines import OnlinePipeline
+from deltasync.trainer.scalars import Scalars
 from deltasync.trainer.sync import DeltaSync, OnRefusal
 
 logger = logging.getLogger(__name__)
@@ -25,9 +28,10 @@ class Training:
         on_refusal: OnRefusal,
         scored: Results | None = None,
         checkpoints: Checkpoints | None = None,
+        scalars: Scalars | None = None,
     ) -> None:
         self._pipeline, self._sync, self._on_refusal = pipeline, sync, on_refusal
-        self._scored, self._checkpoints = scored, checkpoints
+        self._scored, self._checkpoints, self._scalars = scored, checkpoints, scalars
 
     def run(self, batches: TimedBatches) -> None:
         """Train on all batches.
@@ -78,6 +82,9 @@ class Training:
         event_time_unix_ns = batches.trained()
         if self._pipeline.stepped:
             self._sync.step(event_time_unix_ns)
+            if self._scalars and self._scalars.due:
+                _, logit, label = output
+                self._scalars.step(loss=binary_cross_entropy_with_logits(logit, label))
             if self._checkpoints:
                 self._checkpoints.step()
         return True

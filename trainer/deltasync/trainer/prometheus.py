@@ -1,0 +1,80 @@
+"""What a rank of a trainer tells Prometheus of itself."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from deltasync.core.build import built_version
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.sync import DeltaSync
+
+_LABELS = ("model", "rank")
+# Of `DeltaSync.metrics`: those that only grow, and the rest.
+COUNTERS = {
+    "cuts": "Sealed cuts of this rank.",
+    "rows": "Rows of its sealed parts.",
+    "bytes": "Bytes of ids and values of its sealed parts.",
+    "absorbed": "Cuts that were left out because the one before was not sealed yet.",
+    "refusals": "How often publishing was refused, or impossible.",
+    "connections": "Connections to the service.",
+    "step_seconds": "Spent in DeltaSync.step by the thread that trains.",
+    "tracking_seconds": "Spent in tracking changed rows, in all threads.",
+}
+GAUGES = {
+    "version": "The last version that this rank knows to be sealed.",
+    "publish_seconds": "How long the last sealed cut took, from its rows in host memory on.",
+    "unpublished_steps": "Steps since the last sealed cut.",
+    "unpublished_seconds": "Since the end of the last published step; 0 where nothing is unpublished.",
+    "refused_seconds": "Since the first of the refusals that last; else 0.",
+    "connected": "1 while the service answers.",
+    "failed_attempts": "Attempts to connect since it does not.",
+    "disconnected_seconds": "Since it does not.",
+}
+
+
+class TrainerCollector(Collector):
+    """Asks a `DeltaSync` at each scrape."""
+
+    def __init__(self, sync: DeltaSync, model: str, rank: int) -> None:
+        self._sync, self._of = sync, (model, str(rank))
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them."""
+        known = self._sync.metrics()
+        for name, text in COUNTERS.items():
+            counter = CounterMetricFamily(f"deltasync_trainer_{name}", text, labels=_LABELS)
+            counter.add_metric(self._of, known[name])
+            yield counter
+        for name, text in GAUGES.items():
+            gauge = GaugeMetricFamily(f"deltasync_trainer_{name}", text, labels=_LABELS)
+            gauge.add_metric(self._of, known[name])
+            yield gauge
+        build = GaugeMetricFamily("deltasync_trainer_build_info", "Always 1.", labels=("version",))
+        build.add_metric((built_version(),), 1)
+        yield build
+
+
+def serve_metrics(sync: DeltaSync, model: str, rank: int, address: str) -> None:
+    """Answer `/metrics` from a thread, until the process ends.
+
+    Args:
+        sync: what is asked.
+        model: its model's name.
+        rank: this process's number.
+        address: HOST:PORT of rank 0; each rank adds its number to the port.
+
+    Raises:
+        InvalidInput: the address is something else, or cannot be listened on.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) + rank <= 65535:
+        raise InvalidInput(f"metrics at {address!r}: expected HOST:PORT")
+    registry = CollectorRegistry()
+    registry.register(TrainerCollector(sync, model, rank))
+    ProcessCollector(registry=registry)
+    try:
+        start_http_server(int(port) + rank, host.strip("[]"), registry=registry)
+    except OSError as error:
+        raise InvalidInput(f"metrics at {address!r}, of rank {rank}: {error}") from error
