@@ -13,9 +13,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tests.support.programs import killed
 
 COMMAND = [sys.executable, "-c", "from deltasync.cli.main import main; main()"]
+
+
+class _Compose(yaml.SafeLoader):
+    """Also takes compose's `!override`, which replaces a list instead of adding to it."""
+
+
+def _list(loader: _Compose, node: yaml.SequenceNode) -> list[Any]:
+    return list(loader.construct_sequence(node))
+
+
+_Compose.add_constructor("!override", _list)
+
+
+def compose_file(path: Path) -> dict[str, Any]:
+    """What a file of compose says."""
+    # Not an unsafe loader: it is SafeLoader with a list.
+    return dict(yaml.load(path.read_text(), _Compose))  # noqa: S506
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.support.deployments import run_access
+from tests.support.deployments import compose_file, run_access
 
 Doc = dict[str, Any]
 
@@ -15,21 +15,9 @@ PROCESSES = ("service", "service-1", "service-2")
 BROKERS = ("nats-0", "nats-1", "nats-2")
 
 
-class _Loader(yaml.SafeLoader):
-    """Also takes compose's `!override`, which replaces a list instead of adding to it."""
-
-
-def _list(loader: _Loader, node: yaml.SequenceNode) -> list[Any]:
-    return list(loader.construct_sequence(node))
-
-
-_Loader.add_constructor("!override", _list)
-
-
 @pytest.fixture(scope="module")
 def cluster(deploy: Path) -> Doc:
-    # Not an unsafe one: it is SafeLoader with a list.
-    return dict(yaml.load((deploy / "compose.cluster.yaml").read_text(), _Loader))  # noqa: S506
+    return compose_file(deploy / "compose.cluster.yaml")
 
 
 @pytest.fixture(scope="module")

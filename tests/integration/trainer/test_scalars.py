@@ -170,13 +170,13 @@ def free_port() -> int:
 
 def test_each_rank_answers_on_a_port_of_its_own(sync: DeltaSync) -> None:
     port = free_port()
-    serve_metrics(sync, "clicks", 1, f"127.0.0.1:{port - 1}")
+    serve_metrics(sync, "clicks", 1, f"127.0.0.1:{port - 1}", 1)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     written = opener.open(f"http://127.0.0.1:{port}/metrics", timeout=WAIT).read().decode()
     assert 'deltasync_trainer_version{model="clicks",rank="1"} 1.0' in written
     assert "process_resident_memory_bytes" in written
     with pytest.raises(InvalidInput, match=r"of rank 1: .*in use"):
-        serve_metrics(sync, "clicks", 1, f"127.0.0.1:{port - 1}")
+        serve_metrics(sync, "clicks", 1, f"127.0.0.1:{port - 1}", 1)
     for wrong in ("9400", "host:", "host:70000", ":9400"):
         with pytest.raises(InvalidInput, match="expected HOST:PORT"):
             serve_metrics(sync, "clicks", 0, wrong)

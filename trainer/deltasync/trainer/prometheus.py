@@ -56,25 +56,26 @@ class TrainerCollector(Collector):
         yield build
 
 
-def serve_metrics(sync: DeltaSync, model: str, rank: int, address: str) -> None:
+def serve_metrics(sync: DeltaSync, model: str, rank: int, address: str, offset: int = 0) -> None:
     """Answer `/metrics` from a thread, until the process ends.
 
     Args:
         sync: what is asked.
         model: its model's name.
         rank: this process's number.
-        address: HOST:PORT of rank 0; each rank adds its number to the port.
+        address: HOST:PORT of the first rank of a machine, or of a pod.
+        offset: what is added to the port: the number of the rank there.
 
     Raises:
         InvalidInput: the address is something else, or cannot be listened on.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 1 <= int(port) + rank <= 65535:
+    if not host or not port.isdecimal() or not 1 <= int(port) + offset <= 65535:
         raise InvalidInput(f"metrics at {address!r}: expected HOST:PORT")
     registry = CollectorRegistry()
     registry.register(TrainerCollector(sync, model, rank))
     ProcessCollector(registry=registry)
     try:
-        start_http_server(int(port) + rank, host.strip("[]"), registry=registry)
+        start_http_server(int(port) + offset, host.strip("[]"), registry=registry)
     except OSError as error:
         raise InvalidInput(f"metrics at {address!r}, of rank {rank}: {error}") from error

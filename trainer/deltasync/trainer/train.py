@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 -m deltasync.trainer.train --service localhost:50051 --model clicks
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,11 @@ from deltasync.trainer.tracking.row_reset import evict_on_cpu
 @click.option(
     "--tensorboard-every", type=click.IntRange(1), default=ScalarOptions.every, help="Steps between them."
 )
-@click.option("--metrics", metavar="HOST:PORT", help="Where rank 0 answers /metrics; others take the next ports.")
+@click.option(
+    "--metrics",
+    metavar="HOST:PORT",
+    help="Where the first rank here answers /metrics; others take the next ports.",
+)
 @click.option("--results", type=click.Path(path_type=Path), help="Folder for scores and tables, for comparison.")
 def main(
     checkpoint: Path | None,
@@ -88,7 +93,7 @@ def main(
     mine = TimedBatches(micro_batches(stream, training, sync.tracker.steps))
     callbacks = [TensorBoard(tensorboard / f"rank-{dist.get_rank()}")] if tensorboard else []
     if metrics:
-        serve_metrics(sync, options.model, dist.get_rank(), metrics)
+        serve_metrics(sync, options.model, dist.get_rank(), metrics, int(os.environ.get("LOCAL_RANK", 0)))
     with sync, Scalars(sync, callbacks, ScalarOptions(every=tensorboard_every)) as scalars:
         Training(pipeline, sync, options.on_refusal, scored, checkpoints, scalars).run(mine)
     if results and scored:
