@@ -23,7 +23,7 @@ def lag_of(service: Reachable, consumer: str = "predictors") -> dict[str, Any]:
         each["lag"].pop("seconds_behind_events", None)  # A service of before lacks it.
     for replica in lag["replicas"]:
         del replica["seconds_since_ack"], replica["connected"]
-        for name in ("since_seconds", "left"):  # Likewise.
+        for name in ("since_seconds", "reason", "left"):  # Likewise.
             replica.pop(name, None)
     del lag["state"], lag["reason"]
     lag.pop("head_seconds_behind_events", None)

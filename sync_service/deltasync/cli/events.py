@@ -24,7 +24,11 @@ _MOST, _SECONDS = 1000, 1.0
 @json_option
 @http_options
 def events(last: int, follow: bool, http: Endpoint, as_json: bool) -> None:
-    """Show what has happened: joins, refusals, repairs, takeovers. With --json and --follow, one JSON a line."""
+    """Show what has happened: joins, refusals, repairs, takeovers.
+
+    A line has the time (UTC), the level, the event, whom it concerns, and why. With --json and --follow, one JSON
+    a line. Of several processes, those of the one that answers.
+    """
     if not follow:
         found = Route(http).get_json(f"/events?last={last}")
         click.echo(as_json_text(found) if as_json else "\n".join(map(event_line, found)))
@@ -44,6 +48,8 @@ def _follow(http: Endpoint, last: int, *, as_json: bool) -> None:
             away = True
         else:
             away = False
+            if found and found[-1]["number"] < seen:  # It has started anew since, and so have its numbers.
+                seen = 0
             for each in found:
                 if each["number"] > seen:
                     seen = each["number"]

@@ -27,22 +27,9 @@ def _facts(answer: Lag) -> list[tuple[str, str]]:
     if answer["damages"]:
         facts.append(("damages", f"{counted(answer['damages'], 'table')} of replicas since the service started"))
     facts += [
-        ("damaged", f"{replica['replica']} ({', '.join(replica['damaged'])})")
+        (f"replica {replica['replica']}", reason)
         for replica in answer["replicas"]
-        if replica["damaged"]
-    ]
-    facts += [
-        (
-            "rewound",
-            f"{replica['replica']} held {held['held']} of history {held['history']}, {held['seconds']} s ago",
-        )
-        for replica in answer["replicas"]
-        if (held := replica.get("rewound"))  # A service of before lacks it.
-    ]
-    facts += [
-        ("partial", f"{replica['replica']} lacks {', '.join(replica['unbound'])}")
-        for replica in answer["replicas"]
-        if replica["unbound"]
+        if (reason := replica.get("reason"))  # A service of before lacks it.
     ]
     return [(name, text) for name, text in facts if text]
 

@@ -62,21 +62,8 @@ def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
         lag["versions"],
         lag["seconds"],
         "yes" if replica["checked"] else "no",
-        _trouble(replica),
+        replica["reason"],
     )
-
-
-def _trouble(replica: dict[str, Any]) -> str:
-    found = [] if replica["connected"] else [replica["left"] or "not seen since the service started"]
-    if replica["damaged"]:
-        found.append(f"holds other rows than it was sent in {', '.join(replica['damaged'])}")
-    if held := replica["rewound"]:
-        found.append(f"came with {held['held']} of a discarded past")
-    if replica["waits_for"]:
-        found.append(f"waits for {replica['waits_for']}")
-    if replica["unbound"]:
-        found.append(f"does not hold {', '.join(replica['unbound'])}")
-    return "; ".join(found)
 
 
 @replicas.command("forget", context_settings=CONTEXT)

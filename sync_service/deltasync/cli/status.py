@@ -24,6 +24,16 @@ _CUTS, _EVENTS = 5, 8
 def status(http: Endpoint, watch: bool, as_json: bool) -> None:
     """Show everything of a service on one screen: what is wrong, models and their trainers, consumers, the last
     cuts and where their time went, the last events. Of several processes, that of the one that answers.
+
+    \b
+    of models
+      step        the trainer's, of the newest version
+      last cut    when that was sealed
+      ranks       connected, of all; one that is away is named above
+      bytes       of the tables
+      rows sent   that were published since the service started
+      trouble     what keeps its cuts from being sealed or applied
+    of consumers  what `deltasync lag --help` says, and of cuts `deltasync versions --help`
     """
 
     def text() -> str:

@@ -46,6 +46,10 @@ class _Watched(NumpyTarget):
 def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: Endpoint) -> None:
     """Show the releases of CONSUMER as they pass, beginning with all that there is, until Ctrl-C.
 
+    A line for each: the version, or release; its rows, and their bytes; how long after the end of the trainer's
+    step it was here, by two machines' clocks. Below that its rows by table; with --rows some of them, by id, with
+    the L2 norm of what they are now.
+
     It is a replica of that consumer meanwhile: it needs the role of one and keeps its tables in memory, and lag
     counts it until it ends.
     """

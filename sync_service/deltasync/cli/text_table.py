@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from deltasync.core.words import duration
+
 _STATES = (
     *("failed", "damaged", "away", "waiting", "behind", "partial", "delivered", "paused", "empty", "current"),
     "in sync",
@@ -20,18 +22,8 @@ def text_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def seconds(number: float | None) -> str:
-    """A duration: `0.3 ms`, `41 ms`, `2.5 s`, `3 min`, `2.1 h`; empty where it is not known."""
-    if number is None:
-        return ""
-    for limit, factor, unit in (
-        (0.0995, 1000, "ms"),
-        (120, 1, "s"),
-        (7200, 1 / 60, "min"),
-        (172_800, 1 / 3600, "h"),
-    ):
-        if number < limit:
-            return f"{number * factor:.3g} {unit}"
-    return f"{number / 86_400:.3g} days"
+    """A duration; empty where it is not known."""
+    return "" if number is None else duration(number)
 
 
 def size(number: float) -> str:

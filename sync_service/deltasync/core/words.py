@@ -14,6 +14,19 @@ def are(number: int, noun: str) -> str:
     return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"
 
 
+def duration(seconds: float) -> str:
+    """So long: `0.3 ms`, `41 ms`, `2.5 s`, `3 min`, `2.1 h`."""
+    for limit, factor, unit in (
+        (0.0995, 1000, "ms"),
+        (120, 1, "s"),
+        (7200, 1 / 60, "min"),
+        (172_800, 1 / 3600, "h"),
+    ):
+        if seconds < limit:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds / 86_400:.3g} days"
+
+
 def utc(unix_ns: int) -> str:
     """A time, nanoseconds since 1970, in UTC, to the second: `2001-09-09T01:46:40Z`."""
     return datetime.fromtimestamp(unix_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

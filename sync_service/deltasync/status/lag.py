@@ -8,7 +8,7 @@ from typing import Any, Literal
 from deltasync.consumers.consumer import Replica
 from deltasync.core.event_time import seconds_behind
 from deltasync.core.seal import Seal, event_time_of, seconds_since_sealed
-from deltasync.core.words import are, counted
+from deltasync.core.words import are, counted, duration
 from deltasync.feeds.standing import Standing
 from deltasync.feeds.statistics import Backlog
 
@@ -92,6 +92,7 @@ class ReplicaLag:
         since_seconds: for how long it has been connected, or away; at most since the service started.
         left: why its last stream ended; empty where it has had none since.
         waits_for: what keeps the service from sending it what it lacks; empty if nothing does.
+        reason: all of this that is wrong, in words; empty if nothing is.
     """
 
     replica: str
@@ -106,6 +107,7 @@ class ReplicaLag:
     since_seconds: float = 0.0
     left: str = ""
     waits_for: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,29 @@ def unsent(backlogs: Sequence[Backlog]) -> tuple[float, float]:
     norm = math.hypot(*(each.amount.norm for each in backlogs))
     whole = math.hypot(*(each.table_norm for each in backlogs))
     return norm, norm / whole if whole else 0.0
+
+
+def replica_reason(line: ReplicaLag) -> str:
+    """What is wrong with a replica, in words; empty if nothing is."""
+    found = []
+    if not line.connected:
+        found.append(
+            f"away for {duration(line.since_seconds)}: {line.left or 'not seen since the service started'}"
+        )
+    if line.damaged:
+        found.append(f"holds other rows than it was sent in {', '.join(line.damaged)}, and is sent them again")
+    if held := line.rewound:
+        found.append(f"came with {held.held} of a discarded past, {duration(held.seconds)} ago")
+    if line.connected and line.lag.versions:
+        heard = f"last heard {duration(line.seconds_since_ack)} ago"
+        found.append(f"lacks {counted(line.lag.versions, 'version')}, {heard}")
+    if line.waits_for:
+        found.append(f"waits for {line.waits_for}")
+    if line.unbound:
+        found.append(f"does not hold {', '.join(line.unbound)}")
+    if line.connected and not line.checked and not line.damaged:
+        found.append("has not shown by checksums what it holds")
+    return "; ".join(found)
 
 
 def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int) -> tuple[State, str]:

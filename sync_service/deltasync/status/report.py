@@ -19,6 +19,7 @@ from deltasync.status.lag import (
     RewindLag,
     TableLag,
     measure,
+    replica_reason,
     state,
     unsent,
 )
@@ -125,7 +126,7 @@ def _table_line(table: TableStanding, rows: int, standing: Standing, now: int) -
 def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int) -> ReplicaLag:
     now_ns = steady_ns()
     since_ack_ns = now - replica.acked_unix_ns if replica.acked_ns is None else now_ns - replica.acked_ns
-    return ReplicaLag(
+    line = ReplicaLag(
         replica=replica.name,
         connected=replica.stream is not None,
         offset=offset,
@@ -139,6 +140,7 @@ def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int)
         left=replica.left,
         waits_for=f"room on disk: {standing.crowded}" if replica.waits and standing.crowded else "",
     )
+    return replace(line, reason=replica_reason(line))
 
 
 def _rewound(rewind: Rewind, now_ns: int) -> RewindLag:

@@ -234,10 +234,11 @@ def test_the_command_line_shows_lag(running: RunningService) -> None:
         assert code == 0
         lines = [line.split() for line in shown.splitlines()]
         assert lines[0][:6] == ["consumer", "predictors", "model", "clicks", "head", "1"]
-        assert lines[3] == ["offset", "versions", "rows", "bytes", "seconds"]
-        assert lines[4][:6] == ["all", "replicas", "0", "1", "70", "1560"]
-        assert lines[5][:5] == ["p0", "0", "1", "70", "1560"]
-        assert [line[0] for line in lines[6:]] == [shard.table.name for shard in WHOLE]
+        assert lines[2][:5] == ["replica", "p0", "lacks", "1", "version,"]
+        assert lines[4] == ["offset", "versions", "rows", "bytes", "seconds"]
+        assert lines[5][:6] == ["all", "replicas", "0", "1", "70", "1560"]
+        assert lines[6][:5] == ["p0", "0", "1", "70", "1560"]
+        assert [line[0] for line in lines[7:]] == [shard.table.name for shard in WHOLE]
         code, shown, _ = deltasync("lag", "predictors", "--json", http=running.http)
         assert code == 0
         assert json.loads(shown)["lag"]["rows"] == 70

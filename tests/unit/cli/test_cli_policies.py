@@ -21,7 +21,15 @@ from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag, RewindLag, TableLag
+from deltasync.status.lag import (
+    ConsumerLag,
+    Lag,
+    ReleaseLag,
+    ReplicaLag,
+    RewindLag,
+    TableLag,
+    replica_reason,
+)
 from deltasync.v1 import admin_pb2
 from deltasync.wire.messages import policy_to_message
 
@@ -327,6 +335,7 @@ RANKED = ConsumerLag(
             checked=False,
             damaged=["u"],
             unbound=["item"],
+            reason="away for 3 s: its stream has ended",
         ),
     ],
     tables=[TableLag("user", 15, 600, 7.5, 2.0, 0.5), TableLag("item", 5, 200)],
@@ -345,16 +354,45 @@ def test_the_lag_says_how_old_the_newest_event_is(held: float | None, shown: str
     assert newest + shown in lines
 
 
-def test_the_lag_says_which_replica_was_rewound() -> None:
-    rewound = replace(RANKED.replicas[0], rewound=RewindLag(held=20, history="h", seconds=2.5))
-    lines = [" ".join(line.split()) for line in lag_text(asdict(replace(RANKED, replicas=[rewound]))).splitlines()]
-    assert "rewound p0 held 20 of history h, 2.5 s ago" in lines
+GOOD = ReplicaLag(
+    "p0",
+    connected=True,
+    offset=9,
+    lag=replace(KNOWN, versions=0),
+    seconds_since_ack=1.0,
+    checked=True,
+    damaged=[],
+    unbound=[],
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, ""),
+        (
+            {"connected": False, "since_seconds": 3.0, "left": "its stream has ended"},
+            "away for 3 s: its stream has ended",
+        ),
+        ({"connected": False, "since_seconds": 0.04}, "away for 40 ms: not seen since the service started"),
+        ({"damaged": ["u", "v"]}, "holds other rows than it was sent in u, v, and is sent them again"),
+        ({"rewound": RewindLag(held=20, history="h", seconds=2.5)}, "came with 20 of a discarded past, 2.5 s ago"),
+        ({"lag": KNOWN}, "lacks 3 versions, last heard 1 s ago"),
+        ({"waits_for": "room on disk: it is full"}, "waits for room on disk: it is full"),
+        ({"unbound": ["item"]}, "does not hold item"),
+        ({"checked": False}, "has not shown by checksums what it holds"),
+        ({"checked": False, "damaged": ["u"]}, "holds other rows than it was sent in u, and is sent them again"),
+        ({"unbound": ["item"], "lag": KNOWN}, "lacks 3 versions, last heard 1 s ago; does not hold item"),
+    ],
+)
+def test_a_replica_says_all_that_is_wrong_with_it(changed: dict[str, Any], reason: str) -> None:
+    assert replica_reason(replace(GOOD, **changed)) == reason
 
 
 def test_the_lag_of_a_service_of_before_is_shown() -> None:
     lag = asdict(RANKED)
     for replica in lag["replicas"]:
-        del replica["rewound"]
+        del replica["rewound"], replica["reason"]
     del lag["head_seconds_behind_events"], lag["lag"]["seconds_behind_events"]
     assert not any(line.startswith("events") for line in lag_text(lag).splitlines())
 
@@ -368,15 +406,14 @@ def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> No
         ["took", "7 of 70 dirty rows: top_k 10 % takes those that have changed most"],
         ["took", "7 rows, 280 bytes, norm 4"],
     ]
-    assert [" ".join(line.split()) for line in lines[6:12]] == [
+    assert [" ".join(line.split()) for line in lines[6:11]] == [
         "left 63 rows, 2520 bytes, norm 12.35",
         "oldest row 7.5 seconds unsent",
         "unsent norm 2.5, 1.25 % of the tables'",
-        "damaged p1 (u)",
-        "partial p1 lacks item",
+        "replica p1 away for 3 s: its stream has ended",
         "",
     ]
-    assert [" ".join(line.split()) for line in lines[12:]] == [
+    assert [" ".join(line.split()) for line in lines[11:]] == [
         "release versions rows bytes seconds unsent norm unsent share",
         "all replicas 9 3 20 800 7.5 2.5 1.25 %",
         "p0 9 3 20 800 7.5 2.5 1.25 %",
@@ -387,7 +424,7 @@ def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> No
 
 
 def test_columns_of_a_lag_stand_under_their_titles() -> None:
-    titles, everything, *_ = lag_text(asdict(RANKED)).splitlines()[12:]
+    titles, everything, *_ = lag_text(asdict(RANKED)).splitlines()[11:]
     for title, cell in {
         "release": "9",
         "versions": "3",

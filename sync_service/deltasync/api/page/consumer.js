@@ -7,18 +7,6 @@ import { bytes, count, mood, norm, percent, seconds } from "./text.js";
 
 const SHOWN = 200;
 
-function trouble(line) {
-  const found = [];
-  if (!line.connected) found.push(`away for ${seconds(line.since_seconds)}${line.left ? `: ${line.left}` : ""}`);
-  if (line.damaged.length) found.push(`holds other rows than it was sent in ${line.damaged.join(", ")}`);
-  if (line.rewound) found.push(`came with version ${line.rewound.held} of a discarded past, ${seconds(line.rewound.seconds)} ago`);
-  if (line.waits_for) found.push(`waits for ${line.waits_for}`);
-  if (line.unbound.length) found.push(`does not hold ${line.unbound.join(", ")}`);
-  if (line.connected && line.lag.versions) found.push(`lacks ${count(line.lag.versions)} versions, last heard ${seconds(line.seconds_since_ack)} ago`);
-  if (line.connected && !line.checked) found.push("has not shown by checksums what it holds");
-  return found.join("; ");
-}
-
 export function consumerView(name) {
   const path = `/consumers/${encodeURIComponent(name)}`;
   const state = make("strong");
@@ -39,7 +27,7 @@ export function consumerView(name) {
     { title: "versions", number: true, cell: (line) => count(line.lag.versions) },
     { title: "rows", number: true, wide: true, cell: (line) => count(line.lag.rows) },
     { title: "behind", number: true, cell: (line) => seconds(line.lag.seconds) },
-    { title: "why", words: true, cell: trouble },
+    { title: "why", words: true, cell: (line) => line.reason },
   ], (line) => line.replica);
   const tables = new Table("Tables", [
     { title: "table", cell: (line) => ({ text: line.table, href: `#/tables/${encodeURIComponent(line.table)}` }) },

@@ -196,8 +196,8 @@ def test_what_is_waited_for_after_the_last_step_is_said_now_and_then() -> None:
         progress.show_wait({"lag": {"versions": 1, "rows": 30}})
         progress.show_wait({"lag": {"versions": 0, "rows": 0}})
     assert said.getvalue().splitlines() == [
-        "  the replicas lack 1,234 rows, 2 versions",
-        "  the replicas lack 30 rows, 1 version",
+        "  draining: 1,234 rows left, 2 versions",
+        "  draining: 30 rows left, 1 version",
     ]
 
 

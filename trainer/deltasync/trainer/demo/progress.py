@@ -51,7 +51,8 @@ class DemoProgress:
         behind = lag["lag"]
         if not behind["rows"] and not behind["versions"]:
             return
-        text = f"the replicas lack {behind['rows']:,} rows, {counted(behind['versions'], 'version')}"
+        rows = "row" if behind["rows"] == 1 else "rows"
+        text = f"draining: {behind['rows']:,} {rows} left, {counted(behind['versions'], 'version')}"
         self._bar.update(self._task, completed=self._steps, description=text)
         if not self._console.is_terminal and self._clock() >= self._next_wait_line:
             self._next_wait_line = self._clock() + _WAIT_LINE_SECONDS

@@ -194,7 +194,8 @@ class _DemoRun:
         return service.restarts
 
     def _log_of_brokers(self) -> AbstractContextManager[Brokers | None]:
-        count = self._options.brokers
+        if count := self._options.brokers:
+            self._console.print(f"starting {count} brokers", highlight=False)
         return Brokers(self._folder / "brokers", count) if count else nullcontext()
 
     def _start_service(self, processes: Processes, brokers: Brokers | None, progress: DemoProgress) -> Services:
