@@ -1,16 +1,16 @@
 """A real server of Amazon's S3 protocol, in a folder of its own, that a test may kill and start again."""
 
 import shutil
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from deltasync.trainer.demo.ports import free_ports, is_free
 
 _DEADLINE_SECONDS = 60.0
 _PARTS = ("master", "volume", "filer", "s3", "s3.port.iceberg", "s3.port.lance")
@@ -26,7 +26,7 @@ class ObjectStorage:
     def __init__(self, folder: Path) -> None:
         program = Path(sys.executable).with_name("weed")
         self._program = str(program) if program.exists() else shutil.which("weed")
-        self._folder, self._ports = folder, dict(zip(_PARTS, free_ports(len(_PARTS)), strict=True))
+        self._folder, self._ports = folder, dict(zip(_PARTS, _ports(), strict=True))
         self.url = f"http://127.0.0.1:{self._ports['s3']}"
 
     def start(self) -> None:
@@ -73,21 +73,6 @@ class ObjectStorage:
         self.kill()
 
 
-def free_ports(count: int) -> list[int]:
-    """Those of gRPC, which are 10,000 higher, are free too."""
-    with ExitStack() as stack:
-        found = list[int]()
-        while len(found) < count:
-            one = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port = one.getsockname()[1]
-            if port < 50_000 and _is_free(port + 10_000):
-                found.append(port)
-    return found
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
+def _ports() -> list[int]:
+    """Those of gRPC, which are 10,000 higher, are free and below the ports of connections too."""
+    return free_ports(len(_PARTS), lambda port: port < 20_000 and is_free(port) and is_free(port + 10_000))

@@ -1,7 +1,6 @@
 """The client library against a real service, and against one that misbehaves."""
 
 import queue
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +32,7 @@ from deltasync.client import (
 from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.publisher import _Stream
 from deltasync.core.errors import Damaged, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
+from deltasync.trainer.demo.ports import free_port
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 
 WAIT = 20
@@ -242,13 +242,6 @@ def test_closing_at_once_never_hangs(running: RunningService) -> None:
         waiting = lone.publish(full(1, random_rows(0)))
         lone.close()
         assert isinstance(waiting.exception(WAIT), ServiceUnavailable)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_clients_wait_for_a_service_that_is_not_there_yet_and_go_on_with_the_next(tmp_path: Path) -> None:

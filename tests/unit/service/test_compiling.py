@@ -10,8 +10,8 @@ from tests.support.http import HttpStatus
 
 from deltasync.api import server
 from deltasync.api.server_options import ServerOptions
-from deltasync.core.listener import listening_socket
 from deltasync.service.options import ServiceOptions
+from deltasync.trainer.demo.ports import free_port
 
 WAIT = 20
 
@@ -43,12 +43,6 @@ class Starting(HttpStatus):
 
     def __init__(self, http: str) -> None:
         self.http = http
-
-
-def free_port() -> int:
-    with listening_socket("127.0.0.1", 0) as found:
-        port: int = found.getsockname()[1]
-    return port
 
 
 @pytest.mark.parametrize("stopped", [False, True])

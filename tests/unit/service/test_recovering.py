@@ -22,7 +22,6 @@ from deltasync.api.server_options import ServerOptions
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.core import progress
 from deltasync.core.errors import InvalidInput, ServiceUnavailable, StorageFailed
-from deltasync.core.listener import listening_socket
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
 from deltasync.service.options import ServiceOptions
@@ -30,6 +29,7 @@ from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.storage import volume
 from deltasync.storage.model_store import ModelStore
+from deltasync.trainer.demo.ports import free_port
 from deltasync.v1 import subscribe_pb2
 from deltasync.views.view import View
 from deltasync.wire.protocol import OURS
@@ -161,12 +161,6 @@ def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
 def _noted(found: list[str], path: Path) -> StorageFailed:
     found.append(path.name)
     return StorageFailed(f"{path.name} is missing")
-
-
-def free_port() -> int:
-    with listening_socket("127.0.0.1", 0) as found:
-        port: int = found.getsockname()[1]
-    return port
 
 
 def get(url: str) -> tuple[int, str]:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -36,6 +35,7 @@ from deltasync.client import (
 from deltasync.core.tables import matrix_shape
 from deltasync.trainer.clicks.model import ClickModel
 from deltasync.trainer.clicks.model_options import ModelOptions
+from deltasync.trainer.demo.ports import free_port
 from deltasync.trainer.demo.prediction import batch_of
 from deltasync.trainer.demo.quantised import quantised
 from deltasync.trainer.demo.scorer import outputs
@@ -109,8 +109,7 @@ def trainer(service: RunningService) -> Iterator[Trainer]:
 
 @contextmanager
 def predictor(service: RunningService, consumer: str, value_type: str) -> "Iterator[Predictor]":
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "deltasync.trainer.demo.predictor", "--service", service.grpc]
     command += ["--consumer", consumer, "--replica", "p", "--http-port", str(port), "--value-type", value_type]
     with killed(subprocess.Popen([*command, *OPTIONS.arguments()], env=environment())) as process:

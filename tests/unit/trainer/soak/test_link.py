@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from deltasync.trainer.demo.ports import free_port
 from deltasync.trainer.soak.link import Link, Links
-from deltasync.trainer.soak.world import free_port
 
 WAIT = 20.0
 

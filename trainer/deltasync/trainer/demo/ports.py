@@ -1,0 +1,38 @@
+"""Ports of loopback for processes that are about to start."""
+
+import contextlib
+import random
+import socket
+from collections.abc import Callable
+
+from deltasync.trainer.demo.processes import DemoFailed
+
+# Below those that systems give to connections, one of which could take a port before its process has it.
+_PORTS = range(15_000, 30_000)
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens on a port."""
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def free_ports(count: int, fits: Callable[[int], bool] = is_free) -> list[int]:
+    """Ports that nobody listens on now and that no connection takes.
+
+    Raises:
+        DemoFailed: there are not so many.
+    """
+    found = list[int]()
+    for port in random.sample(_PORTS, len(_PORTS)):  # Others look for some at the same time.
+        if fits(port):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise DemoFailed(f"no {count} ports from {_PORTS.start} to {_PORTS.stop - 1} are free")
+
+
+def free_port() -> int:
+    """One such port."""
+    return free_ports(1)[0]
