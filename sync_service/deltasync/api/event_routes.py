@@ -24,10 +24,10 @@ def event_routes(service: Service) -> APIRouter:
 
     @router.get("/events", response_model=list[RecentEvent], responses=_STREAM)
     async def events(request: Request, last: _Last = 100) -> Any:
-        """The last events of this process: joins, refusals, repairs, takeovers.
+        """The last events: joins, refusals, repairs, takeovers; of several processes the last ones of each.
 
-        To whoever accepts text/event-stream they are sent as they happen, after those; where `Last-Event-ID` says
-        which was the last one seen, after that one.
+        To whoever accepts text/event-stream this process sends its own as they happen, after those before; where
+        `Last-Event-ID` says which was the last one seen, after that one.
         """
         if not wants_stream(request):
             return service.recent_events.newest(last)

@@ -18,7 +18,7 @@ from deltasync.core.words import utc
 from deltasync.service.service import Service
 from deltasync.snapshots.manifest import FORMAT as SNAPSHOT_FORMAT
 from deltasync.status.answers import Answers
-from deltasync.status.overview import Overview, service_overview
+from deltasync.status.overview import Overview, troubles
 from deltasync.status.readiness import Check, checks, not_ready
 from deltasync.status.sampler import Sampler
 from deltasync.storage.records import FORMAT as LOG_FORMAT
@@ -59,8 +59,8 @@ def overview_routes(service: Service, access: Access, answers: Answers, sampler:
 
     @router.get("/status", response_model=Overview, responses=_STREAM)
     async def status(request: Request) -> Any:
-        """Everything of this process on one screen: as it is now; or, to whoever accepts text/event-stream, about
-        once a second.
+        """Everything on one screen, as it is now; or, to whoever accepts text/event-stream, everything of this
+        process, about once a second.
         """
         return event_stream(_messages(sampler)) if wants_stream(request) else await sampler.look()
 
@@ -93,7 +93,7 @@ def overview_routes(service: Service, access: Access, answers: Answers, sampler:
             return PlainTextResponse(_said(found), 503 if reason else 200)
         if reason:
             raise ServiceUnavailable(reason if may_read() else "the service is not ready")
-        lacks = (access.trouble, *service_overview(service).troubles) if may_read() else ()
+        lacks = (access.trouble, *troubles(service)) if may_read() else ()
         return PlainTextResponse("".join(f"{line}\n" for line in ("ok", access.exposure, *lacks) if line))
 
     @router.get("/metrics", response_class=_Metrics)

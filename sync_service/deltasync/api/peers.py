@@ -1,7 +1,8 @@
 """Answers of all processes of a service, whichever of them is asked.
 
-What one process alone has is asked of it, and its answer passed on; lists are those of all. A request that is
-passed on says so, and is passed on no further. It has the rights of whoever asked: the token goes with it.
+What one process alone has is asked of it, and its answer passed on; lists, and everything on one screen, are those
+of all; a stream is of one. A request that is passed on says so, and is passed on no further. It has the rights of
+whoever asked: the token goes with it.
 """
 
 import asyncio
@@ -19,26 +20,19 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltasync.api.call_errors import error_response
+from deltasync.api.event_stream import MEDIA_TYPE
 from deltasync.api.tls_options import TlsOptions
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.words import listed
 from deltasync.service.service import Service
+from deltasync.status.merged import MERGES
 
 PASSED_ON = "deltasync-passed-on"
 # Of a list: the processes that did not answer.
 MISSING = "deltasync-missing"
 
-# The routes whose answers are lists, and by what they are sorted.
-_LISTS = {
-    "/consumers": ("consumer",),
-    "/lag": ("consumer",),
-    "/models": ("model",),
-    "/tables": ("model", "table"),
-    "/trainers": ("model", "rank"),
-    "/versions": ("model",),
-    "/deletes": ("model",),
-    "/snapshots": ("model",),
-}
+# Of these it says what it has itself also while it may answer for no model.
+_OWN = frozenset({"/status", "/events"})
 _SECONDS = 3.0
 _MOST_BYTES = 64 << 20
 _THREADS = ThreadPoolExecutor(8, thread_name_prefix="peers")
@@ -61,18 +55,21 @@ class PeersMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        owners = self._service.owners
-        alone = owners.confirmed and self._service.hosting is None
-        if alone or scope["type"] != "http" or scope["method"] != "GET" or PASSED_ON in Headers(scope=scope):
+        if scope["type"] != "http" or scope["method"] != "GET" or self._is_for_this_one(scope):
             await self._app(scope, receive, send)
-            return
-        if scope["path"] in _LISTS:
+        elif scope["path"] in MERGES:
             await self._merge(scope, receive, send)
         else:
             await self._pass_on(scope, receive, send)
 
+    def _is_for_this_one(self, scope: Scope) -> bool:
+        confirmed, headers = self._service.owners.confirmed, Headers(scope=scope)
+        alone = confirmed and self._service.hosting is None
+        own = scope["path"] in _OWN and (not confirmed or MEDIA_TYPE in headers.get("accept", ""))
+        return alone or own or PASSED_ON in headers
+
     async def _merge(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the list of this process and of all others."""
+        """Answer with what this process and all others answer."""
         if not self._service.owners.confirmed:
             error = ServiceUnavailable("this process is not among the others now; try again")
             await error_response(error)(scope, receive, send)
@@ -84,14 +81,14 @@ class PeersMiddleware:
         if own.status != 200:
             await _response(own)(scope, receive, send)
             return
-        found, missing = json.loads(own.body), list[str]()
+        good, missing = [own], list[str]()
         for process, answer in zip(others, answers, strict=True):
             if isinstance(answer, Answer) and answer.status == 200:
-                found += json.loads(answer.body)
+                good.append(answer)
             else:
                 missing.append(process.name)
-        found.sort(key=lambda line: [line[name] for name in _LISTS[scope["path"]]])
-        response = _response(Answer(200, own.kind, json.dumps(found).encode()))
+        merged = await asyncio.to_thread(_merged, scope["path"], good, missing)
+        response = _response(Answer(200, own.kind, merged))
         if missing:
             response.headers[MISSING] = listed(missing)
         await response(scope, receive, send)
@@ -136,6 +133,10 @@ class _Held:
         """Send what is held."""
         for message in self._held:
             await self._send(message)
+
+
+def _merged(path: str, answers: Sequence[Answer], missing: Sequence[str]) -> bytes:
+    return json.dumps(MERGES[path]([json.loads(each.body) for each in answers], missing)).encode()
 
 
 async def _answer_of(app: ASGIApp, scope: Scope, receive: Receive) -> Answer:

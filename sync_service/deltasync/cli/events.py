@@ -27,10 +27,11 @@ def events(last: int, follow: bool, http: Endpoint, as_json: bool) -> None:
     """Show what has happened: joins, refusals, repairs, takeovers.
 
     A line has the time (UTC), the level, the event, whom it concerns, and why. With --json and --follow, one JSON
-    a line. Of several processes, those of the one that answers.
+    a line. Of several processes, those of all.
     """
     if not follow:
         found = Route(http).get_json(f"/events?last={last}")
+        found = found[-last:] if last else []  # Each process has told so many.
         click.echo(as_json_text(found) if as_json else "\n".join(map(event_line, found)))
         return
     with contextlib.suppress(KeyboardInterrupt):
@@ -38,7 +39,7 @@ def events(last: int, follow: bool, http: Endpoint, as_json: bool) -> None:
 
 
 def _follow(http: Endpoint, last: int, *, as_json: bool) -> None:
-    seen, away = 0, False
+    seen, away = dict[str, int](), False
     while True:
         try:
             found = Route(http).get_json(f"/events?last={last if not seen else _MOST}")
@@ -48,18 +49,26 @@ def _follow(http: Endpoint, last: int, *, as_json: bool) -> None:
             away = True
         else:
             away = False
-            if found and found[-1]["number"] < seen:  # It has started anew since, and so have its numbers.
-                seen = 0
-            for each in found:
-                if each["number"] > seen:
-                    seen = each["number"]
-                    click.echo(json.dumps(each) if as_json else event_line(each))
-            seen = seen or 1
+            for each in unseen(found, seen):
+                click.echo(json.dumps(each) if as_json else event_line(each))
         time.sleep(_SECONDS)
+
+
+def unseen(found: list[dict[str, Any]], seen: dict[str, int]) -> list[dict[str, Any]]:
+    """Those of some events that come after the last one seen of their process, by name; and they are seen then.
+    Where numbers of a process go back, it has started anew, by another clock.
+    """
+    newest = dict[str, int]()
+    for each in found:
+        newest[each["process"]] = max(each["number"], newest.get(each["process"], 0))
+    known = {name: last if (last := seen.get(name, 0)) <= number else 0 for name, number in newest.items()}
+    seen |= newest
+    return [each for each in found if each["number"] > known[each["process"]]]
 
 
 def event_line(event: dict[str, Any]) -> str:
     """An event on one line."""
-    subject = " ".join(f"{name}={value}" for name, value in event["subject"].items())
+    where = {"process": event["process"]} if event["process"] else {}
+    subject = " ".join(f"{name}={value}" for name, value in (where | event["subject"]).items())
     said = " ".join(filter(None, [subject, event["text"]]))
     return f"{utc(event['unix_ns'])}  {event['level']:7}  {event['event'].replace('_', ' ')}: {said}"

@@ -23,7 +23,7 @@ _CUTS, _EVENTS = 5, 8
 @http_options
 def status(http: Endpoint, watch: bool, as_json: bool) -> None:
     """Show everything of a service on one screen: what is wrong, models and their trainers, consumers, the last
-    cuts and where their time went, the last events. Of several processes, that of the one that answers.
+    cuts and where their time went, the last events. Of several processes, all of all.
 
     \b
     of models
@@ -46,7 +46,7 @@ def status(http: Endpoint, watch: bool, as_json: bool) -> None:
 def status_text(answer: dict[str, Any]) -> str:
     """What the answer says."""
     parts = [
-        "\n".join(_service(answer)),
+        "\n".join(_processes(answer)),
         _models(answer["models"]),
         lines_text(answer["consumers"]),
         cuts_text(answer["cuts"][:_CUTS]),
@@ -55,19 +55,23 @@ def status_text(answer: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _service(answer: dict[str, Any]) -> list[str]:
-    service = answer["service"]
-    name = f" {service['process']}" if service["process"] else ""
-    ready = "ready" if service["ready"] else "NOT READY"
-    lines = [f"service{name}  {ready}  grpc {service['grpc']}  since {service['started']}"]
-    lines += [f"  {each['check']}: {each['trouble']}" for each in service["checks"] if each["trouble"]]
-    lines += [f"  {each}" for each in service["troubles"]]
-    if probe := service["probe"]:
+def _processes(answer: dict[str, Any]) -> list[str]:
+    lines = [line for each in answer["processes"] for line in _process(each)]
+    lines += [f"service {name}  DOES NOT ANSWER: what it has is not in here" for name in answer["missing"]]
+    return lines + [f"  {_rank(each)}" for each in answer["trainers"] if not each["connected"]]
+
+
+def _process(process: dict[str, Any]) -> list[str]:
+    name = f" {process['process']}" if process["process"] else ""
+    ready = "ready" if process["ready"] else "NOT READY"
+    lines = [f"service{name}  {ready}  grpc {process['grpc']}  since {process['started']}"]
+    lines += [f"  {each['check']}: {each['trouble']}" for each in process["checks"] if each["trouble"]]
+    lines += [f"  {each}" for each in process["troubles"]]
+    if probe := process["probe"]:
         found = f"{seconds(probe['seconds'])} from a publisher to a replica, {seconds(probe['age_seconds'])} ago"
         lines.append(f"  probe: {probe['trouble'] or found}")
-    for each in answer["volumes"]:
+    for each in process["volumes"]:
         lines.append(f"  volume {each['volume']}: {each['refused'] or size(each['free_bytes']) + ' free'}")
-    lines += [f"  {_rank(each)}" for each in answer["trainers"] if not each["connected"]]
     return lines
 
 

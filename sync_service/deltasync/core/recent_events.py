@@ -19,7 +19,8 @@ class RecentEvent:
     """Something that has happened.
 
     Attributes:
-        number: tells it from others, and is greater than that of any before, also of those before a restart.
+        process: where; empty of what happened before it had a name.
+        number: tells it from others there, and is greater than that of any before, also of those before a restart.
         unix_ns: when it happened, nanoseconds since 1970.
         event: what, as in `deltasync_events_total`.
         level: how loud the log says it: info, warning or error.
@@ -27,6 +28,7 @@ class RecentEvent:
         text: why, or what came of it.
     """
 
+    process: str
     number: int
     unix_ns: int
     event: str
@@ -42,8 +44,8 @@ class RecentEvents:
         signal: wakes who waits for the next one.
     """
 
-    def __init__(self, now_unix_ns: Callable[[], int] = time.time_ns) -> None:
-        self.signal = Signal()
+    def __init__(self, process: Callable[[], str], now_unix_ns: Callable[[], int] = time.time_ns) -> None:
+        self.signal, self._process = Signal(), process
         self._now, self._last = now_unix_ns, 0
         self._events = deque[RecentEvent](maxlen=KEPT_EVENTS)
 
@@ -54,7 +56,8 @@ class RecentEvents:
         self._last = max(self._last + 1, now // 1000)
         subject = {name: printable(str(value), _LONGEST_NAME) for name, value in event.subject.items()}
         level = logging.getLevelName(event.kind.level).lower()
-        self._events.append(RecentEvent(self._last, now, event.kind.value, level, subject, text_of(event)))
+        kind, text = event.kind.value, text_of(event)
+        self._events.append(RecentEvent(self._process(), self._last, now, kind, level, subject, text))
         self.signal.wake()
 
     def newest(self, count: int) -> list[RecentEvent]:

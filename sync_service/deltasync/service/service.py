@@ -93,7 +93,7 @@ class Service:
         self.limits = Limits(options.limits)
         self.event_counts = EventCounts()
         # That a volume has failed is said before what comes of it.
-        self.recent_events = RecentEvents()
+        self.recent_events = RecentEvents(lambda: self.owners.me.name)
         written = EventLog(keep=self.recent_events.add)
         self.events = Events(lambda event: self.volumes.hear(event), written, self.event_counts)
         with contextlib.ExitStack() as undo:

@@ -35,9 +35,18 @@ class ProbeLine:
 
 
 @dataclass(frozen=True)
-class ServiceOverview:
-    """The process that answers: `ready` is what `/readyz` says, and `troubles` what lacks all the same. `probe` is
-    null where none goes on.
+class VolumeOverview:
+    """Where a process writes to: what is left for it, and what it refuses; `refused` is empty if it does not."""
+
+    volume: str
+    free_bytes: int
+    refused: str
+
+
+@dataclass(frozen=True)
+class ProcessOverview:
+    """A process of the service: `ready` is what its `/readyz` says, and `troubles` what lacks all the same.
+    `probe` is null where none goes on.
     """
 
     process: str
@@ -47,15 +56,7 @@ class ServiceOverview:
     checks: list[Check]
     troubles: list[str]
     probe: ProbeLine | None
-
-
-@dataclass(frozen=True)
-class VolumeOverview:
-    """Where the service writes to: what is left for it, and what it refuses; `refused` is empty if it does not."""
-
-    volume: str
-    free_bytes: int
-    refused: str
+    volumes: list[VolumeOverview]
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,14 @@ class ConsumerOverview:
 
 @dataclass(frozen=True)
 class Overview:
-    """A service at one moment; `unix_ms` is when that was, milliseconds since 1970."""
+    """A service at one moment; `unix_ms` is when that was, milliseconds since 1970. `missing` names the processes
+    of which nothing is in it.
+    """
 
     unix_ms: int
     freshness_bounds: list[float]
-    service: ServiceOverview
-    volumes: list[VolumeOverview]
+    processes: list[ProcessOverview]
+    missing: list[str]
     models: list[ModelOverview]
     trainers: list[TrainerLine]
     consumers: list[ConsumerOverview]
@@ -200,20 +203,32 @@ def recent_cuts(service: Service, count: int) -> list[VersionLine]:
     return sorted(lines, key=lambda line: line.seconds_ago)[:count]
 
 
-def service_overview(service: Service) -> ServiceOverview:
-    """The process. In the event loop."""
-    found, me = checks(service), service.owners.me
+def troubles(service: Service) -> list[str]:
+    """What a process lacks, although it may be ready. In the event loop."""
     snapshots = service.snapshots.troubles if service.snapshots else []
     risks = [f"accepted: {each}" for each in service.logs.accepted_risks]
-    return ServiceOverview(
+    return [*service.shortcomings, *risks, *snapshots]
+
+
+def process_overview(service: Service, volumes: list[VolumeOverview]) -> ProcessOverview:
+    """This process. In the event loop."""
+    found, me = checks(service), service.owners.me
+    return ProcessOverview(
         process=me.name,
         grpc=me.grpc,
         started=utc(service.started_unix_ns),
         ready=all(each.ok for each in found),
         checks=found,
-        troubles=[*service.shortcomings, *risks, *snapshots],
+        troubles=troubles(service),
         probe=_probe(service.probe) if service.probe else None,
+        volumes=volumes,
     )
+
+
+def other_processes(service: Service) -> list[str]:
+    """The names of those that are alive, besides this one. In the event loop."""
+    owners = service.owners
+    return sorted(each.name for each in owners.processes() if each.name != owners.me.name)
 
 
 def _probe(probe: ProbeStatus) -> ProbeLine:

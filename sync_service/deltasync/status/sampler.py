@@ -22,8 +22,9 @@ from deltasync.status.overview import (
     Overview,
     consumer_overview,
     model_overviews,
+    other_processes,
+    process_overview,
     recent_cuts,
-    service_overview,
     volume_overviews,
 )
 from deltasync.status.trainers import trainer_lines
@@ -71,8 +72,8 @@ class Sampler:
         return Overview(
             unix_ms=time.time_ns() // 10**6,
             freshness_bounds=list(LONG_BOUNDS),
-            service=service_overview(service),
-            volumes=volumes,
+            processes=[process_overview(service, volumes)],
+            missing=other_processes(service),
             models=model_overviews(service),
             trainers=trainer_lines(service),
             consumers=consumers,

@@ -77,8 +77,8 @@ def test_everything_is_on_one_screen(service: RunningService) -> None:
         wait_until_in_sync(service, "predictors", trainer.publish_all())
         found = service.get_json("/status")
         (lag,) = (each for each in service.get_json("/lag") if each["consumer"] == "predictors")
-    assert found["service"]["ready"]
-    assert {each["check"] for each in found["service"]["checks"]} >= {"running", "models", "volumes", "log"}
+    assert found["processes"][0]["ready"]
+    assert {each["check"] for each in found["processes"][0]["checks"]} >= {"running", "models", "volumes", "log"}
     (model,) = found["models"]
     assert (model["model"], model["head"], model["connected"], model["ranks"]) == ("clicks", 1, 1, 1)
     by_name = {each["consumer"]: each for each in found["consumers"]}

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.cluster import Cluster, Trainer, same
@@ -144,16 +145,31 @@ def test_any_process_answers_for_all(cluster: Cluster) -> None:
         assert (lag["head"], lag["state"]) == (trainer.head.number, "in sync")
         owned = {process["process"]: process["models"] for process in each.get_json("/processes")}
         assert sorted(owned.values(), key=len) == [[], [], ["clicks"]]
+        check_status(each.get_json("/status"), trainer.head.number, sorted(owned))
+        joined = [event for event in each.get_json("/events") if event["event"] == "rank_joined"]
+        assert {event["process"] for event in joined} == {cluster.owner().get_json("/version")["process"]}
+
+
+def check_status(status: dict[str, Any], head: int, processes: list[str]) -> None:
+    """It has all of all processes."""
+    assert [each["process"] for each in status["processes"]] == processes
+    assert status["missing"] == []
+    assert [(each["model"], each["head"]) for each in status["models"]] == [("clicks", head)]
+    assert [(each["consumer"], each["state"]) for each in status["consumers"]] == [("predictors", "in sync")]
+    assert {event["process"] for event in status["events"]} <= set(processes) | {""}
 
 
 def test_a_process_that_does_not_answer_is_named(cluster: Cluster) -> None:
     trainer, _ = follow(cluster)
     owner = cluster.owner()
     other = next(each for each in cluster.services if each is not owner)
+    name = owner.get_json("/version")["process"]
     owner.kill()
     with urllib.request.urlopen(f"{other.http}/tables", timeout=20) as answer:  # noqa: S310
         lines = json.loads(answer.read())
         assert lines or answer.headers["deltasync-missing"]
+    status = other.get_json("/status")
+    assert status["models"] or status["missing"] == [name]
     trainer.publish()
 
 

@@ -8,6 +8,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 from tests.integration.page.conftest import NARROW, WAIT_MS, WIDE
+from tests.support.cluster import Cluster
 from tests.support.fleet import ITEM, Trainer, follow, wait_until_delivered, wait_until_in_sync
 from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream, ack, size_of
@@ -94,6 +95,25 @@ def test_it_says_when_the_connection_is_lost_and_comes_back(tmp_path: Path, open
     expect(page.locator("#connection.bad")).to_contain_text("Connection lost: trying again; what is shown is of")
     with RunningService(tmp_path / "data", http_port=port):
         live(page)
+
+
+def test_that_of_any_process_shows_all_of_them(tmp_path: Path, opened: Open) -> None:
+    with Cluster(tmp_path, services=2, brokers=1) as cluster:
+        trainer = cluster.trainer()
+        trainer.publish()
+        first, second = cluster.services
+        names = [each.get_json("/version")["process"] for each in (first, second)]
+        for process in (first, second):
+            page = opened(process.http)
+            for name in names:
+                expect(page.locator("#connection.good")).to_contain_text(name)
+            expect(page.get_by_role("link", name="predictors", exact=True)).to_be_visible()
+            expect(page.locator(".flow")).to_contain_text("2 of 2 processes ready")
+            expect(page.locator("tr", has_text="clicks 1")).to_be_visible()
+        page = opened(first.http)
+        second.kill()
+        expect(page.locator("#connection")).not_to_contain_text(names[1])
+        expect(page.get_by_role("link", name="predictors", exact=True)).to_be_visible()
 
 
 def test_it_shows_nothing_that_a_role_may_not_see(tmp_path: Path, opened: Open) -> None:

@@ -32,7 +32,7 @@ class ProbedService(RunningService):
     def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         deadline = time.monotonic() + _DEADLINE_SECONDS
         while True:
-            found: dict[str, Any] = self.get_json("/status")["service"]["probe"]
+            found: dict[str, Any] = self.get_json("/status")["processes"][0]["probe"]
             if wanted(found):
                 return found
             assert time.monotonic() < deadline, found

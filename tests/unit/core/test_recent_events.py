@@ -10,7 +10,7 @@ from deltasync.core.recent_events import KEPT_EVENTS, RecentEvents
 @given(st.lists(st.integers(0, 10**6), max_size=50), st.integers(0, 60))
 def test_who_has_seen_some_is_given_the_rest(times: list[int], last: int) -> None:
     clock = iter([each * 1000 for each in times])
-    recent = RecentEvents(lambda: next(clock))
+    recent = RecentEvents(lambda: "here", lambda: next(clock))
     for number in range(len(times)):
         recent.add(Event(EventKind.RANK_JOINED, {"rank": number}))
     everything = recent.after(0)
@@ -21,7 +21,7 @@ def test_who_has_seen_some_is_given_the_rest(times: list[int], last: int) -> Non
 
 
 def test_no_more_are_kept_and_what_is_only_for_faults_is_not() -> None:
-    recent = RecentEvents()
+    recent = RecentEvents(lambda: "here")
     log = EventLog(keep=recent.add)
     for number in range(KEPT_EVENTS + 10):
         log(Event(EventKind.REPLICA_JOINED, {"replica": str(number)}))
@@ -31,7 +31,7 @@ def test_no_more_are_kept_and_what_is_only_for_faults_is_not() -> None:
 
 
 def test_what_peers_say_is_bounded() -> None:
-    recent = RecentEvents()
+    recent = RecentEvents(lambda: "here")
     recent.add(Event(EventKind.REPLICA_REFUSED, {"replica": "x\n" * 10_000}, "y\n" * 10_000))
     (found,) = recent.newest(1)
     assert len(found.subject["replica"]) <= 200

@@ -12,17 +12,17 @@ export function consumerLink(name) {
   return `#/consumers/${encodeURIComponent(name)}`;
 }
 
-// Rows and bytes a second that replicas are sent, from what was sent in all.
+// Rows and bytes a second that replicas are sent, from what each consumer's were sent in all, as far as that is known.
 function note(status) {
-  const sum = (of) => status.consumers.reduce((all, each) => all + of(each), 0);
-  const now = { ms: status.unix_ms, rows: sum((each) => each.released_rows), bytes: sum((each) => each.released_bytes) };
-  const before = throughput.last;
-  throughput.last = now;
-  if (!before || now.ms <= before.ms) return;
-  const passed = (now.ms - before.ms) / 1000;
-  throughput.times.push(now.ms);
-  throughput.rows.push(Math.max(0, now.rows - before.rows) / passed);
-  throughput.bytes.push(Math.max(0, now.bytes - before.bytes) / passed);
+  const { ms, sent: before } = throughput.last ?? { ms: Infinity };
+  const sent = new Map(status.consumers.map((each) => [each.consumer, each]));
+  throughput.last = { ms: status.unix_ms, sent };
+  if (status.unix_ms <= ms) return;
+  const passed = (status.unix_ms - ms) / 1000;
+  const sum = (name) => status.consumers.reduce((all, each) => all + Math.max(0, each[name] - (before.get(each.consumer)?.[name] ?? each[name])), 0);
+  throughput.times.push(status.unix_ms);
+  throughput.rows.push(sum("released_rows") / passed);
+  throughput.bytes.push(sum("released_bytes") / passed);
   for (const each of ["times", "rows", "bytes"]) if (throughput[each].length > POINTS) throughput[each].shift();
 }
 
@@ -48,13 +48,10 @@ class Flow {
     const [trainers, service, consumers, replicas] = this.boxes;
     fill(trainers, `${status.trainers.filter((each) => each.connected).length} of ${status.trainers.length} ranks connected`,
       status.trainers.map((each) => [`${each.model} rank ${each.rank}: ${each.connected ? "connected" : `away, ${each.left}`}, ${seconds(each.since_seconds)}`, each.connected ? "good" : "bad"]));
-    const volumes = status.volumes.map((each) => [`${each.volume}: ${each.refused || `${bytes(each.free_bytes)} free`}`, each.refused ? "bad" : "good"]);
-    const checks = status.service.checks.filter((each) => each.trouble).map((each) => [`${each.check}: ${each.trouble}`, "bad"]);
-    const { probe } = status.service;
-    if (probe) checks.push([probe.trouble ? `probe: ${probe.trouble}` : `probe: ${seconds(probe.seconds)} from a publisher to a replica, ${seconds(probe.age_seconds)} ago`, probe.trouble ? "bad" : "good"]);
-    const troubles = status.service.troubles.map((each) => [each, "warn"]);
     const models = status.models.map((each) => [`${each.model}: version ${count(each.head)}${each.trouble ? `, ${each.trouble}` : ""}`, each.trouble ? "bad" : "good"]);
-    fill(service, status.service.ready ? "ready" : "not ready", [...checks, ...troubles, ...models, ...volumes]);
+    const missing = status.missing.map((each) => [`${each}: does not answer`, "bad"]);
+    const processes = status.processes.flatMap((each) => processLines(each, several(status) ? `${each.process}: ` : ""));
+    fill(service, readiness(status), [...missing, ...processes, ...models]);
     const states = new Map();
     for (const each of status.consumers) states.set(each.state, (states.get(each.state) ?? 0) + 1);
     const sorted = [...states].sort(([one], [other]) => urgency(one) - urgency(other));
@@ -64,6 +61,24 @@ class Flow {
     const wrong = status.consumers.flatMap((each) => each.wrong.map((replica) => [`${each.consumer}/${replica}`, "bad"]));
     fill(replicas, `${here} of ${all} connected`, wrong.slice(0, 50));
   }
+}
+
+function several(status) {
+  return status.processes.length + status.missing.length > 1;
+}
+
+function readiness(status) {
+  const ready = status.processes.filter((each) => each.ready).length;
+  if (several(status)) return `${ready} of ${status.processes.length + status.missing.length} processes ready`;
+  return ready ? "ready" : "not ready";
+}
+
+function processLines({ checks, troubles, probe, volumes }, name) {
+  const lines = checks.filter((each) => each.trouble).map((each) => [`${each.check}: ${each.trouble}`, "bad"]);
+  if (probe) lines.push([probe.trouble ? `probe: ${probe.trouble}` : `probe: ${seconds(probe.seconds)} from a publisher to a replica, ${seconds(probe.age_seconds)} ago`, probe.trouble ? "bad" : "good"]);
+  lines.push(...troubles.map((each) => [each, "warn"]));
+  lines.push(...volumes.map((each) => [`${each.volume}: ${each.refused || `${bytes(each.free_bytes)} free`}`, each.refused ? "bad" : "good"]));
+  return lines.map(([text, className]) => [`${name}${text}`, className]);
 }
 
 function fill(box, text, lines) {
@@ -100,9 +115,9 @@ export function overviewView() {
   const events = new Table("What has happened last", [
     { title: "time", cell: (line) => clock(line.unix_ns / 1e6) },
     { title: "event", cell: (line) => ({ text: line.event.replaceAll("_", " "), className: { warning: "warn", error: "bad" }[line.level] ?? "" }) },
-    { title: "to whom", cell: (line) => Object.entries(line.subject).map(([name, value]) => `${name} ${value}`).join(", ") },
+    { title: "to whom", cell: (line) => Object.entries({ ...(line.process ? { process: line.process } : {}), ...line.subject }).map(([name, value]) => `${name} ${value}`).join(", ") },
     { title: "why", words: true, cell: (line) => line.text },
-  ], (line) => line.number);
+  ], (line) => `${line.process}/${line.number}`);
   const charts = { rows: new LineChart("Rows sent a second", count), bytes: new LineChart("Bytes sent a second", bytes), fresh: new Distribution("Freshness of deliveries") };
 
   function fillConsumers(status) {
@@ -112,7 +127,8 @@ export function overviewView() {
 
   function fillCards(status) {
     const lagging = status.consumers.filter((each) => mood(each.state) !== "good");
-    say(cards.sync.value, lagging.length ? `${lagging.length} of ${status.consumers.length} not` : "all", lagging.length ? "warn" : "good");
+    const known = status.missing.length ? "not known of all" : "all";
+    say(cards.sync.value, lagging.length ? `${lagging.length} of ${status.consumers.length} not` : known, lagging.length || status.missing.length ? "warn" : "good");
     say(cards.sync.more, `${status.consumers.length} consumers`, "soft");
     const worst = Math.max(0, ...status.consumers.filter((each) => each.replicas).map((each) => each.seconds));
     say(cards.stale.value, seconds(worst));

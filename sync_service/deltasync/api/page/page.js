@@ -1,7 +1,7 @@
 // The page: hears the service, and shows what the address asks for.
 
 import { say } from "./dom.js";
-import { follow, Refused } from "./stream.js";
+import { follow, getJson, Refused } from "./stream.js";
 import { consumerView } from "./consumer.js";
 import { overviewView } from "./overview.js";
 import { tablesView, tableView } from "./tables.js";
@@ -12,6 +12,7 @@ const access = document.getElementById("access");
 const AGAIN_MS = 2000;
 let view = null;
 let newest = null;
+let asking = false;
 
 function viewOf(hash) {
   const [, kind, ...names] = hash.replace(/^#/, "").split("/").map(decodeURIComponent);
@@ -49,17 +50,33 @@ function refuse(error) {
   return false;
 }
 
+function hold(status) {
+  const first = newest === null;
+  newest = status;
+  access.hidden = true;
+  const names = status.processes.map((each) => each.process || "the service").join(", ");
+  const missing = status.missing.length ? `; nothing of ${status.missing.join(", ")}` : "";
+  say(connection, `Live: ${names}, ${new Date(status.unix_ms).toLocaleTimeString("en-GB")}${missing}`, missing ? "warn" : "good");
+  if (first) open();
+  else show();
+}
+
+// A stream has what its process has; of several, the whole is asked for as often.
+async function hearPart(status) {
+  if (!status.missing.length) return hold(status);
+  if (asking) return;
+  asking = true;
+  try {
+    hold(await getJson("/status").catch(() => status));
+  } finally {
+    asking = false;
+  }
+}
+
 async function hear() {
   for (;;) {
     try {
-      await follow("/status", (status) => {
-        const first = newest === null;
-        newest = status;
-        access.hidden = true;
-        say(connection, `Live: ${status.service.process || "the service"}, ${new Date(status.unix_ms).toLocaleTimeString("en-GB")}`, "good");
-        if (first) open();
-        else show();
-      });
+      await follow("/status", hearPart);
     } catch (error) {
       if (refuse(error)) return;
       const since = newest ? `; what is shown is of ${new Date(newest.unix_ms).toLocaleTimeString("en-GB")}` : "";

@@ -1,0 +1,38 @@
+"""Events that are followed: each is shown once, of several processes too, and after a restart."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync.cli.events import event_line, unseen
+
+_Numbers = st.lists(st.integers(1, 10**6), unique=True, max_size=30).map(sorted)
+
+
+def _event(process: str, number: int) -> dict[str, Any]:
+    return {"process": process, "number": number}
+
+
+@given(
+    st.dictionaries(st.sampled_from(["", "sync-0", "sync-1"]), _Numbers), st.lists(st.integers(0, 30), max_size=5)
+)
+def test_each_is_shown_once_however_often_asked(numbers: dict[str, list[int]], ends: list[int]) -> None:
+    seen, shown = dict[str, int](), list[dict[str, Any]]()
+    for end in [*sorted(ends), 30, 30]:
+        shown += unseen([_event(name, each) for name, those in numbers.items() for each in those[:end]], seen)
+    for name, those in numbers.items():
+        assert [each["number"] for each in shown if each["process"] == name] == those
+
+
+def test_those_of_a_process_that_has_started_anew_are_shown_although_its_clock_was_set_back() -> None:
+    seen = {"sync-0": 500, "sync-1": 700}
+    found = [_event("sync-0", 3), _event("sync-1", 700), _event("sync-1", 701)]
+    assert unseen(found, seen) == [found[0], found[2]]
+    assert unseen(found, seen) == []
+
+
+def test_a_line_names_the_process_where_there_are_several() -> None:
+    event = {"unix_ns": 0, "level": "info", "event": "rank_joined", "subject": {"rank": "0"}, "text": "it is new"}
+    assert event_line({**event, "process": ""}).endswith("rank joined: rank=0 it is new")
+    assert event_line({**event, "process": "sync-1"}).endswith("rank joined: process=sync-1 rank=0 it is new")
