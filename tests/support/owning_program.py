@@ -81,7 +81,11 @@ async def main(url: str, name: str, lease: float) -> None:
     await ownership.start()
     while not ending.is_set():
         for model, last in dict(logs.last).items():
-            if not await logs.append(model, "cut", last) and logs.last.get(model) == last:
+            try:
+                fenced = not await logs.append(model, "cut", last)
+            except nats.errors.TimeoutError:
+                continue  # Whether it has arrived is found out with the next one.
+            if fenced and logs.last.get(model) == last:
                 say("refused", model)
                 await ownership.lost(model, "its log is fenced")
         await asyncio.sleep(0.01)

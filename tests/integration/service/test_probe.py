@@ -32,8 +32,8 @@ class ProbedService(RunningService):
     def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         deadline = time.monotonic() + _DEADLINE_SECONDS
         while True:
-            found: dict[str, Any] = self.get_json("/status")["processes"][0]["probe"]
-            if wanted(found):
+            found: dict[str, Any] | None = self.get_json("/status")["processes"][0]["probe"]
+            if found and wanted(found):  # It begins once the service has been announced.
                 return found
             assert time.monotonic() < deadline, found
             time.sleep(0.01)
