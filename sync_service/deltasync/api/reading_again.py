@@ -55,7 +55,8 @@ class ReadingAgain:
             found = [self._ever(each) for each in compared(ack, deliveries, self._checksums)]
             self._goes_on = ack.rows_left > 0
             if self._goes_on:
-                self._verification.signal.wake()
+                rows = sum(each.spec.rows for each in deliveries)
+                self._verification.note(max(0, rows - ack.rows_left), rows)
             else:
                 self._verification.answer(self._told, Verified(self._version, found))
 

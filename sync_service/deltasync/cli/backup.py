@@ -7,6 +7,7 @@ import click
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.needs import SERVICE, check_needs
+from deltasync.cli.waiting import waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.words import counted
@@ -33,7 +34,8 @@ def backup(directory: Path, data_dir: Path | None, service: Endpoint) -> None:
     Trainers and replicas go on meanwhile. It is complete once this says so: backup.json in it is written last.
     """
     if data_dir is None:
-        made = Admin(service).backup(str(directory))
+        with waiting_for(service):
+            made = Admin(service).backup(str(directory))
         files, size = made.files, made.bytes
     else:  # Imported only now: a call of a service needs none of it.
         from deltasync.service.offline import back_up_offline

@@ -12,6 +12,7 @@ import click
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.needs import SERVICE, check_needs
+from deltasync.cli.waiting import waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.errors import DeltasyncError
@@ -76,7 +77,8 @@ class _Found:
 
 def _found(data_dir: Path | None, service: Endpoint, *, mend: bool) -> _Found:
     if data_dir is None:
-        return _Found([_row(each) for each in Admin(service).inspect()])
+        with waiting_for(service):
+            return _Found([_row(each) for each in Admin(service).inspect()])
     # Imported only now: a call of a service needs none of it.
     if mend:
         from deltasync.service.mending import mend_data_directory

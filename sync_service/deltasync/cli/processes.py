@@ -6,6 +6,7 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.cli.waiting import waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.route import Route
@@ -33,7 +34,8 @@ def processes(http: Endpoint, as_json: bool) -> None:
 @service_options(rights=True)
 def move(model: str, process: str, service: Endpoint) -> None:
     """Have another process own MODEL. Its trainer and its replicas follow."""
-    Admin(service).move_model(model, process)
+    with waiting_for(service):
+        Admin(service).move_model(model, process)
     click.echo(f"model {model} was given to process {process}")
 
 
@@ -45,5 +47,6 @@ def drain(process: str, service: Endpoint) -> None:
 
     It takes none any more until it is started again.
     """
-    models = Admin(service).drain_process(process)
+    with waiting_for(service):
+        models = Admin(service).drain_process(process)
     click.echo(f"{process or 'the process'} has given up {listed(models) or 'no model: it had none'}")

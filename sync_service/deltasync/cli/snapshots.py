@@ -7,6 +7,7 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.cli.waiting import waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.route import Route
@@ -18,7 +19,8 @@ from deltasync.core.words import counted
 @service_options(rights=True)
 def snapshot(model: str, service: Endpoint) -> None:
     """Make a snapshot of MODEL now, where the service's snapshots go."""
-    made = Admin(service).make_snapshot(model)
+    with waiting_for(service):
+        made = Admin(service).make_snapshot(model)
     size = f"{counted(made.bytes, 'byte')}, {made.new_bytes} of them new"
     click.echo(f"snapshot of version {made.version} of model {model} is complete: {size}")
 

@@ -66,7 +66,7 @@ def _process(process: dict[str, Any]) -> list[str]:
     ready = "ready" if process["ready"] else "NOT READY"
     lines = [f"service{name}  {ready}  grpc {process['grpc']}  since {process['started']}"]
     lines += [f"  {each['check']}: {each['trouble']}" for each in process["checks"] if each["trouble"]]
-    lines += [f"  {each}" for each in process["troubles"]]
+    lines += [f"  {each}" for each in (*process["troubles"], *process["work"])]
     if probe := process["probe"]:
         found = f"{seconds(probe['seconds'])} from a publisher to a replica, {seconds(probe['age_seconds'])} ago"
         lines.append(f"  probe: {probe['trouble'] or found}")

@@ -12,6 +12,7 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.lag import BEHIND
 from deltasync.cli.text_table import text_table
+from deltasync.cli.waiting import waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.other_side import http_of
@@ -99,7 +100,8 @@ def _of_replicas(service: Endpoint, consumer: str, names: Sequence[str], timeout
     found = list[dict[str, Any]]()
     for name in wanted:
         _say(f"replica {name} reads its rows again")
-        answer = Admin(service).verify_replica(consumer, name, timeout)
+        with waiting_for(service):
+            answer = Admin(service).verify_replica(consumer, name, timeout)
         found += [_row(f"replica {name}", answer.version, verified_from_message(each)) for each in answer.tables]
     return found
 
@@ -117,7 +119,8 @@ def _connected(service: Endpoint, consumer: str) -> list[str]:
 def _of_copy(service: Endpoint, consumer: str, copy: StoredCopy, timeout: float) -> list[dict[str, Any]]:
     of = f"version {copy.position.number}" if copy.position.number else "a version that it does not say"
     _say(f"{copy.name} is of {of}; the service's rows are fetched")
-    found = compare(service, consumer, copy, timeout)
+    with waiting_for(service):
+        found = compare(service, consumer, copy, timeout)
     if not found.since:
         _say("the service cannot say what has changed since: all rows are compared with those of now")
     return [_row(copy.name, found.version, each) for each in found.tables]

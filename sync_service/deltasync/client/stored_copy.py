@@ -16,6 +16,7 @@ from deltasync.core.digests import RowDigests, checksum, row_digests
 from deltasync.core.errors import Contradiction
 from deltasync.core.names import guest_name
 from deltasync.core.position import Position
+from deltasync.core.progress import Progress
 from deltasync.core.rows import Ids, Mask, RowBatch, Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.verified import MOST_NAMED, VerifiedStatus, VerifiedTable
@@ -138,6 +139,7 @@ def _compared(copy: StoredCopy, table: TableSpec, now: "_Seen", since: "_Seen") 
 def _digests(copy: StoredCopy, table: TableSpec, rows: Rows) -> RowDigests:
     """Of each row of the table, as the copy has it."""
     digests = np.zeros(table.rows, np.uint64)
+    progress = Progress(f"{copy.name}: reading table {table.name!r}", table.rows)
     for ids, values in rows:
         if (values.shape[1], values.dtype) != (table.dim, table.dtype):
             form = f"rows of {values.shape[1]} {values.dtype}"
@@ -149,6 +151,7 @@ def _digests(copy: StoredCopy, table: TableSpec, rows: Rows) -> RowDigests:
                 f"{copy.name} has row {ids[-1]} of table {table.name!r}, which has {table.rows} rows"
             )
         digests[ids] = row_digests(values)
+        progress.add(len(ids))
     return digests
 
 
@@ -173,8 +176,10 @@ class _Seen:
             else:
                 self._digests[table.name] = _grown(self._digests.get(table.name, _NO_DIGESTS), table.rows)
                 self._came[table.name] = _grown(self._came.get(table.name, _NO_MASK), table.rows)
+        progress = Progress("taking the service's rows", sum(map(len, release.rows)))
         for batch in release.rows:
             self._note(batch)
+            progress.add(len(batch))
 
     def _note(self, batch: RowBatch) -> None:
         digests = batch.digested().digests

@@ -25,17 +25,20 @@ class Verification:
     """Of one replica, whichever stream it has. Used in the event loop.
 
     Attributes:
-        signal: wakes when something was asked, and when it was answered.
+        signal: wakes when something was asked, when some more rows were read, and when it was answered.
+        rows: that were read so far, and that there are.
     """
 
     def __init__(self) -> None:
         self.signal = Signal()
         self._asked = self._answered = 0
         self._found: Verified | DeltasyncError | None = None
+        self.rows = (0, 0)
 
     def ask(self) -> int:
         """Ask for rows to be read again from now on; the number of the question."""
         self._asked += 1
+        self.rows = (0, 0)
         self.signal.wake()
         return self._asked
 
@@ -43,6 +46,11 @@ class Verification:
     def open(self) -> int:
         """The number of the last question, as long as it is not answered; else 0."""
         return self._asked if self._asked > self._answered else 0
+
+    def note(self, read: int, rows: int) -> None:
+        """So many of so many rows were read."""
+        self.rows = (read, rows)
+        self.signal.wake()
 
     def answer(self, number: int, found: Verified | DeltasyncError) -> None:
         """Answer a question, and all before it."""

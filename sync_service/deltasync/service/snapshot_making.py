@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 
+from deltasync.core.progress import Progress
 from deltasync.service.snapshot_records import consumers_of, newest_release, records_of_consumers, records_of_model
 from deltasync.service.snapshot_source import Source, SourceTable, SourceView
 from deltasync.snapshots.manifest import Manifest, Piece, SnapshotTable, SnapshotView, pack_manifest
@@ -33,6 +34,9 @@ class SnapshotMaker:
         self._place, self._source, self._log, self._check = place, source, log, check
         self._earlier = earlier
         self._id = f"{time.time_ns():020d}-{uuid.uuid4().hex[:12]}"
+        tables = [*source.tables, *(table for view in source.views.values() for table in view.tables)]
+        size = sum(array.nbytes for table in tables for array in table.arrays)
+        self._progress = Progress(f"model {source.model!r}: making a snapshot", size, "bytes")
         self._pieces = PieceWriter(place, source.model, self._id, earlier.pieces if earlier else ())
 
     def make(self) -> Manifest:
@@ -73,9 +77,9 @@ class SnapshotMaker:
         blocks = []
         for start in range(0, table.rows, block_rows):
             self._check()
-            blocks.append(
-                self._pieces.add(b"".join(array[start : start + block_rows].tobytes() for array in table.arrays))
-            )
+            block = b"".join(array[start : start + block_rows].tobytes() for array in table.arrays)
+            blocks.append(self._pieces.add(block))
+            self._progress.add(len(block))
         arrays = [(array.dtype.str, array.shape[1:]) for array in table.arrays]
         return SnapshotTable(
             record=table.record, rows=table.rows, block_rows=block_rows, arrays=arrays, blocks=blocks

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from deltasync.core.digests import RowDigests
 from deltasync.core.id_sets import difference, union
+from deltasync.core.progress import Progress
 from deltasync.core.rows import Ids
 from deltasync.core.tables import TableSpec
 from deltasync.core.tags import tag_key, wrong_tags
@@ -59,6 +60,7 @@ class StoredTable:
         rows, stamps, tags, digests = (_mapped(*each) for each in _positions(self.place, self.arrays)[:4])
         key, size = tag_key(self.role, self.spec), max(1, _BYTES_AT_ONCE // self.spec.row_bytes)
         damaged, untagged = _NONE, _NONE
+        progress = Progress(f"table {self.spec.name!r}: looking at its rows", self.spec.rows)
         for first in range(0, self.spec.rows, size):
             some = slice(first, first + size)
             kept = np.ascontiguousarray(digests[some])
@@ -67,6 +69,7 @@ class StoredTable:
             fits = self.digests(np.array(rows[some])) == kept.sum(axis=1)
             unfit = first + np.flatnonzero(~fits & (np.array(stamps[some]) != 0))
             damaged, untagged = np.append(damaged, unfit), np.append(untagged, wrong)
+            progress.at(min(first + size, self.spec.rows))
         damaged = difference(damaged, self.logged)
         return damaged, difference(difference(untagged, self.logged), damaged)
 

@@ -5,6 +5,7 @@ from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.consumers.verification import Verified
 from deltasync.core.errors import Contradiction, NotFound, ServiceUnavailable
 from deltasync.core.events import EventKind
+from deltasync.core.progress import Progress
 from deltasync.core.signals import first_of
 from deltasync.core.verified import VerifiedStatus
 from deltasync.service.service import Service
@@ -39,8 +40,13 @@ def _connected(registry: ConsumerRegistry, consumer: str, name: str) -> Replica:
 
 async def _answer(service: Service, replica: Replica, consumer: str) -> Verified:
     verification = replica.verification
-    number = verification.ask()
+    number, what = verification.ask(), f"replica {replica.name!r}: reading its rows again"
+    progress: Progress | None = None
     while (found := verification.answer_to(number)) is None:
+        read, rows = verification.rows
+        if rows:
+            progress = progress or Progress(what, rows)
+            progress.at(read)
         await first_of(verification.signal.changed(), service.draining.wait(), seconds=_LOOK_SECONDS)
         if service.draining.is_set():
             raise ServiceUnavailable("the service is shutting down; ask again")

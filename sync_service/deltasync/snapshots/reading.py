@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deltasync.core.errors import StorageFailed
+from deltasync.core.progress import Progress
 from deltasync.snapshots.manifest import DATA, MANIFESTS, Manifest, SnapshotDamaged, unpack_manifest
 from deltasync.snapshots.packing import read_piece
 from deltasync.snapshots.place import SnapshotPlace
@@ -44,12 +45,14 @@ def snapshots_of(place: SnapshotPlace, model: str) -> Snapshots:
 
 def check_snapshot(place: SnapshotPlace, manifest: Manifest) -> list[str]:
     """What is wrong with a snapshot, in words: every piece is read."""
-    problems = []
-    for piece in dict.fromkeys(manifest.pieces):
+    problems, pieces = [], dict.fromkeys(manifest.pieces)
+    progress = Progress(f"{manifest.name}: comparing with checksums", sum(each.bytes for each in pieces), "bytes")
+    for piece in pieces:
         try:
             read_piece(place, piece)
         except StorageFailed as error:
             problems.append(str(error))
+        progress.add(piece.bytes)
     return problems
 
 

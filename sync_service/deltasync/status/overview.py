@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.policy import Policy
 from deltasync.core.probe_status import ProbeStatus
+from deltasync.core.progress import under_way
 from deltasync.core.recent_events import RecentEvent
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.words import utc
@@ -46,7 +47,7 @@ class VolumeOverview:
 @dataclass(frozen=True)
 class ProcessOverview:
     """A process of the service: `ready` is what its `/readyz` says, and `troubles` what lacks all the same.
-    `probe` is null where none goes on.
+    `work` is what takes long just now, and how far it is; `probe` is null where none goes on.
     """
 
     process: str
@@ -55,6 +56,7 @@ class ProcessOverview:
     ready: bool
     checks: list[Check]
     troubles: list[str]
+    work: list[str]
     probe: ProbeLine | None
     volumes: list[VolumeOverview]
 
@@ -220,6 +222,7 @@ def process_overview(service: Service, volumes: list[VolumeOverview]) -> Process
         ready=all(each.ok for each in found),
         checks=found,
         troubles=troubles(service),
+        work=under_way(),
         probe=_probe(service.probe) if service.probe else None,
         volumes=volumes,
     )

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from deltasync.core.progress import Progress
+from deltasync.core.progress import Progress, under_way
 
 
 def test_what_takes_long_is_told_now_and_then_and_at_its_end(
@@ -31,3 +31,18 @@ def test_it_need_not_be_rows(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     monkeypatch.setattr("deltasync.core.progress._EVERY_SECONDS", 0.0)
     Progress("compiling", 9, "kernels").add(4)
     assert caplog.messages == ["compiling: 4 of 9 kernels"]
+
+
+def test_what_takes_long_is_under_way_until_it_is_through_or_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("deltasync.core.progress.time.monotonic", lambda: now[0])
+    progress, other = Progress("b", 9), Progress("a", 3, "bytes")
+    progress.at(8)
+    now[0] = 0.9
+    assert under_way() == []
+    now[0] = 1.0
+    assert under_way() == ["a: 0 of 3 bytes", "b: 8 of 9 rows"]
+    progress.add(1)
+    assert under_way() == ["a: 0 of 3 bytes"]
+    del other
+    assert under_way() == []

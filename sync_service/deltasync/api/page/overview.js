@@ -73,10 +73,10 @@ function readiness(status) {
   return ready ? "ready" : "not ready";
 }
 
-function processLines({ checks, troubles, probe, volumes }, name) {
+function processLines({ checks, troubles, work, probe, volumes }, name) {
   const lines = checks.filter((each) => each.trouble).map((each) => [`${each.check}: ${each.trouble}`, "bad"]);
   if (probe) lines.push([probe.trouble ? `probe: ${probe.trouble}` : `probe: ${seconds(probe.seconds)} from a publisher to a replica, ${seconds(probe.age_seconds)} ago`, probe.trouble ? "bad" : "good"]);
-  lines.push(...troubles.map((each) => [each, "warn"]));
+  lines.push(...troubles.map((each) => [each, "warn"]), ...work.map((each) => [each, ""]));
   lines.push(...volumes.map((each) => [`${each.volume}: ${each.refused || `${bytes(each.free_bytes)} free`}`, each.refused ? "bad" : "good"]));
   return lines.map(([text, className]) => [`${name}${text}`, className]);
 }
