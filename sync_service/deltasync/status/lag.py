@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deltasync.consumers.consumer import Replica
+from deltasync.consumers.fleet import offset_in
 from deltasync.core.event_time import seconds_behind
 from deltasync.core.seal import Seal, event_time_of, seconds_since_sealed
-from deltasync.core.words import are, counted, duration
+from deltasync.core.words import are, counted, duration, listed
 from deltasync.feeds.standing import Standing
 from deltasync.feeds.statistics import Backlog
 
@@ -252,7 +253,7 @@ def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
     if standing.unfit:
         return "waiting", standing.unfit
     found, reason = _held(replicas, lag, standing, offset)
-    return found, f"{reason}; away: {', '.join(away)}" if away else reason
+    return found, f"{reason}; away: {listed(away)}" if away else reason
 
 
 def _held(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int) -> tuple[State, str]:
@@ -262,8 +263,9 @@ def _held(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
     everything = lag.versions == 0 and lag.rows == 0
     # Before the first release nobody holds it.
     if not everything and not (standing.newest_release and offset == standing.newest_release):
+        last = listed(each.name for each in replicas if _offset(each, standing) <= offset)
         lacking = f"{counted(lag.rows, 'row')} of {counted(lag.versions, 'version')}"
-        left = f"the last replica is still to apply {lacking}"
+        left = f"still to be applied by {last}: {lacking}"
         waiting = [each.name for each in replicas if each.waits and standing.crowded]
         text = f"; {', '.join(waiting)} wait for room on disk: {standing.crowded}" if waiting else ""
         return "behind", f"{left}{text}"
@@ -275,6 +277,10 @@ def _held(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
         shown = f"no checksums show yet what is held by {', '.join(unchecked)}"
         return "delivered", f"{_all(replicas, 'has', 'have')} taken {newest}; {shown}{left}"
     return "in sync" if everything else "current", f"{_all(replicas, 'holds', 'hold')} {newest}{left}"
+
+
+def _offset(replica: Replica, standing: Standing) -> int:
+    return offset_in(standing.history, standing.seal_of, replica.applied)
 
 
 def _all(replicas: Sequence[Replica], one: str, many: str) -> str:

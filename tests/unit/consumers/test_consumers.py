@@ -95,10 +95,17 @@ def test_a_clock_that_was_set_back_gives_no_negative_lag() -> None:
             "current",
             "one replica holds the newest release; 1 row is left",
         ),
-        ([replica("a")], ONE, {}, "behind", "still to apply 1 row of 1 version"),
+        ([replica("a")], ONE, {}, "behind", "still to be applied by a: 1 row of 1 version"),
         ([replica("a", checked=True)], SOME, {"newest_release": 3}, "current", "7 rows are left for later"),
         ([replica("a")], SOME, {}, "behind", "7 rows of 2 versions"),
         ([replica("a"), replica("b", away=1)], SOME, {}, "behind", "away: b"),
+        (
+            [replica("b", 5, "h"), replica("c", 3, "h"), replica("a", 3, "h")],
+            SOME,
+            {},
+            "behind",
+            "still to be applied by a, c: 7 rows of 2 versions",
+        ),
     ],
 )
 def test_state_says_why(
