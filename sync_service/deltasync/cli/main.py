@@ -5,8 +5,10 @@ from importlib.metadata import EntryPoint, entry_points
 
 import click
 
-from deltasync.core.errors import DeltasyncError
+from deltasync.core.errors import DeltasyncError, NotPermitted
 from deltasync.core.logs import log_to_stderr
+
+_RIGHTS = "DELTASYNC_TOKEN or --token-file say who you are, or a certificate"
 
 
 class _Verbs(click.Group):
@@ -65,7 +67,8 @@ def main() -> None:
         cli()
     except* DeltasyncError as group:
         for error in _leaves(group):
-            click.echo(f"Error: {error}", err=True)
+            hint = f"; {_RIGHTS}" if isinstance(error, NotPermitted) else ""
+            click.echo(f"Error: {error}{hint}", err=True)
         sys.exit(1)
 
 

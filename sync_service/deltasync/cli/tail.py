@@ -11,6 +11,7 @@ import numpy as np
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.guest import goodbye_on_sigterm
 from deltasync.cli.text_table import seconds, size
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.numpy_target import NumpyTarget
@@ -57,7 +58,7 @@ def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: En
     options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("tail"))
     subscriber = Subscriber(options, target)
     try:
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt), goodbye_on_sigterm():
             _show(subscriber, target, count, as_json=as_json)
     finally:
         subscriber.close()

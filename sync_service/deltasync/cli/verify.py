@@ -10,6 +10,7 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.guest import goodbye_on_sigterm
 from deltasync.cli.lag import BEHIND
 from deltasync.cli.text_table import text_table
 from deltasync.cli.waiting import waiting_for
@@ -119,7 +120,7 @@ def _connected(service: Endpoint, consumer: str) -> list[str]:
 def _of_copy(service: Endpoint, consumer: str, copy: StoredCopy, timeout: float) -> list[dict[str, Any]]:
     of = f"version {copy.position.number}" if copy.position.number else "a version that it does not say"
     _say(f"{copy.name} is of {of}; the service's rows are fetched")
-    with waiting_for(service):
+    with goodbye_on_sigterm(), waiting_for(service):
         found = compare(service, consumer, copy, timeout)
     if not found.since:
         _say("the service cannot say what has changed since: all rows are compared with those of now")

@@ -1,13 +1,16 @@
 """What operators look at with the command: the same as over HTTP, from one address of either kind."""
 
 import json
+import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.command import deltasync
-from tests.support.fleet import Trainer, follow, wait_until_in_sync
+from tests.support.deployments import COMMAND
+from tests.support.fleet import Trainer, follow, wait_for_lag, wait_until_in_sync
 from tests.support.server import RunningService
 
 from deltasync.cli.lag import BEHIND
@@ -120,6 +123,23 @@ def test_releases_are_shown_as_they_pass(service: RunningService, consumer: str)
     assert names <= {"p"}  # It has said goodbye.
     code, _, err = deltasync("tail", "nobody", "--service", service.grpc)
     assert (code, "no consumer 'nobody'" in err) == (1, True)
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
+def test_who_ends_tail_leaves_no_replica_behind(service: RunningService, ended_by: signal.Signals) -> None:
+    command = [*COMMAND, "tail", "predictors", "--service", service.grpc]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert b"version 2" in process.stdout.readline()
+        assert len(service.get_json("/consumers/predictors/lag")["replicas"]) == 2
+        process.send_signal(ended_by)
+        assert process.wait(30) == 0
+    wait_for_lag(service, "predictors", lambda lag: [each["replica"] for each in lag["replicas"]] == ["p"])
+
+
+def test_a_hint_says_how_to_show_who_one_is(service: RunningService) -> None:
+    code, _, said = deltasync("consumers", "delete", "mobile", "--service", service.grpc)
+    assert (code, "DELTASYNC_TOKEN or --token-file" in said) == (1, True)
 
 
 def test_what_is_watched_goes_on_until_it_is_stopped(
