@@ -30,8 +30,7 @@ def events(last: int, follow: bool, http: Endpoint, as_json: bool) -> None:
     a line. Of several processes, those of all.
     """
     if not follow:
-        found = Route(http).get_json(f"/events?last={last}")
-        found = found[-last:] if last else []  # Each process has told so many.
+        found = _newest(Route(http).get_json(f"/events?last={last}"), last)
         click.echo(as_json_text(found) if as_json else "\n".join(map(event_line, found)))
         return
     with contextlib.suppress(KeyboardInterrupt):
@@ -39,19 +38,25 @@ def events(last: int, follow: bool, http: Endpoint, as_json: bool) -> None:
 
 
 def _follow(http: Endpoint, last: int, *, as_json: bool) -> None:
-    seen, away = dict[str, int](), False
+    seen, first, away = dict[str, int](), True, False
     while True:
         try:
-            found = Route(http).get_json(f"/events?last={last if not seen else _MOST}")
+            found = Route(http).get_json(f"/events?last={_MOST}")
         except ServiceUnavailable as error:
             if not away:
                 click.echo(f"The service does not answer, which is tried again: {error}", err=True)
             away = True
         else:
-            away = False
-            for each in unseen(found, seen):
+            new = unseen(found, seen)
+            for each in _newest(new, last) if first else new:
                 click.echo(json.dumps(each) if as_json else event_line(each))
+            first = away = False
         time.sleep(_SECONDS)
+
+
+def _newest(events: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The last ones: each process has told so many."""
+    return events[max(0, len(events) - count) :]
 
 
 def unseen(found: list[dict[str, Any]], seen: dict[str, int]) -> list[dict[str, Any]]:

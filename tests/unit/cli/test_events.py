@@ -1,11 +1,16 @@
 """Events that are followed: each is shown once, of several processes too, and after a restart."""
 
+import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.command import deltasync
 
 from deltasync.cli.events import event_line, unseen
+from deltasync.client.route import Route
+from deltasync.core.errors import ServiceUnavailable
 
 _Numbers = st.lists(st.integers(1, 10**6), unique=True, max_size=30).map(sorted)
 
@@ -23,6 +28,31 @@ def test_each_is_shown_once_however_often_asked(numbers: dict[str, list[int]], e
         shown += unseen([_event(name, each) for name, those in numbers.items() for each in those[:end]], seen)
     for name, those in numbers.items():
         assert [each["number"] for each in shown if each["process"] == name] == those
+
+
+@pytest.mark.parametrize("last", [0, 1, 3])
+def test_who_follows_is_shown_some_of_before_and_all_that_come(
+    last: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = [_event("sync-0", each) for each in (1, 3)], [_event("sync-1", 2)]
+    later = [_event("sync-1", 4), _event("sync-2", 5)]
+    before = [one[0], *other, one[1]]
+    answers = iter([None, before, [], [*before, *later]])
+
+    def answer(_route: Route, _path: str) -> list[dict[str, Any]]:
+        try:
+            found = next(answers)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+        if found is None:
+            raise ServiceUnavailable("no")
+        return found
+
+    monkeypatch.setattr(Route, "get_json", answer)
+    monkeypatch.setattr("deltasync.cli.events.time.sleep", lambda _: None)
+    code, out, said = deltasync("events", "--follow", "--json", "--last", str(last), "--service", "http://here:1")
+    assert (code, said.count("does not answer")) == (0, 1)
+    assert [json.loads(line)["number"] for line in out.splitlines()] == [1, 2, 3, 4, 5][3 - last :]
 
 
 def test_those_of_a_process_that_has_started_anew_are_shown_although_its_clock_was_set_back() -> None:
