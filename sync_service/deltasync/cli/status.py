@@ -70,9 +70,11 @@ def _process(process: dict[str, Any]) -> list[str]:
     if probe := process["probe"]:
         found = f"{seconds(probe['seconds'])} from a publisher to a replica, {seconds(probe['age_seconds'])} ago"
         lines.append(f"  probe: {probe['trouble'] or found}")
-    for each in process["volumes"]:
-        lines.append(f"  volume {each['volume']}: {each['refused'] or size(each['free_bytes']) + ' free'}")
-    return lines
+    return lines + [f"  volume {each['volume']}: {each['refused'] or _room(each)}" for each in process["volumes"]]
+
+
+def _room(volume: dict[str, Any]) -> str:
+    return "kept by brokers" if volume["free_bytes"] is None else f"{size(volume['free_bytes'])} free"
 
 
 def _rank(rank: dict[str, Any]) -> str:

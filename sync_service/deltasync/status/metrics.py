@@ -179,12 +179,12 @@ def _volume_metrics(volumes: Sequence[Volume]) -> list[Metric]:
             "volume_free_bytes",
             "Bytes that the volume has left for the service.",
             ["volume"],
-            [([volume.name], volume.free_bytes) for volume in volumes],
+            [([volume.name], free) for volume in volumes if (free := volume.free_bytes) is not None],
         ),
         gauge(
             "volume_failed",
             "Whether the volume refuses what the service writes, which is tried again.",
             ["volume"],
-            [([volume.name], volume.refusal is not None) for volume in volumes],
+            [([volume.name], bool(volume.trouble)) for volume in volumes],
         ),
     ]

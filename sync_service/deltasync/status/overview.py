@@ -37,10 +37,12 @@ class ProbeLine:
 
 @dataclass(frozen=True)
 class VolumeOverview:
-    """Where a process writes to: what is left for it, and what it refuses; `refused` is empty if it does not."""
+    """Where a process writes to: what is left for it, null of brokers, and what it refuses; `refused` is empty if
+    it does not.
+    """
 
     volume: str
-    free_bytes: int
+    free_bytes: int | None
     refused: str
 
 
@@ -241,6 +243,6 @@ def _probe(probe: ProbeStatus) -> ProbeLine:
 def volume_overviews(volumes: Sequence[Volume]) -> list[VolumeOverview]:
     """Where it writes to. Asks the system; any thread."""
     return [
-        VolumeOverview(each.name, each.free_bytes, each.refusal.in_words if each.refusal else "")
+        VolumeOverview(each.name, each.free_bytes, each.refusal.in_words if each.refusal else each.trouble)
         for each in volumes
     ]

@@ -27,9 +27,8 @@ class BrokerVolume(Volume):
         return f"log of {self._brokers}: {found}: look at the brokers; what is submitted waits" if found else ""
 
     @property
-    def free_bytes(self) -> int:
+    def free_bytes(self) -> None:
         """What brokers have left is theirs to say."""
-        return 0
 
     def has_file(self, _path: Path) -> bool:
         """None of the service's files is there."""

@@ -117,8 +117,8 @@ class Volume:
         return f"{refusal.path} on volume {self.name!r}: {refusal.in_words}" if refusal else ""
 
     @property
-    def free_bytes(self) -> int:
-        """What it has left for the service's user."""
+    def free_bytes(self) -> int | None:
+        """What it has left for the service's user; None if it does not say that."""
         return _free_bytes(self.folder)
 
     def refuse(self, refusal: Refusal) -> None:
@@ -151,7 +151,7 @@ class Volume:
 
     def probe(self, refusal: Refusal) -> bool:
         """Whether it would take now what it has refused. Blocks."""
-        if refusal.number in _NO_ROOM and self.free_bytes < refusal.needed_bytes + _SLACK_BYTES:
+        if refusal.number in _NO_ROOM and _free_bytes(self.folder) < refusal.needed_bytes + _SLACK_BYTES:
             return False
         try:
             self._write(refusal)

@@ -157,6 +157,9 @@ def check_status(status: dict[str, Any], head: int, processes: list[str]) -> Non
     assert [(each["model"], each["head"]) for each in status["models"]] == [("clicks", head)]
     assert [(each["consumer"], each["state"]) for each in status["consumers"]] == [("predictors", "in sync")]
     assert {event["process"] for event in status["events"]} <= set(processes) | {""}
+    volumes = [each for process in status["processes"] for each in process["volumes"]]
+    assert {each["free_bytes"] for each in volumes if each["volume"] == "log"} == {None}
+    assert {each["free_bytes"] > 0 for each in volumes if each["volume"] == "models"} == {True}
 
 
 def test_a_process_that_does_not_answer_is_named(cluster: Cluster) -> None:

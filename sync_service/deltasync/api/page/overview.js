@@ -77,7 +77,8 @@ function processLines({ checks, troubles, work, probe, volumes }, name) {
   const lines = checks.filter((each) => each.trouble).map((each) => [`${each.check}: ${each.trouble}`, "bad"]);
   if (probe) lines.push([probe.trouble ? `probe: ${probe.trouble}` : `probe: ${seconds(probe.seconds)} from a publisher to a replica, ${seconds(probe.age_seconds)} ago`, probe.trouble ? "bad" : "good"]);
   lines.push(...troubles.map((each) => [each, "warn"]), ...work.map((each) => [each, ""]));
-  lines.push(...volumes.map((each) => [`${each.volume}: ${each.refused || `${bytes(each.free_bytes)} free`}`, each.refused ? "bad" : "good"]));
+  const room = (each) => (each.free_bytes === null ? "kept by brokers" : `${bytes(each.free_bytes)} free`);
+  lines.push(...volumes.map((each) => [`${each.volume}: ${each.refused || room(each)}`, each.refused ? "bad" : "good"]));
   return lines.map(([text, className]) => [`${name}${text}`, className]);
 }
 
@@ -129,7 +130,7 @@ export function overviewView() {
     const lagging = status.consumers.filter((each) => mood(each.state) !== "good");
     const known = status.missing.length ? "not known of all" : "all";
     say(cards.sync.value, lagging.length ? `${lagging.length} of ${status.consumers.length} not` : known, lagging.length || status.missing.length ? "warn" : "good");
-    say(cards.sync.more, `${status.consumers.length} consumers`, "soft");
+    say(cards.sync.more, status.consumers.length === 1 ? "1 consumer" : `${count(status.consumers.length)} consumers`, "soft");
     const worst = Math.max(0, ...status.consumers.filter((each) => each.replicas).map((each) => each.seconds));
     say(cards.stale.value, seconds(worst));
     const p99 = Math.max(...status.consumers.map((each) => each.freshness.p99 ?? -1));
