@@ -128,12 +128,18 @@ def test_releases_are_shown_as_they_pass(service: RunningService, consumer: str)
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
 def test_who_ends_tail_leaves_no_replica_behind(service: RunningService, ended_by: signal.Signals) -> None:
     command = [*COMMAND, "tail", "predictors", "--service", service.grpc]
+    # A child inherits an ignored SIGINT, which is what a shell gives to what runs in its background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout
-        assert b"version 2" in process.stdout.readline()
-        assert len(service.get_json("/consumers/predictors/lag")["replicas"]) == 2
-        process.send_signal(ended_by)
-        assert process.wait(30) == 0
+        signal.signal(signal.SIGINT, before)
+        try:
+            assert process.stdout
+            assert b"version 2" in process.stdout.readline()
+            assert len(service.get_json("/consumers/predictors/lag")["replicas"]) == 2
+            process.send_signal(ended_by)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
     wait_for_lag(service, "predictors", lambda lag: [each["replica"] for each in lag["replicas"]] == ["p"])
 
 
