@@ -63,6 +63,7 @@ class SubscribeOpen(_message.Message):
     MAX_OUTSTANDING_BYTES_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    GUEST_FIELD_NUMBER: _builtins.int
     consumer: _builtins.str
     """consumer is the name of an existing consumer."""
     replica: _builtins.str
@@ -77,6 +78,10 @@ class SubscribeOpen(_message.Message):
     """instance tells this replica, as long as it lives, from any other of its name: a random text, the same on all of its
     streams; empty where it has none. Where a newer stream of the same name is of another instance, the older one ends
     with FAILED_PRECONDITION: two replicas have one name, and would take each other's place for ever.
+    """
+    guest: _builtins.bool
+    """guest says that nobody waits for this replica once its stream has ended, however that came: it is forgotten then, as
+    if it had said goodbye.
     """
     @_builtins.property
     def held(self) -> _tables_pb2.Position:
@@ -97,10 +102,11 @@ class SubscribeOpen(_message.Message):
         max_outstanding_bytes: _builtins.int = ...,
         instance: _builtins.str = ...,
         version: _tables_pb2.Position | None = ...,
+        guest: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "held", b"held", "instance", b"instance", "max_outstanding_bytes", b"max_outstanding_bytes", "replica", b"replica", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "guest", b"guest", "held", b"held", "instance", b"instance", "max_outstanding_bytes", b"max_outstanding_bytes", "replica", b"replica", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,7 +49,8 @@ class Audit:
             said = f"cancelled {call.error}" if not isinstance(call.error, Exception) else described(call.error)
             _write(logging.WARNING, "failed", call, said)
         elif call.role is Role.ADMIN:
-            _write(logging.INFO, "done", call, "; ".join(call.changes) or "nothing has changed")
+            changes = "; ".join(call.changes) or "no consumer, model or table has changed"
+            _write(logging.INFO, "done", call, changes)
 
     def refused(self, call: Call, error: NotPermitted) -> None:
         """Note a refusal. Of those alike that come within a while the first is written down, and how many more

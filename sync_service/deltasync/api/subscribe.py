@@ -59,6 +59,7 @@ class ReplicaStream:
         self._replica: Replica = self._registry.connect(
             self._consumer, message.replica, self._ended, self._instance, caller().name
         )
+        self._replica.guest = message.guest
         self._audit, self._times = ReplicaAudit(), DeliveryTimes(self._consumer)
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
@@ -100,12 +101,7 @@ class ReplicaStream:
             given_up=self._given_up,
         )
         self._registry.disconnect(
-            self._consumer,
-            self._replica,
-            self._ended,
-            left.reason,
-            forget=self._goodbye,
-            expected=left.expected,
+            self._consumer, self._replica, self._ended, left.reason, forget=self._goodbye, expected=left.expected
         )
         if self._deliveries:
             self._say(left.kind, left.reason)

@@ -52,10 +52,10 @@ def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: En
     the L2 norm of what they are now.
 
     It is a replica of that consumer meanwhile: it needs the role of one and keeps its tables in memory, and lag
-    counts it until it ends.
+    counts it until it has ended, however it did.
     """
     target = _Watched(rows)
-    options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("tail"))
+    options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("tail"), guest=True)
     subscriber = Subscriber(options, target)
     try:
         with contextlib.suppress(KeyboardInterrupt), goodbye_on_sigterm():

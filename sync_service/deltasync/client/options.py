@@ -54,6 +54,8 @@ class SubscriberOptions:
         snapshots: folder or URL of the service's snapshots: where nothing is held, the newest is read first, and
             the service sends only what has changed since. Where none can be used it sends everything.
         max_outstanding_bytes: bound of the bytes under way to this replica.
+        guest: whether the service forgets this replica as soon as it is away, however it has ended: for one
+            that is there for a while, and that no lag is to count after that.
         on_readiness: called with each change of `Subscriber.ready`, from a thread for that alone, one call at a
             time. Of changes during a call only the last is told; what it raises is logged.
     """
@@ -64,6 +66,7 @@ class SubscriberOptions:
     held: Position = field(default_factory=Position)
     snapshots: str = ""
     max_outstanding_bytes: int = 16 << 20
+    guest: bool = False
     on_readiness: Callable[[Decision], None] | None = None
 
     def __post_init__(self) -> None:

@@ -97,7 +97,7 @@ def compare(service: Endpoint | str, consumer: str, copy: StoredCopy, timeout_se
         DeltasyncError: the service refuses to send its rows.
     """
     now, since = _Seen(), _Seen()
-    options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("verify"))
+    options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("verify"), guest=True)
     head = _follow(options, now, Position(), timeout_seconds)
     if not copy.made_of and now.history != head.history:
         raise Contradiction(f"consumer {consumer!r} is given what a policy lets out: name one without a policy")

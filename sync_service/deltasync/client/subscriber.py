@@ -250,6 +250,7 @@ class Subscriber:
             version=position_to_message(self._told_version) if self._told_version.number else None,
             max_outstanding_bytes=options.max_outstanding_bytes,
             instance=self._instance,
+            guest=options.guest,
         )
         return subscribe_pb2.SubscribeRequest(open=message)
 

@@ -46,6 +46,7 @@ class Replica:
         rewind: until it holds what it is given instead of rows of a discarded past; None if it came with none.
         verification: its rows, read again when somebody asks.
         has_held: whether it has ever acknowledged a version, as far as that is known.
+        guest: whether it is forgotten once its stream has ended, and never written down.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Replica:
     damaged: tuple[str, ...] = ()
     rewind: Rewind | None = None
     has_held: bool = False
+    guest: bool = False
     verification: Verification = field(default_factory=Verification)
 
 

@@ -282,13 +282,13 @@ class ConsumerRegistry:
     ) -> None:
         """Note that a stream of a replica has ended, and why; `forget` one that will not come back. So is one that
         has never held anything, for nobody is to leave names behind; unless the service has ended the stream, and
-        it is `expected` back.
+        it is `expected` back; and one that is a guest, however it has ended.
         """
         if replica.stream is not stream:
             return
         replica.stream, replica.since_ns, replica.left = None, steady_ns(), why
         nobody = not (replica.has_held or expected)
-        if (forget or nobody) and self.consumers.get(consumer.name) is consumer:
+        if (forget or nobody or replica.guest) and self.consumers.get(consumer.name) is consumer:
             self._forget(consumer, replica.name)
 
     async def forget(self, name: str, replica: str) -> None:
@@ -336,8 +336,8 @@ class ConsumerRegistry:
         if not moved:
             return  # Idle replicas show now and then what they hold: no reason to write, or to wake anybody.
         consumer.signal.wake()
-        if self.consumers.get(consumer.name) is not consumer:
-            return  # Deleted meanwhile: nothing of it is to be written down.
+        if self.consumers.get(consumer.name) is not consumer or replica.guest:
+            return  # Deleted meanwhile, or nobody waits for it: nothing of it is to be written down.
         self._offsets[self._logs.of(consumer.model)].note(consumer.name, replica)
 
     def write_offsets(self) -> None:

@@ -125,7 +125,7 @@ def test_releases_are_shown_as_they_pass(service: RunningService, consumer: str)
     assert (code, "no consumer 'nobody'" in err) == (1, True)
 
 
-@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_who_ends_tail_leaves_no_replica_behind(service: RunningService, ended_by: signal.Signals) -> None:
     command = [*COMMAND, "tail", "predictors", "--service", service.grpc]
     # A child inherits an ignored SIGINT, which is what a shell gives to what runs in its background.
@@ -135,9 +135,9 @@ def test_who_ends_tail_leaves_no_replica_behind(service: RunningService, ended_b
         try:
             assert process.stdout
             assert b"version 2" in process.stdout.readline()
-            assert len(service.get_json("/consumers/predictors/lag")["replicas"]) == 2
+            wait_for_lag(service, "predictors", lambda lag: [each["offset"] for each in lag["replicas"]] == [2, 2])
             process.send_signal(ended_by)
-            assert process.wait(30) == 0
+            assert process.wait(30) == (-signal.SIGKILL if ended_by == signal.SIGKILL else 0)
         finally:
             process.kill()
     wait_for_lag(service, "predictors", lambda lag: [each["replica"] for each in lag["replicas"]] == ["p"])

@@ -74,6 +74,24 @@ def test_acks_that_come_faster_than_the_disk_takes_them_are_not_kept(tmp_path: P
     run(tmp_path, again)
 
 
+def test_a_guest_is_forgotten_once_its_stream_has_ended_and_never_written_down(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        consumer, [stays, goes, other] = await fleet_of(service, 3)
+        stays.guest = goes.guest = True
+        for replica in (stays, goes, other):
+            service.registry.acknowledge(consumer, replica, AT)
+        for replica in (goes, other):
+            assert replica.stream
+            service.registry.disconnect(consumer, replica, replica.stream, "its connection is lost", expected=True)
+        assert set(consumer.replicas) == {stays.name, other.name}
+
+    async def again(service: Service) -> None:
+        assert {each.name: each.applied for each in service.registry.get("c").replicas.values()} == {"r2": AT}
+
+    run(tmp_path, scenario)
+    run(tmp_path, again)
+
+
 def test_a_cut_does_not_wait_for_the_offsets_of_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many replicas have moved, a few offsets are ahead of it."""
     log = LmdbStore(LogOptions(directory=tmp_path))
