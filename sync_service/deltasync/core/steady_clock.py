@@ -75,9 +75,9 @@ class Succession:
         return now_ns - times[upto - 1][1] if upto and times[upto - 1][0] == number else FOREVER_NS
 
     def seconds_since(self, number: int, now_ns: int) -> float | None:
-        """How long ago a number became the newest; None if that is not known."""
+        """How long ago a number became the newest, 0 if that is later than `now_ns`; None if it is not known."""
         since_ns = self.since_ns(number)
-        return None if since_ns is None else round((now_ns - since_ns) / 1e9, 3)
+        return None if since_ns is None else round(max(0, now_ns - since_ns) / 1e9, 3)
 
     def behind_ns(self, number: int, now_ns: int) -> int:
         """For how long a number has not been the newest any more: 0 if it is, `FOREVER_NS` where nobody knows."""

@@ -36,6 +36,11 @@ def test_repeating_a_number_changes_nothing() -> None:
     assert (numbers.age_ns(3, 1000), numbers.behind_ns(3, 1000)) == (900, 0)
 
 
+def test_what_has_become_the_newest_since_a_time_was_read_is_no_less_than_0_old() -> None:
+    numbers = succession((3, -FOREVER_NS), (5, 2 * 10**9))
+    assert [numbers.seconds_since(5, now_ns) for now_ns in (10**9, 2 * 10**9, 3 * 10**9)] == [0, 0, 1]
+
+
 def test_what_is_no_longer_remembered_is_not_known() -> None:
     for count in range(19_990, 20_010):  # Those that were the newest long ago are forgotten many at once.
         numbers = succession(*((number, number) for number in range(count)))

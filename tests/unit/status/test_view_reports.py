@@ -17,6 +17,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
+from deltasync.feeds.standing import Standing
 from deltasync.status.consumer_metrics import consumer_metrics
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.report import report
@@ -25,11 +26,20 @@ from deltasync.views.view import View
 
 async def lag_at(view: View, release: int, *, connected: bool = True) -> ConsumerLag:
     """Of a consumer whose replica holds that release."""
+    return report_of(view, release, view.standing(Policy()), connected=connected)
+
+
+def report_of(view: View, release: int, standing: Standing, *, connected: bool = True) -> ConsumerLag:
     replica = Replica(
         "a", Position(view.history, release), stream=asyncio.Event() if connected else None, checked=True
     )
     consumer = Consumer("top", "clicks", 0, replicas={"a": replica})
-    return report(consumer, view.standing(consumer.policy), time.time_ns())
+    return report(consumer, standing, time.time_ns())
+
+
+def a_second_from_one_look_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the model's clock: how fast this machine is does not matter."""
+    monkeypatch.setattr("deltasync.feeds.model.steady_ns", partial(next, count(steady_ns(), 10**9)))
 
 
 ANSWER = ["consumer", "model", "history", "state", "reason", "head", "head_step", "offset", "lag", "replicas"]
@@ -102,8 +112,7 @@ def test_who_has_every_release_is_as_late_as_what_was_published_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as old as the rows that the policy left; these have an age of their own."""
-    # A second from one look at the clock to the next: how fast this machine is does not matter.
-    monkeypatch.setattr("deltasync.feeds.model.steady_ns", partial(next, count(steady_ns(), 10**9)))
+    a_second_from_one_look_to_the_next(monkeypatch)
 
     async def scenario(local: LocalModel) -> None:
         view = await local.prepared_view(TOP)
@@ -117,6 +126,24 @@ def test_who_has_every_release_is_as_late_as_what_was_published_since(
         lag = await lag_at(view, view.position.number)
         assert lag.lag.versions == 1
         assert 0 < lag.lag.seconds <= lag.oldest_row_seconds
+
+    run(tmp_path, scenario)
+
+
+def test_who_is_current_is_not_late_for_what_is_sealed_while_that_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports are put together on another thread, from where things stood, with rows that the policy left."""
+    a_second_from_one_look_to_the_next(monkeypatch)
+
+    async def scenario(local: LocalModel) -> None:
+        view = await local.prepared_view(TOP)
+        await local.cut(changed(1, USER, 3, 4))
+        await view.make_release(TOP, 0)
+        number, standing = view.position.number, view.standing(TOP)
+        await local.cut(changed(2, USER, 9))
+        lag = report_of(view, number, standing)
+        assert (lag.state, lag.lag.versions, lag.lag.seconds) == ("current", 0, 0)
 
     run(tmp_path, scenario)
 
