@@ -1,6 +1,7 @@
 """A real service process that a test may kill and start again."""
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from typing import Self
 
 from tests.support.http import HttpStatus
 from tests.support.programs import cleaned
+
+from deltasync.trainer.demo.ports import free_ports, is_free
 
 _DEADLINE_SECONDS = 30.0
 _WITH_SHARED_FILES = """
@@ -37,6 +40,20 @@ runpy.run_module("deltasync", run_name="__main__")
 ADMIN_TOKEN = "secret"  # noqa: S105
 
 
+_WORKER, _WORKERS = (
+    int(number)
+    for number in (
+        os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"),
+        os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"),
+    )
+)
+
+
+def _is_ours(port: int) -> bool:
+    """Whether a port is free, and no test of another worker looks at it."""
+    return port % _WORKERS == _WORKER and is_free(port)
+
+
 class ServiceProcess(HttpStatus):
     """`deltasync serve` on free ports, which it keeps over restarts: of today, or of the package in `code`.
 
@@ -58,7 +75,7 @@ class ServiceProcess(HttpStatus):
         self._environment = environment(code) | {"DELTASYNC_ADMIN_TOKEN": ADMIN_TOKEN}
         self.arguments = arguments
         self._files = ["prlimit", f"--nofile={files}"] if files else []
-        self._ports = ("0", "0")
+        self._ports = tuple(map(str, free_ports(2, _is_ours)))
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:
