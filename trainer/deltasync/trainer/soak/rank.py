@@ -7,6 +7,8 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 # Ranks come apart by a step each time that the service loses one; who is refused more often has another reason.
 _MOST_LEFT = 20
+
+# Less than the service waits before an earlier run may follow a later one whose ranks have gone.
+_PATIENCE_SECONDS = 20.0
 
 
 def runs_file(folder: Path, model: str) -> Path:
@@ -218,7 +223,7 @@ class PlainRank:
         spoilt = RowBatch(live.shard, live.ids, np.full_like(live.values, value))
         part = Part(step=self.step, step_end_unix_ns=time.time_ns(), rows=[spoilt])
         try:
-            position = self._publisher.publish(part).result()
+            position = self._sealed(self._publisher.publish(part))
         except InvalidInput as error:
             logger.info("step %d: %s", self.step, error)
             asked.unlink()
@@ -235,6 +240,14 @@ class PlainRank:
         facts = {"version": position.number, "history": position.history, "seal": position.seal}
         again = 0 if own is None else part.nbytes - own
         self._journal.append(step=self.step, unix_ns=time.time_ns(), again=again, **facts)
+
+    def _sealed(self, published: Future[Position]) -> Position:
+        """Wait for it; a run that a later one is to follow gives up before it could follow that in its turn."""
+        while True:
+            with suppress(TimeoutError):
+                return published.result(_PATIENCE_SECONDS)
+            if self.superseded():
+                raise Contradiction("a later run has begun, and the service takes nothing from this one")
 
     def _meet(self) -> tuple[dict[str, Ids], list[int]]:
         """What operators want deleted, written down before anything is done."""
