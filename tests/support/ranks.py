@@ -81,7 +81,8 @@ def _output(process: Rank, of_all: Sequence[Rank]) -> str:
 def leave() -> None:
     """End a rank that has done its work, without the interpreter's own shutdown.
 
-    torch 2.13 now and then aborts in it ("terminate called without an active exception", no Python frame).
+    It aborts where a gloo thread of torch 2.13 drops a tensor by then, that of a last barrier say ("terminate
+    called without an active exception").
     """
     sys.stdout.flush()
     sys.stderr.flush()

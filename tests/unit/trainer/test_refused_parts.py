@@ -53,7 +53,7 @@ class ThreadAgreement(agreement.Agreement):
     def __init__(self) -> None:
         self.rank, self.world_size = self.of_thread.rank, RANKS
         self._together: Together = self.of_thread.together
-        self._group = None
+        self._ranks, self.closed = None, False
 
     def reach(self, **values: Any) -> agreement.Consensus:
         every = self._together.every(self.rank, values)

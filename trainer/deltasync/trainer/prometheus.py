@@ -1,6 +1,7 @@
 """What a rank of a trainer tells Prometheus of itself."""
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -35,14 +36,19 @@ GAUGES = {
 
 
 class TrainerCollector(Collector):
-    """Asks a `DeltaSync` at each scrape."""
+    """Asks a `DeltaSync` at each scrape, for as long as it is there; it does not keep it, nor its model."""
 
     def __init__(self, sync: DeltaSync, model: str, rank: int) -> None:
-        self._sync, self._of = sync, (model, str(rank))
+        self._sync, self._of = weakref.ref(sync), (model, str(rank))
 
     def collect(self) -> Iterable[Metric]:
         """All of them."""
-        known = self._sync.metrics()
+        yield from self._of_sync(sync.metrics()) if (sync := self._sync()) else ()
+        build = GaugeMetricFamily("deltasync_trainer_build_info", "Always 1.", labels=("version",))
+        build.add_metric((built_version(),), 1)
+        yield build
+
+    def _of_sync(self, known: Mapping[str, float]) -> Iterable[Metric]:
         for name, text in COUNTERS.items():
             counter = CounterMetricFamily(f"deltasync_trainer_{name}", text, labels=_LABELS)
             counter.add_metric(self._of, known[name])
@@ -51,9 +57,6 @@ class TrainerCollector(Collector):
             gauge = GaugeMetricFamily(f"deltasync_trainer_{name}", text, labels=_LABELS)
             gauge.add_metric(self._of, known[name])
             yield gauge
-        build = GaugeMetricFamily("deltasync_trainer_build_info", "Always 1.", labels=("version",))
-        build.add_metric((built_version(),), 1)
-        yield build
 
 
 def serve_metrics(sync: DeltaSync, model: str, rank: int, address: str, offset: int = 0) -> None:

@@ -185,30 +185,28 @@ class DeltaSync:
             self.tracker.delete(table, ids)
 
     def close(self, timeout_seconds: float | None = None) -> Position:
-        """Flush, and close the connection.
+        """Flush, and close the connection; nothing, where it is closed.
 
         Raises:
             DeltasyncError: as `flush`; the connection is closed then, too.
         """
         try:
-            return self.flush(timeout_seconds)
+            return self._run.position if self._agreement.closed else self.flush(timeout_seconds)
         finally:
             self.abort()
 
     def abort(self) -> None:
-        """Close the connection at once: cuts that are not sealed may be lost."""
+        """Close the connection at once: cuts that are not sealed may be lost. Nothing is published after it."""
         self._under_way.close()
         self._run.disconnect()
+        self._agreement.close()
 
     def __enter__(self) -> "DeltaSync":
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         # After an error the ranks may no longer be in step, and a flush could wait for ever.
-        if error:
-            self.abort()
-        else:
-            self.close()
+        self.abort() if error else self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank adds to a checkpoint, so that a run from there need not publish every row anew."""

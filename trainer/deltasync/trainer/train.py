@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 -m deltasync.trainer.train --service localhost:50051
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,74 @@ from deltasync.trainer.clicks.checkpoints import Checkpoints
 from deltasync.trainer.clicks.micro_batches import TimedBatches, micro_batches
 from deltasync.trainer.clicks.model import MODELS
 from deltasync.trainer.clicks.results import Results
-from deltasync.trainer.clicks.stream_options import managed_option, stream_options, take_stream_options
+from deltasync.trainer.clicks.stream_options import (
+    StreamOptions,
+    managed_option,
+    stream_options,
+    take_stream_options,
+)
 from deltasync.trainer.clicks.training import Training
-from deltasync.trainer.clicks.training_options import take_training_options, training_options, why_not_shared
-from deltasync.trainer.distributed.ranks import join_ranks
+from deltasync.trainer.clicks.training_options import (
+    TrainingOptions,
+    take_training_options,
+    training_options,
+    why_not_shared,
+)
+from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.pipelines import OnlinePipeline
 from deltasync.trainer.prometheus import serve_metrics
 from deltasync.trainer.scalars import ScalarOptions, Scalars, TensorBoard
 from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions
 from deltasync.trainer.tracking.row_reset import evict_on_cpu
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a run leaves behind and shows beside what it publishes: the options of the same names."""
+
+    checkpoint: Path | None
+    checkpoint_every: int
+    results: Path | None
+    tensorboard: Path | None
+    tensorboard_every: int
+    metrics: str | None
+
+
+def _train(
+    stream: StreamOptions,
+    training: TrainingOptions,
+    learning: OptimizerOptions,
+    options: SyncOptions,
+    outputs: Outputs,
+    device: torch.device,
+) -> None:
+    """Train on a whole stream; nothing of the model is left after it."""
+    torch.manual_seed(stream.seed)
+    click_model = MODELS[training.input](stream.model, torch.device("meta"))
+    model, optimizer = shard(click_model, click_tables(stream.model.managed_tables), learning, device)
+    evict_on_cpu(model)
+    pipeline = OnlinePipeline(model, optimizer, device, training.pipeline)
+    sync, scored = DeltaSync(model, options), Results(model) if outputs.results else None
+    folder, every = outputs.checkpoint, outputs.checkpoint_every
+    checkpoints = Checkpoints(folder, every, model, optimizer, sync) if folder else None
+    if checkpoints:
+        checkpoints.load()
+    mine = TimedBatches(micro_batches(stream, training, sync.tracker.steps))
+    with sync, _scalars(sync, options.model, outputs) as scalars:
+        Training(pipeline, sync, options.on_refusal, scored, checkpoints, scalars).run(mine)
+    if outputs.results and scored:
+        pipeline.detach()
+        scored.write(outputs.results, dist.get_rank(), sync, mine.last)
+
+
+def _scalars(sync: DeltaSync, model: str, outputs: Outputs) -> Scalars:
+    """What tells how training goes, while it does."""
+    rank, folder = dist.get_rank(), outputs.tensorboard
+    if outputs.metrics:
+        serve_metrics(sync, model, rank, outputs.metrics, int(os.environ.get("LOCAL_RANK", 0)))
+    callbacks = [TensorBoard(folder / f"rank-{rank}")] if folder else []
+    return Scalars(sync, callbacks, ScalarOptions(every=outputs.tensorboard_every))
 
 
 @click.command(context_settings=CONTEXT)
@@ -79,27 +138,10 @@ def main(
     device = join_ranks()
     if reason := why_not_shared(stream.batch_size, dist.get_world_size(), training):
         raise click.UsageError(reason)
-    torch.manual_seed(stream.seed)
     learning = OptimizerOptions(table_lr=table_lr, dense_lr=dense_lr)
-    click_model = MODELS[training.input](stream.model, torch.device("meta"))
-    model, optimizer = shard(click_model, click_tables(stream.model.managed_tables), learning, device)
-    evict_on_cpu(model)
-    pipeline = OnlinePipeline(model, optimizer, device, training.pipeline)
-    options = SyncOptions(**settings)
-    sync, scored = DeltaSync(model, options), Results(model) if results else None
-    checkpoints = Checkpoints(checkpoint, checkpoint_every, model, optimizer, sync) if checkpoint else None
-    if checkpoints:
-        checkpoints.load()
-    mine = TimedBatches(micro_batches(stream, training, sync.tracker.steps))
-    callbacks = [TensorBoard(tensorboard / f"rank-{dist.get_rank()}")] if tensorboard else []
-    if metrics:
-        serve_metrics(sync, options.model, dist.get_rank(), metrics, int(os.environ.get("LOCAL_RANK", 0)))
-    with sync, Scalars(sync, callbacks, ScalarOptions(every=tensorboard_every)) as scalars:
-        Training(pipeline, sync, options.on_refusal, scored, checkpoints, scalars).run(mine)
-    if results and scored:
-        pipeline.detach()
-        scored.write(results, dist.get_rank(), sync, mine.last)
-    dist.destroy_process_group()
+    outputs = Outputs(checkpoint, checkpoint_every, results, tensorboard, tensorboard_every, metrics)
+    _train(stream, training, learning, SyncOptions(**settings), outputs, device)
+    leave_ranks()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The ranks of test_agreement: no rank is left waiting for another."""
 
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -146,6 +147,24 @@ def a_buffer_refused_on_one_rank_fails_on_all(service: str) -> None:
     sync.abort()
 
 
+def closed_ones_leave_no_threads(service: str) -> None:
+    """Those of a group could still drop what a collective has used while the interpreter shuts down."""
+    before = group_threads()
+    _, sync = delta_sync(service)
+    sync.flush(PATIENCE_SECONDS)
+    assert group_threads() > before
+    position = sync.close(PATIENCE_SECONDS)
+    assert group_threads() == before
+    assert sync.close() == position
+    sync.abort()
+    with pytest.raises(InvalidInput, match="is closed"):
+        sync.flush()
+
+
+def group_threads() -> int:
+    return sum(name.read_text().strip() == "pt_gloo_runloop" for name in Path("/proc/self/task").glob("*/comm"))
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     claims_that_differ_make_a_full_push(sys.argv[1])
@@ -156,6 +175,7 @@ if __name__ == "__main__":
     a_first_cut_refused_on_one_rank_fails_on_all(sys.argv[1])
     a_buffer_of_a_type_refused_fails_on_all(sys.argv[1])
     a_buffer_refused_on_one_rank_fails_on_all(sys.argv[1])
+    closed_ones_leave_no_threads(sys.argv[1])
     dist.barrier()
     dist.destroy_process_group()
     leave()

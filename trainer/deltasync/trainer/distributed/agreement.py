@@ -4,11 +4,13 @@ import hashlib
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from deltasync.core.errors import InvalidInput
 from deltasync.core.position import Position
 
 
@@ -67,9 +69,25 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.rank = dist.get_rank() if self._group else 0
-        self.world_size = dist.get_world_size() if self._group else 1
+        self._ranks = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.rank = dist.get_rank() if self._ranks else 0
+        self.world_size = dist.get_world_size() if self._ranks else 1
+        self.closed = False
+
+    def close(self) -> None:
+        """End the group and its threads: one that still drops what the last collective has used would abort a
+        process that exits (torch 2.13). Each rank on its own; others that wait for this one fail at once.
+        """
+        ranks, self._ranks, self.closed = self._ranks, None, True
+        if ranks and dist.is_initialized():
+            with suppress(ValueError):  # Destroyed already, with the default group.
+                dist.destroy_process_group(ranks)
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        if self.closed:
+            raise InvalidInput("this DeltaSync is closed, and publishes nothing more: make another one")
+        return self._ranks
 
     def reach(
         self,

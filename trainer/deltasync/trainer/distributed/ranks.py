@@ -1,5 +1,6 @@
 """Ranks: joining the others under torchrun, and the group of those that train a model."""
 
+import gc
 import logging
 import os
 from importlib.metadata import PackageNotFoundError, version
@@ -45,6 +46,15 @@ def join_ranks() -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device
+
+
+def leave_ranks() -> None:
+    """Leave the process group, and end its threads; called once the model, and all else that has a group, is gone.
+
+    One of gloo's that still drops what the last collective has used would abort a process that exits (torch 2.13).
+    """
+    dist.destroy_process_group()
+    gc.collect()  # Modules refer to each other, and hold the group as long.
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:

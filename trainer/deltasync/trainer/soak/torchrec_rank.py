@@ -22,7 +22,7 @@ from deltasync.trainer.clicks.model import ClickModel
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions
 from deltasync.trainer.distributed.agreement import on_any_rank
-from deltasync.trainer.distributed.ranks import join_ranks
+from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.pipelines import OnlinePipeline
 from deltasync.trainer.soak.fleet import CLICKS
@@ -76,18 +76,8 @@ def _join(rank: int, ranks: int, port: int) -> torch.device:
     return join_ranks()
 
 
-@click.command(context_settings=CONTEXT)
-@service_options(default=None)
-@click.option("--rank", type=int, required=True, help="Number of the rank.")
-@click.option("--ranks", type=int, required=True, help="How many there are.")
-@click.option("--port", type=int, required=True, help="Where the first rank listens for the others.")
-@click.option(
-    "--folder", type=click.Path(path_type=Path), required=True, help="Folder of checkpoints and results."
-)
-def main(service: Endpoint, rank: int, ranks: int, port: int, folder: Path) -> None:
-    """Train, and publish every step, until there is a stop file."""
-    log_to_stderr()
-    device = _join(rank, ranks, port)
+def _run(service: Endpoint, folder: Path, device: torch.device) -> None:
+    """Train until there is a stop file; nothing of the model is left after it."""
     torch.manual_seed(0)
     click_model = ClickModel(_stream().model, torch.device("meta"))
     model, optimizer = shard(click_model, click_tables(), OptimizerOptions(), device)
@@ -100,7 +90,22 @@ def main(service: Endpoint, rank: int, ranks: int, port: int, folder: Path) -> N
         _train(pipeline, sync, checkpoints, stop_file(folder, CLICKS))
     pipeline.detach()
     _write(folder, sync)
-    dist.destroy_process_group()
+
+
+@click.command(context_settings=CONTEXT)
+@service_options(default=None)
+@click.option("--rank", type=int, required=True, help="Number of the rank.")
+@click.option("--ranks", type=int, required=True, help="How many there are.")
+@click.option("--port", type=int, required=True, help="Where the first rank listens for the others.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), required=True, help="Folder of checkpoints and results."
+)
+def main(service: Endpoint, rank: int, ranks: int, port: int, folder: Path) -> None:
+    """Train, and publish every step, until there is a stop file."""
+    log_to_stderr()
+    device = _join(rank, ranks, port)
+    _run(service, folder, device)
+    leave_ranks()
 
 
 if __name__ == "__main__":
