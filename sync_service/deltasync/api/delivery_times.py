@@ -1,4 +1,8 @@
-"""How long releases take from the model's tables to one replica."""
+"""How long releases take from the model's tables to one replica.
+
+A version counts if it was sealed while the replica was connected. What somebody who comes later lacks is lag: an old
+version that a new replica is given says nothing of how long the way is. Guests only look.
+"""
 
 import time
 from collections import deque
@@ -18,9 +22,10 @@ class DeliveryTimes:
         held: the version that the replica holds.
     """
 
-    def __init__(self, consumer: Consumer) -> None:
+    def __init__(self, consumer: Consumer, *, guest: bool = False) -> None:
         self.held = 0
-        self._consumer = consumer
+        self._consumer, self._guest = consumer, guest
+        self._begun_ns = steady_ns()
         # Of a replica that says nothing of what it holds, no more are kept.
         self._sent = deque[tuple[int, int, int]](maxlen=_MOST)  # Number and version, and when by `steady_ns`.
 
@@ -35,11 +40,13 @@ class DeliveryTimes:
             newest = self._sent.popleft()
         if model and newest and newest[1] > self.held:
             before, (_, self.held, sent_ns) = self.held, newest
-            self._count(model, before, sent_ns)
+            sealed_ns = model.succession.since_ns(self.held)
+            if not self._guest and sealed_ns is not None and sealed_ns >= self._begun_ns:
+                self._count(model, before, sent_ns)
 
     def _count(self, model: Model, before: int, sent_ns: int) -> None:
         durations, now_ns = self._consumer.durations, steady_ns()
-        release = model.recent.deliver(self._consumer.name, before, self.held, sent_ns)
+        release = model.recent.deliver(self._consumer.name, before, self.held, sent_ns, self._begun_ns)
         if release is not None:
             durations.release.add(release)
         durations.ack.add((now_ns - sent_ns) / 1e9)

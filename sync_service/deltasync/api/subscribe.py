@@ -60,7 +60,7 @@ class ReplicaStream:
             self._consumer, message.replica, self._ended, self._instance, caller().name
         )
         self._replica.guest = message.guest
-        self._audit, self._times = ReplicaAudit(), DeliveryTimes(self._consumer)
+        self._audit, self._times = ReplicaAudit(), DeliveryTimes(self._consumer, guest=message.guest)
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
         budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES

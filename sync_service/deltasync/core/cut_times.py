@@ -137,13 +137,22 @@ class RecentCuts:
                 self.durations["apply"].add(cut.seconds["apply"])
                 return
 
-    def deliver(self, consumer: str, before: int, upto: int, sent_ns: int) -> float | None:
-        """Note that a replica of a consumer, which held version `before`, now holds version `upto`, and when that
-        was sent whole, by `steady_ns`. The seconds of release of the newest of them, as far as it is known.
+    def deliver(self, consumer: str, before: int, upto: int, sent_ns: int, begun_ns: int = 0) -> float | None:
+        """Note that a replica of a consumer, which held version `before`, now holds version `upto`.
+
+        Args:
+            consumer: its name.
+            before: the version that it held; those up to this one do not count.
+            upto: the version that it holds.
+            sent_ns: when that was sent whole, by `steady_ns`.
+            begun_ns: when its stream began, likewise; versions that were durable before do not count.
+
+        Returns:
+            The seconds of release of the newest of them, as far as it is known.
         """
         now, newest = steady_ns(), None
         for cut in reversed(self._cuts):
-            if cut.seal.version <= before:
+            if cut.seal.version <= before or cut.durable_ns < begun_ns:
                 break
             if cut.seal.version <= upto:
                 release = max(0, sent_ns - cut.there_ns) / 1e9

@@ -50,7 +50,8 @@ def messages(answer: HTTPResponse) -> Iterator[tuple[dict[str, str], Any]]:
 
 def test_a_version_says_where_its_time_went(service: RunningService) -> None:
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "p", NumpyTarget()):
-        for _ in range(3):
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        for _ in range(2):
             sealed = trainer.publish_all()
         wait_until_in_sync(service, "predictors", sealed)
         lines = service.get_json("/versions?model=clicks&last=2")
@@ -75,17 +76,18 @@ def test_a_version_that_no_replica_has_yet_has_no_release(service: RunningServic
 def test_everything_is_on_one_screen(service: RunningService) -> None:
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "p", NumpyTarget()):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
+        wait_until_in_sync(service, "predictors", trainer.publish_all())  # While the replica is there.
         found = service.get_json("/status")
         (lag,) = (each for each in service.get_json("/lag") if each["consumer"] == "predictors")
     assert found["processes"][0]["ready"]
     assert {each["check"] for each in found["processes"][0]["checks"]} >= {"running", "models", "volumes", "log"}
     (model,) = found["models"]
-    assert (model["model"], model["head"], model["connected"], model["ranks"]) == ("clicks", 1, 1, 1)
+    assert (model["model"], model["head"], model["connected"], model["ranks"]) == ("clicks", 2, 1, 1)
     by_name = {each["consumer"]: each for each in found["consumers"]}
     assert (by_name["predictors"]["state"], by_name["probes"]["state"]) == ("in sync", "empty")
     assert (lag["state"], lag["versions"], lag["connected"]) == ("in sync", 0, 1)
-    assert lag["freshness"]["count"] == 1
-    assert [each["version"] for each in found["cuts"]] == [1]
+    assert lag["freshness"]["count"] in (1, 2)  # The first is one if it was sealed after the replica had come.
+    assert [each["version"] for each in found["cuts"]] == [2, 1]
     assert {each["event"] for each in found["events"]} >= {"rank_joined", "replica_joined", "consumer_changed"}
 
 

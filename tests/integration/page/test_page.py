@@ -60,9 +60,10 @@ def test_it_shows_what_is_wrong_and_updates_itself(service: RunningService, open
         expect(page.locator("tr", has_text="clicks 1")).to_contain_text("100")
         with follow(service, "predictors", "p", NumpyTarget()):
             wait_until_in_sync(service, "predictors", sealed)
+            wait_until_in_sync(service, "predictors", trainer.publish_all())
             row = page.locator("tr", has=page.get_by_role("link", name="predictors", exact=True))
             expect(row).to_contain_text("in sync")
-            bar = page.locator("tr", has_text="clicks 1").get_by_role("img")
+            bar = page.locator("tr", has_text="clicks 2").get_by_role("img")
             expect(bar).to_have_attribute("aria-label", _every_part())
     page.get_by_role("link", name="probes", exact=True).click()
     expect(page.locator("h2").first).to_contain_text("Consumer probes: empty")

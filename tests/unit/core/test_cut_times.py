@@ -43,6 +43,13 @@ def test_a_version_shows_its_slowest_replica(monkeypatch: pytest.MonkeyPatch) ->
     assert (found.replicas, found.release, found.ack) == (3, 3.0, 0.25)
 
 
+def test_versions_of_before_a_stream_do_not_count() -> None:
+    recent = cuts(2)
+    recent.add(CutTimes(sealed(3), NOW + 10))
+    recent.deliver("c", 0, 3, NOW + 20, begun_ns=NOW + 5)
+    assert [cut.seal.version for cut in recent.newest() if cut.deliveries] == [3]
+
+
 def test_only_the_last_ones_are_kept_and_all_are_counted() -> None:
     recent = cuts(KEPT_CUTS + 5)
     assert [each.seal.version for each in recent.newest(2)] == [KEPT_CUTS + 5, KEPT_CUTS + 4]
