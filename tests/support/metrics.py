@@ -57,6 +57,7 @@ METRICS: dict[str, set[str]] = {
     "deltasync_consumer_lag_rows": _CONSUMER,
     "deltasync_consumer_lag_bytes": _CONSUMER,
     "deltasync_consumer_lag_seconds": _CONSUMER,
+    "deltasync_consumer_state": {"consumer", "state"},
     "deltasync_consumer_replicas": {"consumer", "state"},
     "deltasync_consumer_damaged_tables": _CONSUMER,
     "deltasync_consumer_unbound_tables": _CONSUMER,

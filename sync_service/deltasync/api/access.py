@@ -81,6 +81,11 @@ class Access:
         self.roles = roles or Roles()
         self.exposure = self.trouble = ""
 
+    @property
+    def troubles(self) -> list[str]:
+        """What operators should know of who may do what."""
+        return [each for each in (self.exposure, self.trouble) if each]
+
     def take(self, roles: Roles) -> None:
         """Take over other roles. Calls under way end, if they need what is granted no more."""
         self.roles = roles

@@ -65,6 +65,8 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("GET", "/readyz"): _ANYONE,
     ("GET", "/"): _ANYONE,
     ("GET", "/page/{name}"): _ANYONE,
+    ("GET", "/docs"): _ANYONE,
+    ("GET", "/openapi.json"): _ANYONE,
     ("GET", "/consumers"): _READ,
     ("GET", "/consumers/{name}"): _READ,
     ("GET", "/consumers/{name}/lag"): _READ,
@@ -80,11 +82,9 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("GET", "/processes"): _READ,
     ("GET", "/snapshots"): _READ,
     ("GET", "/tables"): _READ,
-    ("GET", "/tables/{name}"): _READ,
+    ("GET", "/tables/{name:path}"): _READ,
     ("GET", "/deletes"): _READ,
     ("GET", "/metrics"): _READ,
-    ("GET", "/docs"): _READ,
-    ("GET", "/openapi.json"): _READ,
     ("PUT", "/consumers/{name}"): _ADMIN,
     ("DELETE", "/consumers/{name}"): _ADMIN,
     ("PUT", "/consumers/{name}/pause"): _ADMIN,
@@ -111,8 +111,12 @@ def need_of_request(method: str, path: str) -> Need:
 
 
 def _fits(parts: list[str], route: str) -> bool:
-    """Whether a path's parts are those of a route, whose names may be anything but nothing."""
+    """Whether a path's parts are those of a route, whose names may be anything but nothing; the last one may be of
+    several parts, where the route says so.
+    """
     wanted = route.split("/")
+    if wanted[-1].endswith(":path}") and len(parts) > len(wanted):
+        parts = [*parts[: len(wanted) - 1], "/".join(parts[len(wanted) - 1 :])]
     return len(parts) == len(wanted) and all(map(_fits_part, parts, wanted))
 
 

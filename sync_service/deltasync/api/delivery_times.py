@@ -1,7 +1,7 @@
 """How long releases take from the model's tables to one replica.
 
-A version counts if it was sealed while the replica was connected. What somebody who comes later lacks is lag: an old
-version that a new replica is given says nothing of how long the way is. Guests only look.
+A version counts if it was sealed while the replica was connected. What somebody who comes later lacks is lag: an
+old version that a new replica is given says nothing of how long the way is. Guests only look.
 """
 
 import time

@@ -50,8 +50,8 @@ def create_app(
     app.add_middleware(PeersMiddleware, service=service, tls=tls)
     app.add_middleware(AccessMiddleware, access=access)  # Last: it sees a request first.
     answer_errors(app)
-    answers = Answers(service)
-    sampler = sampler or Sampler(service, answers)
+    sampler = sampler or Sampler(service, Answers(service))
+    answers = sampler.answers
     app.include_router(overview_routes(service, access, answers, sampler))
     app.include_router(consumer_routes(service))
     app.include_router(lag_routes(service, answers, sampler.histories))

@@ -6,7 +6,7 @@ from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.status.history import LagHistories, LagHistory
 from deltasync.status.lag import ConsumerLag
-from deltasync.status.overview import ConsumerOverview, consumer_overview
+from deltasync.status.overview import ConsumerOverview, consumer_overviews
 
 
 def lag_routes(service: Service, answers: Answers, histories: LagHistories) -> APIRouter:
@@ -15,8 +15,8 @@ def lag_routes(service: Service, answers: Answers, histories: LagHistories) -> A
 
     @routes.get("/lag")
     async def lags() -> list[ConsumerOverview]:
-        """How far all consumers are behind, each in one line; not those of models that are still recovering."""
-        return [consumer_overview(service, each) for each in await answers.lags()]
+        """How far all consumers are behind, each in one line."""
+        return consumer_overviews(service, await answers.lags())
 
     @routes.get("/consumers/{name}/lag")
     async def lag(name: str) -> ConsumerLag:

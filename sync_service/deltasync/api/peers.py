@@ -25,7 +25,7 @@ from deltasync.api.tls_options import TlsOptions
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.words import listed
 from deltasync.service.service import Service
-from deltasync.status.merged import MERGES
+from deltasync.status.merged import Merge, merge_of
 
 PASSED_ON = "deltasync-passed-on"
 # Of a list: the processes that did not answer.
@@ -33,6 +33,8 @@ MISSING = "deltasync-missing"
 
 # Of these it says what it has itself also while it may answer for no model.
 _OWN = frozenset({"/status", "/events"})
+# What a process has, and that it has nothing of that name.
+_ANSWERED = (200, 404)
 _SECONDS = 3.0
 _MOST_BYTES = 64 << 20
 _THREADS = ThreadPoolExecutor(8, thread_name_prefix="peers")
@@ -57,8 +59,8 @@ class PeersMiddleware:
         """Answer a request."""
         if scope["type"] != "http" or scope["method"] != "GET" or self._is_for_this_one(scope):
             await self._app(scope, receive, send)
-        elif scope["path"] in MERGES:
-            await self._merge(scope, receive, send)
+        elif merge := merge_of(scope["path"]):
+            await self._merge(merge, scope, receive, send)
         else:
             await self._pass_on(scope, receive, send)
 
@@ -68,7 +70,7 @@ class PeersMiddleware:
         own = scope["path"] in _OWN and (not confirmed or MEDIA_TYPE in headers.get("accept", ""))
         return alone or own or PASSED_ON in headers
 
-    async def _merge(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _merge(self, merge: Merge, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with what this process and all others answer."""
         if not self._service.owners.confirmed:
             error = ServiceUnavailable("this process is not among the others now; try again")
@@ -78,17 +80,13 @@ class PeersMiddleware:
         asked = [asyncio.create_task(self._ask(each.http, scope)) for each in others]
         own = await _answer_of(self._app, scope, receive)
         answers = await asyncio.gather(*asked, return_exceptions=True)
-        if own.status != 200:
+        if own.status not in _ANSWERED:
             await _response(own)(scope, receive, send)
             return
-        good, missing = [own], list[str]()
-        for process, answer in zip(others, answers, strict=True):
-            if isinstance(answer, Answer) and answer.status == 200:
-                good.append(answer)
-            else:
-                missing.append(process.name)
-        merged = await asyncio.to_thread(_merged, scope["path"], good, missing)
-        response = _response(Answer(200, own.kind, merged))
+        found = {each.name: answer for each, answer in zip(others, answers, strict=True)}
+        missing = [name for name, each in found.items() if not _has_answered(each)]
+        good = [each for each in (own, *found.values()) if isinstance(each, Answer) and each.status == 200]
+        response = _response(await asyncio.to_thread(_merged, merge, good, missing) if good else own)
         if missing:
             response.headers[MISSING] = listed(missing)
         await response(scope, receive, send)
@@ -135,8 +133,13 @@ class _Held:
             await self._send(message)
 
 
-def _merged(path: str, answers: Sequence[Answer], missing: Sequence[str]) -> bytes:
-    return json.dumps(MERGES[path]([json.loads(each.body) for each in answers], missing)).encode()
+def _has_answered(answer: Answer | BaseException) -> bool:
+    return isinstance(answer, Answer) and answer.status in _ANSWERED
+
+
+def _merged(merge: Merge, answers: Sequence[Answer], missing: Sequence[str]) -> Answer:
+    body = json.dumps(merge([json.loads(each.body) for each in answers], missing)).encode()
+    return Answer(200, answers[0].kind, body)
 
 
 async def _answer_of(app: ASGIApp, scope: Scope, receive: Receive) -> Answer:

@@ -190,7 +190,7 @@ async def _listen(
     listener = HttpListener(_bind(options.host, options.http_port), service.limits)
     server = bind_grpc(service, options, access, certificates)
     endpoints = EndpointsFile(options.service.data_dir, service.events)
-    sampler = Sampler(service, Answers(service))
+    sampler = Sampler(service, Answers(service), lambda: access.troubles)
     sampling = tasks.create_task(sampler.run())
     app = create_app(service, access, options.tls, sampler)
     http = _Http(_http_config(app, certificates))

@@ -1,5 +1,6 @@
 """The tables of all models over HTTP."""
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from fastapi import APIRouter
 from deltasync.core.errors import NotFound
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
-from deltasync.status.lag import TableLag
+from deltasync.status.lag import ConsumerLag, TableLag
 
 
 @dataclass(frozen=True)
@@ -57,28 +58,26 @@ def table_routes(service: Service, answers: Answers) -> APIRouter:
         """All tables of all models."""
         return [line for name in sorted(service.models) for line in _lines(service, name)]
 
-    @router.get("/tables/{name}")
+    @router.get("/tables/{name:path}")
     async def table(name: str) -> list[TableDetail]:
         """The tables of that name, one of each model that has one, and how far consumers are behind in them."""
         lines = [line for model in sorted(service.models) for line in _lines(service, model, name)]
         if not lines:
             raise NotFound(f"no table {name!r}", detail="; GET /tables names all that there are")
-        lags = await answers.lags()
-        return [
-            TableDetail(
-                line,
-                [
-                    FollowedTable(lag.consumer, lag.state, each)
-                    for lag in lags
-                    if lag.model == line.model
-                    for each in lag.tables
-                    if each.table == name
-                ],
-            )
-            for line in lines
-        ]
+        lags = await answers.lags({line.model for line in lines})
+        return await asyncio.to_thread(lambda: [TableDetail(line, _followed(line, lags)) for line in lines])
 
     return router
+
+
+def _followed(line: TableLine, lags: Iterable[ConsumerLag]) -> list[FollowedTable]:
+    return [
+        FollowedTable(lag.consumer, lag.state, each)
+        for lag in lags
+        if lag.model == line.model
+        for each in lag.tables
+        if each.table == line.table
+    ]
 
 
 def _lines(service: Service, name: str, table: str | None = None) -> Iterable[TableLine]:

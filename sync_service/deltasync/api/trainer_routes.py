@@ -1,13 +1,15 @@
 """Who publishes, and what came of it, over HTTP."""
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 
 from deltasync.core.cut_times import KEPT_CUTS
+from deltasync.core.errors import NotFound
 from deltasync.service.service import Service
 from deltasync.status.trainers import TrainerLine, trainer_lines
-from deltasync.status.versions import VersionLine, version_lines
+from deltasync.status.versions import VersionLine, last_cuts, version_lines
 
 _Model = Annotated[str | None, Query(description="Only those of this model.")]
 _Last = Annotated[int, Query(ge=1, le=KEPT_CUTS, description="How many of each model, at most.")]
@@ -29,7 +31,11 @@ def trainer_routes(service: Service) -> APIRouter:
         `seconds` says how long each part of the way took: gather (reading the changed rows), send, seal (checks,
         and waiting for the version before), log (until it was durable), apply, release (until it was sent), ack.
         """
-        found = sorted(service.models) if model is None else [service.model(model).name]
-        return [line for name in found for line in version_lines(service.models[name], last)]
+        if model is not None and model not in service.models:
+            service.check_recovered(model)  # Of another process's model the others are asked.
+            raise NotFound(f"no model {model!r}", detail="; GET /models names all that there are")
+        found = sorted(service.models) if model is None else [model]
+        cuts = [cut for name in found for cut in last_cuts([service.models[name]], last)]
+        return await asyncio.to_thread(version_lines, cuts)
 
     return router

@@ -64,7 +64,7 @@ def lag(consumers: tuple[str, ...], http: Endpoint, max_seconds: float | None, w
 def too_far(answer: dict[str, Any], most: float) -> bool:
     """Whether a consumer is further behind than so many seconds, or nobody can say."""
     behind = answer["lag"]["seconds"] if "lag" in answer else answer["seconds"]
-    return answer["state"] not in _HOLDING or behind > most
+    return answer["state"] not in _HOLDING or behind is None or behind > most
 
 
 def lines_text(lines: list[dict[str, Any]]) -> str:

@@ -13,8 +13,8 @@ _STATES = (
 
 
 def text_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Rows under their titles; columns of numbers are to the right."""
-    lines = [list(map(str, row)) for row in rows]
+    """Rows under their titles; columns of numbers are to the right. What is not known (None) is left empty."""
+    lines = [["" if cell is None else str(cell) for cell in row] for row in rows]
     everything = [list(titles), *lines]
     widths = [max(len(line[at]) for line in everything) for at in range(len(titles))]
     right = [bool(lines) and all(_is_number(line[at]) for line in lines) for at in range(len(titles))]
@@ -26,8 +26,10 @@ def seconds(number: float | None) -> str:
     return "" if number is None else duration(number)
 
 
-def size(number: float) -> str:
-    """Bytes: `512 B`, `4.0 kB`, `1.2 GB`."""
+def size(number: float | None) -> str:
+    """Bytes: `512 B`, `4.0 kB`, `1.2 GB`; empty where that is not known."""
+    if number is None:
+        return ""
     if number < 1000:
         return f"{number:.0f} B"
     units = ("kB", "MB", "GB", "TB")

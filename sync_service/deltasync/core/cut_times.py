@@ -9,9 +9,11 @@ release   until a replica had been sent it whole
 ack       until that replica said that it holds it
 """
 
+import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from deltasync.core.durations import LONG_BOUNDS, Durations
@@ -30,17 +32,25 @@ class DeliveryDurations:
         release: seconds until a replica had been sent a version whole.
         ack: from then until it said that it holds it.
         freshness: from the end of the trainer's step until it said so; by two machines' clocks.
-        recent: the last ones of freshness.
+        recent: the last ones of freshness, the shortest first.
     """
 
     def __init__(self) -> None:
         self.release, self.ack = Durations(LONG_BOUNDS), Durations(LONG_BOUNDS)
-        self.freshness, self.recent = Durations(LONG_BOUNDS), deque[float](maxlen=_RECENT)
+        self.freshness, self.recent = Durations(LONG_BOUNDS), list[float]()
+        self._in_turn = deque[float]()
 
     def note_freshness(self, seconds: float) -> None:
         """Note one."""
         self.freshness.add(seconds)
-        self.recent.append(seconds)
+        self._in_turn.append(seconds)
+        insort(self.recent, seconds)
+        if len(self._in_turn) > _RECENT:
+            del self.recent[bisect_left(self.recent, self._in_turn.popleft())]
+
+    def within(self, share: float) -> float | None:
+        """The seconds within which such a share of the last ones was fresh, at least; None if there are none."""
+        return self.recent[math.ceil(share * len(self.recent)) - 1] if self.recent else None
 
 
 @dataclass
@@ -101,6 +111,10 @@ class CutTimes:
     durable_ns: int
     seconds: dict[str, float] = field(default_factory=dict)
     deliveries: dict[str, Delivery] = field(default_factory=dict)
+
+    def copy(self) -> "CutTimes":
+        """The cut as it is now, for another thread."""
+        return replace(self, seconds=dict(self.seconds), deliveries=dict(self.deliveries))
 
     @property
     def there_ns(self) -> int:

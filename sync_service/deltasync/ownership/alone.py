@@ -33,6 +33,10 @@ class Alone:
         """None that the service does not know itself."""
         return None
 
+    def consumers_of(self, _model: str) -> Collection[str]:
+        """None that the service does not know itself."""
+        return ()
+
     def processes(self) -> Sequence[Member]:
         """This one."""
         return [self.me]

@@ -35,6 +35,9 @@ class Owners(Protocol):
     def model_of(self, consumer: str) -> str | None:
         """The model that a consumer follows; None if no such consumer is known."""
 
+    def consumers_of(self, model: str) -> Collection[str]:
+        """The names of the consumers that are known to follow a model."""
+
     def processes(self) -> Sequence[Member]:
         """The processes of the service that are alive, this one among them, by name."""
 

@@ -99,6 +99,10 @@ class Ownership:
         """The model that a consumer follows; None if no such consumer is known."""
         return self._table.consumers.get(consumer)
 
+    def consumers_of(self, model: str) -> Collection[str]:
+        """The names of the consumers that are known to follow a model."""
+        return [name for name, of in self._table.consumers.items() if of == model]
+
     def processes(self) -> Sequence[Member]:
         """The processes of the service that are alive, this one among them, by name."""
         return list(({**self._table.living(self._clock_ns()), self.me.name: self.me}).values())
@@ -165,7 +169,7 @@ class Ownership:
             NotOwner: another process has claimed it.
             ServiceUnavailable: brokers do not answer.
         """
-        for name in [name for name, of in self._table.consumers.items() if of == model]:
+        for name in self.consumers_of(model):
             await self._names.forget(name)
         try:
             await self._ledger.write_claim(model, None)

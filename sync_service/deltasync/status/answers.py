@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import replace
 
 from deltasync.consumers.consumer import Consumer
@@ -46,16 +47,20 @@ class Answers:
             standing = self._standing(consumer)
             return await asyncio.to_thread(report, consumer.copy(), standing, time.time_ns())
 
-    async def lags(self) -> list[ConsumerLag]:
-        """How far all consumers are behind, but for those of models that are still recovering, by name."""
+    async def lags(self, models: Collection[str] | None = None) -> list[ConsumerLag]:
+        """How far all consumers are behind, or those of some models, by name; not those of recovering ones."""
         async with self._lags:
-            service, now_ns = self._service, time.time_ns()
-            found = [
-                (each.copy(), self._standing(each))
-                for _, each in sorted(service.registry.consumers.items())
-                if each.model not in service.recovering
-            ]
+            found, now_ns = await self._standings(models), time.time_ns()
             return await asyncio.to_thread(lambda: [report(*each, now_ns) for each in found])
+
+    async def _standings(self, models: Collection[str] | None) -> list[tuple[Consumer, Standing]]:
+        """Consumers and where their feeds stand, one after the other: in between, others have the event loop."""
+        service, found = self._service, list[tuple[Consumer, Standing]]()
+        for _, each in sorted(service.registry.consumers.items()):
+            if each.model not in service.recovering and (models is None or each.model in models):
+                found.append((each.copy(), self._standing(each)))
+                await asyncio.sleep(0)
+        return found
 
     async def metrics(self) -> bytes:
         """The metrics in Prometheus' text format. Those who ask at nearly the same time share them."""

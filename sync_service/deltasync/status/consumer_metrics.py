@@ -53,12 +53,18 @@ _BEHIND_EVENTS = (
 def consumer_metrics(consumers: Iterable[Consumer], lags: list[ConsumerLag]) -> list[Metric]:
     """Metrics of these consumers, whose lags were measured before."""
     return [
+        *_state_metrics(lags),
         *_lag_metrics(lags),
         *_release_metrics(lags),
         *_table_metrics(lags),
         *_replica_metrics(lags),
         *_counters(list(consumers)),
     ]
+
+
+def _state_metrics(lags: list[ConsumerLag]) -> list[Metric]:
+    states = [([each.consumer, each.state], 1.0) for each in lags]
+    return [gauge("consumer_state", "1 for the state that the consumer is in.", ["consumer", "state"], states)]
 
 
 def _lag_metrics(lags: list[ConsumerLag]) -> list[Metric]:

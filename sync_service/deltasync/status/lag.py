@@ -13,6 +13,9 @@ from deltasync.core.words import are, counted, duration, listed
 from deltasync.feeds.standing import Standing
 from deltasync.feeds.statistics import Backlog
 
+# A replica that lacks something for longer is named among those that somebody should look after.
+_LATE_SECONDS = 10.0
+
 State = Literal[
     "in sync",
     "current",
@@ -92,6 +95,7 @@ class ReplicaLag:
         rewound: where it came with rows of a discarded past, until it holds others.
         since_seconds: for how long it has been connected, or away; at most since the service started.
         left: why its last stream ended; empty where it has had none since.
+        late: whether it lacks something that was sent, or is to be: what a policy or a pause holds back is not.
         waits_for: what keeps the service from sending it what it lacks; empty if nothing does.
         reason: all of this that is wrong, in words; empty if nothing is.
     """
@@ -107,6 +111,7 @@ class ReplicaLag:
     rewound: RewindLag | None = None
     since_seconds: float = 0.0
     left: str = ""
+    late: bool = False
     waits_for: str = ""
     reason: str = ""
 
@@ -216,7 +221,7 @@ def replica_reason(line: ReplicaLag) -> str:
         found.append(f"holds other rows than it was sent in {', '.join(line.damaged)}, and is sent them again")
     if held := line.rewound:
         found.append(f"came with {held.held} of a discarded past, {duration(held.seconds)} ago")
-    if line.connected and line.lag.versions:
+    if line.connected and line.late:
         heard = f"last heard {duration(line.seconds_since_ack)} ago"
         found.append(f"lacks {counted(line.lag.versions, 'version')}, {heard}")
     if line.waits_for:
@@ -226,6 +231,12 @@ def replica_reason(line: ReplicaLag) -> str:
     if line.connected and not line.checked and not line.damaged:
         found.append("has not shown by checksums what it holds")
     return "; ".join(found)
+
+
+def needs_somebody(line: ReplicaLag) -> bool:
+    """Whether an operator should know of a replica: each of them lacks the newest version for a moment."""
+    wrong = line.damaged or line.unbound or line.rewound or line.waits_for
+    return bool(not line.connected or wrong or (line.late and line.lag.seconds >= _LATE_SECONDS))
 
 
 def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int) -> tuple[State, str]:

@@ -1,25 +1,23 @@
 """Everything of a service on one screen: what the page and `deltasync status` show."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from deltasync.core.cut_times import DeliveryDurations
-from deltasync.core.policy import Policy
 from deltasync.core.probe_status import ProbeStatus
 from deltasync.core.progress import under_way
 from deltasync.core.recent_events import RecentEvent
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.words import utc
 from deltasync.service.service import Service
-from deltasync.status.lag import ConsumerLag
+from deltasync.status.absence import Absence, absences, consumers_of
+from deltasync.status.lag import ConsumerLag, needs_somebody
 from deltasync.status.readiness import Check, checks
 from deltasync.status.trainers import TrainerLine
-from deltasync.status.versions import VersionLine, version_lines
+from deltasync.status.versions import VersionLine
 from deltasync.storage.volume import Volume
 
 CUTS, EVENTS = 20, 30
-# States in which replicas hold, or are about to hold, what there is; of others somebody should know.
-GOOD_STATES = frozenset({"in sync", "current", "delivered", "behind"})
 
 
 @dataclass(frozen=True)
@@ -67,17 +65,18 @@ class ProcessOverview:
 class ModelOverview:
     """A model and its trainer. `published_rows` and `published_bytes` are of cuts since the service started;
     `bytes` those of its tables' values. `trouble` says what keeps cuts from being sealed; empty if nothing does.
+    Where nobody answers for a model, it says so, and what is not known of it is null.
     """
 
     model: str
-    head: int
-    step: int
+    head: int | None
+    step: int | None
     seconds_since_cut: float | None
     run: str
     ranks: int
     connected: int
-    tables: int
-    bytes: int
+    tables: int | None
+    bytes: int | None
     published_rows: int
     published_bytes: int
     trouble: str
@@ -96,26 +95,34 @@ class Freshness:
 
 
 @dataclass(frozen=True)
+class WrongReplica:
+    """A replica of which somebody should know, and why."""
+
+    replica: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class ConsumerOverview:
-    """A consumer, in the list of all: its lag, and how many replicas it has. `policy` is in words. `wrong` names
-    the replicas of which somebody should know.
+    """A consumer, in the list of all: its lag, and how many replicas it has. `policy` is in words. `wrong` are the
+    replicas of which somebody should know. Where nobody answers for its model, what is not known of it is null.
     """
 
     consumer: str
     model: str
     state: str
     reason: str
-    head: int
-    offset: int
-    versions: int
-    rows: int
-    bytes: int
-    seconds: float
+    head: int | None
+    offset: int | None
+    versions: int | None
+    rows: int | None
+    bytes: int | None
+    seconds: float | None
     unsent_norm: float | None
     unsent_share: float | None
     replicas: int
     connected: int
-    wrong: list[str]
+    wrong: list[WrongReplica]
     released_rows: int
     released_bytes: int
     freshness: Freshness
@@ -139,8 +146,19 @@ class Overview:
     events: list[RecentEvent]
 
 
-def consumer_overview(service: Service, lag: ConsumerLag) -> ConsumerOverview:
-    """A consumer's line, of its lag. In the event loop."""
+def consumer_overviews(service: Service, lags: Iterable[ConsumerLag]) -> list[ConsumerOverview]:
+    """All consumers, by name: those whose lags these are, and those of models for which nobody answers.
+
+    In the event loop.
+    """
+    lines = {each.consumer: _consumer(service, each) for each in lags}
+    for model, absence in absences(service).items():
+        for name in consumers_of(service, model):
+            lines.setdefault(name, _absent(name, model, absence))
+    return [lines[name] for name in sorted(lines)]
+
+
+def _consumer(service: Service, lag: ConsumerLag) -> ConsumerOverview:
     consumer = service.registry.consumers.get(lag.consumer)
     return ConsumerOverview(
         consumer=lag.consumer,
@@ -157,27 +175,51 @@ def consumer_overview(service: Service, lag: ConsumerLag) -> ConsumerOverview:
         unsent_share=lag.lag.unsent_share,
         replicas=len(lag.replicas),
         connected=sum(each.connected for each in lag.replicas),
-        wrong=[each.replica for each in lag.replicas if not each.connected or each.damaged or each.waits_for],
+        wrong=[WrongReplica(each.replica, each.reason) for each in lag.replicas if needs_somebody(each)],
         released_rows=consumer.released_rows if consumer else 0,
         released_bytes=consumer.released_bytes if consumer else 0,
         freshness=freshness_of(consumer.durations if consumer else DeliveryDurations()),
-        policy=Policy.from_dict(lag.policy).words,
+        policy=consumer.policy.words if consumer else "",
+    )
+
+
+def _absent(consumer: str, model: str, absence: Absence) -> ConsumerOverview:
+    return ConsumerOverview(
+        consumer=consumer,
+        model=model,
+        state=absence.state,
+        reason=f"nobody answers for model {model!r}: {absence.why}",
+        head=None,
+        offset=None,
+        versions=None,
+        rows=None,
+        bytes=None,
+        seconds=None,
+        unsent_norm=None,
+        unsent_share=None,
+        replicas=0,
+        connected=0,
+        wrong=[],
+        released_rows=0,
+        released_bytes=0,
+        freshness=freshness_of(DeliveryDurations()),
+        policy="",
     )
 
 
 def freshness_of(durations: DeliveryDurations) -> Freshness:
     """How fresh what a consumer's replicas were given was."""
-    found, (counts, _) = sorted(durations.recent), durations.freshness.read()
-    if not found:
-        return Freshness(list(counts), 0)
-    return Freshness(
-        list(counts), len(found), *(round(found[int(share * (len(found) - 1))], 4) for share in (0.5, 0.99))
-    )
+    p50, p99 = (None if (found := durations.within(share)) is None else round(found, 4) for share in (0.5, 0.99))
+    return Freshness(list(durations.freshness.read()[0]), len(durations.recent), p50, p99)
 
 
 def model_overviews(service: Service) -> list[ModelOverview]:
-    """The models. In the event loop."""
-    return [_model(service, name) for name in sorted(service.models)]
+    """The models, by name, also those for which nobody answers. In the event loop."""
+    lines = {name: _model(service, name) for name in service.models}
+    for name, absence in absences(service).items():
+        nothing = ModelOverview(name, None, None, None, "", 0, 0, None, None, 0, 0, absence.why)
+        lines.setdefault(name, nothing)
+    return [lines[name] for name in sorted(lines)]
 
 
 def _model(service: Service, name: str) -> ModelOverview:
@@ -201,12 +243,6 @@ def _model(service: Service, name: str) -> ModelOverview:
     )
 
 
-def recent_cuts(service: Service, count: int) -> list[VersionLine]:
-    """The last cuts of all models, the newest first. In the event loop."""
-    lines = [line for name in service.models for line in version_lines(service.models[name], count)]
-    return sorted(lines, key=lambda line: line.seconds_ago)[:count]
-
-
 def troubles(service: Service) -> list[str]:
     """What a process lacks, although it may be ready. In the event loop."""
     snapshots = service.snapshots.troubles if service.snapshots else []
@@ -214,8 +250,10 @@ def troubles(service: Service) -> list[str]:
     return [*service.shortcomings, *risks, *snapshots]
 
 
-def process_overview(service: Service, volumes: list[VolumeOverview]) -> ProcessOverview:
-    """This process. In the event loop."""
+def process_overview(
+    service: Service, volumes: list[VolumeOverview], of_access: Iterable[str] = ()
+) -> ProcessOverview:
+    """This process; `of_access` is what is wrong with who may do what. In the event loop."""
     found, me = checks(service), service.owners.me
     return ProcessOverview(
         process=me.name,
@@ -223,7 +261,7 @@ def process_overview(service: Service, volumes: list[VolumeOverview]) -> Process
         started=utc(service.started_unix_ns),
         ready=all(each.ok for each in found),
         checks=found,
-        troubles=troubles(service),
+        troubles=[*of_access, *troubles(service)],
         work=under_way(),
         probe=_probe(service.probe) if service.probe else None,
         volumes=volumes,

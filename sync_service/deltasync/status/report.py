@@ -61,7 +61,7 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         offset=offset,
         lag=lags[offset],
         replicas=[
-            _line(replica, each, lags[each], standing, now_unix_ns)
+            _line(replica, each, lags[each], standing, now_unix_ns, held_back=bool(consumer.pause))
             for replica, each in zip(replicas, offsets, strict=True)
         ],
         tables=lines,
@@ -123,7 +123,7 @@ def _table_line(table: TableStanding, rows: int, standing: Standing, now: int) -
     return replace(line, oldest_row_seconds=oldest, unsent_norm=norm, unsent_share=share)
 
 
-def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int) -> ReplicaLag:
+def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int, *, held_back: bool) -> ReplicaLag:
     now_ns = steady_ns()
     since_ack_ns = now - replica.acked_unix_ns if replica.acked_ns is None else now_ns - replica.acked_ns
     line = ReplicaLag(
@@ -138,6 +138,7 @@ def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int)
         rewound=_rewound(replica.rewind, now_ns) if replica.rewind else None,
         since_seconds=round((now_ns - replica.since_ns) / 1e9, 3),
         left=replica.left,
+        late=lag.versions > 0 and offset != standing.newest_release and not held_back,
         waits_for=f"room on disk: {standing.crowded}" if replica.waits and standing.crowded else "",
     )
     return replace(line, reason=replica_reason(line))

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import asdict
 
 from deltasync.core.durations import LONG_BOUNDS
@@ -20,14 +20,14 @@ from deltasync.status.overview import (
     CUTS,
     EVENTS,
     Overview,
-    consumer_overview,
+    consumer_overviews,
     model_overviews,
     other_processes,
     process_overview,
-    recent_cuts,
     volume_overviews,
 )
 from deltasync.status.trainers import trainer_lines
+from deltasync.status.versions import last_cuts, version_lines
 
 # Seconds between two looks, while somebody watches and while nobody does; and times what one takes, at least.
 _WATCHED_SECONDS, _UNWATCHED_SECONDS = 1.0, 5.0
@@ -35,15 +35,18 @@ _WATCHED_TIMES, _UNWATCHED_TIMES = 4, 20
 
 
 class Sampler:
-    """Samples of a service. Used in the event loop.
+    """Samples of a service. Used in the event loop. `of_access` finds what is wrong with who may do what.
 
     Attributes:
         histories: of the consumers' lag.
+        answers: what it asks how far they are behind.
     """
 
-    def __init__(self, service: Service, answers: Answers) -> None:
+    def __init__(self, service: Service, answers: Answers, of_access: Callable[[], Iterable[str]] = tuple) -> None:
         self.histories = LagHistories()
-        self._service, self._answers = service, answers
+        self._service, self.answers, self._of_access = service, answers, of_access
+        self._looking = asyncio.Lock()
+        self._next: asyncio.Task[Overview] | None = None
         self._signal, self._wanted = Signal(), Signal()
         self._watchers, self._bytes = 0, b""
 
@@ -64,20 +67,31 @@ class Sampler:
         self._signal.wake()
 
     async def look(self) -> Overview:
-        """Everything as it is now."""
-        service, consumers = self._service, []
-        for lag in await self._answers.lags():
-            consumers.append(consumer_overview(service, lag))
+        """Everything as it is now. Who asks while it is looked at waits for the next look, with all others."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._look_in_turn())
+        return await asyncio.shield(self._next)
+
+    async def _look_in_turn(self) -> Overview:
+        async with self._looking:
+            self._next = None  # What is asked from here on is of later.
+            return await self._look()
+
+    async def _look(self) -> Overview:
+        service = self._service
+        lags = await self.answers.lags()
+        cuts = last_cuts(service.models.values(), CUTS)
+        lines = await asyncio.to_thread(version_lines, cuts)
         volumes = await asyncio.to_thread(volume_overviews, service.volumes.all)
         return Overview(
             unix_ms=time.time_ns() // 10**6,
             freshness_bounds=list(LONG_BOUNDS),
-            processes=[process_overview(service, volumes)],
+            processes=[process_overview(service, volumes, self._of_access())],
             missing=other_processes(service),
             models=model_overviews(service),
             trainers=trainer_lines(service),
-            consumers=consumers,
-            cuts=recent_cuts(service, CUTS),
+            consumers=consumer_overviews(service, lags),
+            cuts=lines,
             events=service.recent_events.newest(EVENTS),
         )
 

@@ -1,6 +1,8 @@
 """The last versions of a model, and how long each part of their way took."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import nlargest
 
 from deltasync.core.cut_times import CutTimes
 from deltasync.core.steady_clock import steady_ns
@@ -51,10 +53,20 @@ class VersionLine:
     consumers: list[DeliveryLine]
 
 
-def version_lines(model: Model, count: int) -> list[VersionLine]:
-    """The last versions of a model, the newest first."""
+# Cuts of the models of these names.
+NamedCuts = list[tuple[str, CutTimes]]
+
+
+def last_cuts(models: Iterable[Model], count: int) -> NamedCuts:
+    """The last cuts of some models, for another thread. In the event loop."""
+    cuts = ((model.name, cut) for model in models for cut in model.recent.newest(count))
+    return [(name, cut.copy()) for name, cut in nlargest(count, cuts, key=lambda pair: pair[1].durable_ns)]
+
+
+def version_lines(cuts: NamedCuts) -> list[VersionLine]:
+    """A line for each cut. Any thread."""
     now_ns = steady_ns()
-    return [_line(model.name, each, now_ns) for each in model.recent.newest(count)]
+    return [_line(*each, now_ns) for each in cuts]
 
 
 def _line(model: str, cut: CutTimes, now_ns: int) -> VersionLine:

@@ -15,7 +15,7 @@ import pytest
 from tests.support.fleet import ITEM, USER, Trainer, follow, wait_until_in_sync
 from tests.support.server import TOKEN, RunningService
 
-from deltasync.client import NumpyTarget
+from deltasync.client import NumpyTarget, TableSpec
 from deltasync.core.cut_times import SERVICE_PARTS
 
 PARTS = {*SERVICE_PARTS, "release", "ack"}
@@ -100,8 +100,17 @@ def test_one_consumer_and_one_table_have_a_route_of_their_own(service: RunningSe
     assert (table["table"]["model"], table["table"]["rows"]) == ("clicks", ITEM.rows)
     assert {each["consumer"] for each in table["consumers"]} == {"predictors", "probes"}
     assert (rank["model"], rank["rank"], rank["ranks"], rank["connected"]) == ("clicks", 0, 1, True)
-    assert service.get("/tables/nothing")[0] == 404
+    for nothing in ("/tables/nothing", "/tables/no/thing", "/tables/..%2Fitem"):
+        assert service.get(nothing)[0] == 404
     assert service.get("/consumers/nobody")[0] == 404
+
+
+def test_a_table_may_have_any_name(service: RunningService) -> None:
+    with Trainer(service.grpc, [TableSpec("towers/user", 4, 2)]) as trainer:
+        trainer.publish_all()
+        for path in ("/tables/towers/user", "/tables/towers%2Fuser"):
+            (found,) = service.get_json(path)
+            assert found["table"]["table"] == "towers/user"
 
 
 def test_who_watches_is_told_again_and_again_and_when_the_service_ends(service: RunningService) -> None:

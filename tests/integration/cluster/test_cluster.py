@@ -146,6 +146,11 @@ def test_any_process_answers_for_all(cluster: Cluster) -> None:
         owned = {process["process"]: process["models"] for process in each.get_json("/processes")}
         assert sorted(owned.values(), key=len) == [[], [], ["clicks"]]
         check_status(each.get_json("/status"), trainer.head.number, sorted(owned))
+        (table,) = each.get_json("/tables/user")
+        assert [(line["consumer"], line["state"]) for line in table["consumers"]] == [("predictors", "in sync")]
+        versions = each.get_json("/versions?model=clicks&last=2")
+        assert [line["version"] for line in versions] == [trainer.head.number, trainer.head.number - 1]
+        assert [each.get(f"/{of}")[0] for of in ("tables/none", "versions?model=none")] == [404, 404]
         joined = [event for event in each.get_json("/events") if event["event"] == "rank_joined"]
         assert {event["process"] for event in joined} == {cluster.owner().get_json("/version")["process"]}
 
@@ -173,6 +178,11 @@ def test_a_process_that_does_not_answer_is_named(cluster: Cluster) -> None:
         assert lines or answer.headers["deltasync-missing"]
     status = other.get_json("/status")
     assert status["models"] or status["missing"] == [name]
+    while name in status["missing"]:  # Until its lease is over: then it is nobody's, or has been taken over.
+        status = other.get_json("/status")
+    (line,) = status["consumers"]
+    assert (line["consumer"], line["model"]) == ("predictors", "clicks")
+    assert line["head"] is not None or "nobody answers for model 'clicks'" in line["reason"]
     trainer.publish()
 
 

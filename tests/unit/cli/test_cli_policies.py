@@ -377,12 +377,16 @@ GOOD = ReplicaLag(
         ({"connected": False, "since_seconds": 0.04}, "away for 40 ms: not seen since the service started"),
         ({"damaged": ["u", "v"]}, "holds other rows than it was sent in u, v, and is sent them again"),
         ({"rewound": RewindLag(held=20, history="h", seconds=2.5)}, "came with 20 of a discarded past, 2.5 s ago"),
-        ({"lag": KNOWN}, "lacks 3 versions, last heard 1 s ago"),
+        ({"lag": KNOWN, "late": True}, "lacks 3 versions, last heard 1 s ago"),
+        ({"lag": KNOWN}, ""),
         ({"waits_for": "room on disk: it is full"}, "waits for room on disk: it is full"),
         ({"unbound": ["item"]}, "does not hold item"),
         ({"checked": False}, "has not shown by checksums what it holds"),
         ({"checked": False, "damaged": ["u"]}, "holds other rows than it was sent in u, and is sent them again"),
-        ({"unbound": ["item"], "lag": KNOWN}, "lacks 3 versions, last heard 1 s ago; does not hold item"),
+        (
+            {"unbound": ["item"], "lag": KNOWN, "late": True},
+            "lacks 3 versions, last heard 1 s ago; does not hold item",
+        ),
     ],
 )
 def test_a_replica_says_all_that_is_wrong_with_it(changed: dict[str, Any], reason: str) -> None:

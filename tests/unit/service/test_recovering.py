@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.command import deltasync
 from tests.support.local_service import join, run, send
 from tests.support.wire import WHOLE, full_part, part, random_rows
 
@@ -232,6 +233,20 @@ def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
             status, answer = await asyncio.to_thread(get, f"http://127.0.0.1:{http}{where}")
             assert status == 503
             assert re.fullmatch(f"{said}: {trouble}", json.loads(answer)["message"])
+        lags = json.loads((await asyncio.to_thread(get, f"http://127.0.0.1:{http}/lag"))[1])
+        shown = json.loads((await asyncio.to_thread(get, f"http://127.0.0.1:{http}/status"))[1])
+        (top,) = (each for each in lags if each["consumer"] == "top")
+        assert (top["state"], top["model"], top["versions"], top["seconds"]) == ("failed", "slow", None, None)
+        assert re.fullmatch(f"nobody answers for model 'slow': still recovering: {trouble}", top["reason"])
+        assert shown["consumers"] == lags
+        (slow,) = (each for each in shown["models"] if each["model"] == "slow")
+        assert (slow["head"], slow["bytes"]) == (None, None)
+        assert slow["trouble"].startswith("still recovering: ")
+        address = ("--service", f"http://127.0.0.1:{http}")
+        for command, wanted in ((("lag",), 0), (("status",), 0), (("lag", "--max-seconds", "3600"), 3)):
+            code, said, _ = await asyncio.to_thread(deltasync, *command, *address)
+            assert "nobody answers for model 'slow'" in said
+            assert code == wanted
         assert (await asyncio.to_thread(get, f"http://127.0.0.1:{http}/tables"))[1].count('"model":"fast"')
         stopping.set()
         await serving
