@@ -1,5 +1,6 @@
 """The page, in a real browser."""
 
+import asyncio
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,13 +10,14 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 from tests.integration.page.conftest import NARROW, WAIT_MS, WIDE
 from tests.support.cluster import Cluster
-from tests.support.fleet import ITEM, Trainer, follow, wait_until_delivered, wait_until_in_sync
+from tests.support.fleet import ITEM, Trainer, admin_of, follow, wait_until_delivered, wait_until_in_sync
 from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream, ack, size_of
 
 from deltasync.client import NumpyTarget, TableSpec
 from deltasync.core.policy import Policy
 from deltasync.core.roles import token_digest
+from deltasync.status.sampler import Sampler
 from deltasync.wire.messages import position_from_message
 
 expect.set_options(timeout=WAIT_MS)
@@ -86,6 +88,8 @@ def test_a_replica_that_is_away_is_named_with_the_reason(service: RunningService
         row = page.locator("tr", has_text="p-7")
         expect(row).to_contain_text("away")
         expect(row.locator("td").last).to_contain_text("away for")
+        page.goto(f"{service.http}/#/")
+        expect(page.locator(".flow").get_by_role("link", name="predictors/p-7: away for")).to_be_visible()
 
 
 def test_it_says_when_the_connection_is_lost_and_comes_back(tmp_path: Path, opened: Open) -> None:
@@ -96,6 +100,81 @@ def test_it_says_when_the_connection_is_lost_and_comes_back(tmp_path: Path, open
     expect(page.locator("#connection.bad")).to_contain_text("Connection lost: trying again; what is shown is of")
     with RunningService(tmp_path / "data", http_port=port):
         live(page)
+
+
+def test_it_says_when_nothing_new_comes_although_it_is_connected(
+    service: RunningService, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Say, since the service waits for a disk: its stream goes on, without news."""
+    page = opened("about:blank")
+    page.clock.install()
+    page.goto(service.http)
+    live(page)
+    ended = asyncio.Event()
+    monkeypatch.setattr(Sampler, "_look", lambda _: ended.wait())
+    before = page.locator("#time").inner_text()
+    page.clock.fast_forward(11_000)
+    expect(page.locator("#connection.bad")).to_contain_text(f"Nothing new since {before}")
+    monkeypatch.undo()
+
+
+def test_what_is_gone_is_shown_no_more(service: RunningService, opened: Open) -> None:
+    page = opened(f"{service.http}/#/consumers/mobile")
+    expect(page.locator("h2").first).to_contain_text("Consumer mobile: empty")
+    admin_of(service).delete_consumer("mobile")
+    expect(page.locator("#trouble")).to_contain_text("no consumer 'mobile'")
+    expect(page.locator("main")).to_be_hidden()
+    live(page)
+    admin_of(service).create_consumer("mobile", "clicks", Policy(top_k=5))
+    expect(page.locator("main")).to_be_visible()
+    expect(page.locator("#trouble")).to_be_empty()
+
+
+def test_any_name_has_a_page(service: RunningService, opened: Open) -> None:
+    with Trainer(service.grpc, [TableSpec("towers/100%", 4, 2)]) as trainer:
+        trainer.publish_all()
+        page = opened(f"{service.http}/#/tables")
+        page.get_by_role("link", name="towers/100%").click()
+        expect(page.locator("main")).to_contain_text("4 rows of 2")
+        page.goto(f"{service.http}/#/tables/towers/100%")  # As somebody may have written it.
+        page.reload()
+        expect(page.locator("main")).to_contain_text("4 rows of 2")
+
+
+def test_what_is_read_and_focused_stays_so(service: RunningService, opened: Open) -> None:
+    page = opened(service.http)
+    live(page)
+    page.evaluate(
+        "window.said = 0; new MutationObserver(() => window.said++).observe("
+        "document.getElementById('connection'), {subtree: true, childList: true, characterData: true})"
+    )
+    names = page.locator("table", has_text="Consumers, those").locator("tbody th")
+    expect(names).to_have_text(["mobile", "predictors", "probes"])
+    link = page.get_by_role("link", name="mobile", exact=True)
+    link.focus()
+    with Trainer(service.grpc) as trainer, follow(service, "mobile", "m", NumpyTarget()):
+        trainer.publish_all()
+        expect(names).to_have_text(["predictors", "probes", "mobile"])
+        expect(link).to_be_focused()
+    assert page.evaluate("window.said") == 0
+    page.keyboard.press("Enter")
+    expect(page.locator("h2").first).to_contain_text("Consumer mobile")
+    expect(page.locator("main")).to_be_focused()
+
+
+def test_all_is_in_sync_only_if_there_is_something(tmp_path: Path, opened: Open) -> None:
+    with RunningService(tmp_path / "data") as service:
+        for name in ("predictors", "probes"):
+            admin_of(service).delete_consumer(name)
+        page = opened(service.http)
+        live(page)
+        expect(page.locator(".cards")).to_contain_text("no consumer")
+    with RunningService(tmp_path / "other") as service, Trainer(service.grpc) as trainer:
+        admin_of(service).delete_consumer("probes")
+        with follow(service, "predictors", "p", NumpyTarget()):
+            wait_until_in_sync(service, "predictors", trainer.publish_all())
+            page = opened(service.http)
+            expect(page.locator(".cards .good")).to_have_text("all")
 
 
 def test_that_of_any_process_shows_all_of_them(tmp_path: Path, opened: Open) -> None:
@@ -110,6 +189,9 @@ def test_that_of_any_process_shows_all_of_them(tmp_path: Path, opened: Open) -> 
                 expect(page.locator("#connection.good")).to_contain_text(name)
             expect(page.get_by_role("link", name="predictors", exact=True)).to_be_visible()
             expect(page.locator(".flow")).to_contain_text("2 of 2 processes ready")
+            page.goto(f"{process.http}/#/tables/user")
+            expect(page.locator("tr", has_text="predictors")).to_be_visible()
+            page.goto(f"{process.http}/#/")
             expect(page.locator("tr", has_text="clicks 1")).to_be_visible()
         page = opened(first.http)
         second.kill()
@@ -167,7 +249,7 @@ def test_many_consumers_and_many_tables_do_not_choke_it(tmp_path: Path, opened: 
         expect(page.get_by_text("the first 200 of 2000")).to_be_visible()
         page.get_by_label("Table", exact=True).fill("t1999")
         expect(page.locator("tbody tr")).to_have_count(1)
-        first = page.locator("#connection").inner_text()
-        expect(page.locator("#connection")).not_to_have_text(first)
+        first = page.locator("#time").inner_text()
+        expect(page.locator("#time")).not_to_have_text(first)
         page.goto(f"{service.http}/#/consumers/predictors")
         expect(page.get_by_text("the first 200 of 2000")).to_be_visible()

@@ -6,6 +6,14 @@ import { getJson } from "./stream.js";
 import { bytes, count, mood, norm, percent, seconds } from "./text.js";
 
 const SHOWN = 200;
+// Each replica lacks the newest version for a moment.
+const LATE_SECONDS = 10;
+
+function stateOf(replica) {
+  if (!replica.connected) return "away";
+  if (replica.damaged.length) return "damaged";
+  return replica.waits_for || (replica.late && replica.lag.seconds >= LATE_SECONDS) ? "late" : "connected";
+}
 
 export function consumerView(name) {
   const path = `/consumers/${encodeURIComponent(name)}`;
@@ -21,7 +29,7 @@ export function consumerView(name) {
   const filter = new Filter("Table", SHOWN, () => latest && fillTables(latest));
   const replicas = new Table("Replicas", [
     { title: "replica", cell: (line) => line.replica },
-    { title: "state", cell: (line) => (line.connected ? { text: "connected", className: line.damaged.length ? "bad" : "good" } : { text: "away", className: "bad" }) },
+    { title: "state", cell: (line) => ({ text: stateOf(line), className: stateOf(line) === "connected" ? "good" : "bad" }) },
     { title: "since", number: true, cell: (line) => seconds(line.since_seconds) },
     { title: "offset", number: true, cell: (line) => count(line.offset) },
     { title: "versions", number: true, cell: (line) => count(line.lag.versions) },

@@ -33,21 +33,32 @@ export class Table {
   fill(lines) {
     const before = this.rows;
     this.rows = new Map();
-    lines.forEach((line, at) => {
+    for (const line of lines) {
       const name = this.key(line);
       const row = before.get(name) ?? this.row();
       before.delete(name);
       this.rows.set(name, row);
       this.columns.forEach((column, index) => fillCell(row.cells[index], column.cell(line)));
-      if (this.body.children[at] !== row) this.body.insertBefore(row, this.body.children[at] ?? null);
-    });
-    for (const row of before.values()) row.remove();
+    }
+    for (const row of before.values()) {
+      if (row.contains(document.activeElement)) this.element.focus();
+      row.remove();
+    }
+    order(this.body, [...this.rows.values()]);
   }
 
   row() {
     const cells = this.columns.map((each, at) => make(at ? "td" : "th", { class: classes(each), scope: at ? undefined : "row" }));
     return make("tr", {}, ...cells);
   }
+}
+
+// A row that is moved loses the focus: others are moved around the one that has it.
+function order(body, rows) {
+  rows.forEach((row, at) => {
+    if (row.contains(document.activeElement)) while (body.children[at] !== row) body.append(body.children[at]);
+    else if (body.children[at] !== row) body.insertBefore(row, body.children[at] ?? null);
+  });
 }
 
 function classes(column) {

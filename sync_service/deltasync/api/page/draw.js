@@ -32,6 +32,7 @@ export class LineChart {
       this.label(`${this.title}: not known`);
       return;
     }
+    const now = values.at(-1) === null ? "not known now" : `${this.text(values.at(-1))} now`;
     const most = Math.max(...known) || 1;
     const first = times[0];
     const span = times.at(-1) - first || 1;
@@ -44,13 +45,15 @@ export class LineChart {
       const x = (WIDTH * (times[at] - first)) / span;
       const y = HEIGHT - 4 - ((HEIGHT - 8) * value) / most;
       const step = `${pen}${x.toFixed(1)} ${y.toFixed(1)}`;
+      const alone = pen === "M" && (values[at + 1] ?? null) === null;
       pen = "L";
+      if (alone) return `${step}h1`;
       return step;
     });
     this.path.setAttribute("d", path.join(""));
     this.scale.firstChild.textContent = clock(first);
     this.scale.lastChild.textContent = clock(times.at(-1));
-    this.label(`${this.title}: ${this.text(known.at(-1))} now, at most ${this.text(Math.max(...known))}`);
+    this.label(`${this.title}: ${now}, at most ${this.text(Math.max(...known))}`);
   }
 
   label(text) {
@@ -103,8 +106,15 @@ export function fillBar(cell, parts, longest) {
     bar.setAttribute("title", said);
   }
   PARTS.forEach((name, at) => {
+    bar.children[at].hidden = parts[name] === null;
     bar.children[at].style.width = `${(100 * (parts[name] ?? 0)) / longest}%`;
   });
+}
+
+// Where most of a cut's time went, in words.
+export function mostly(parts) {
+  const name = PARTS.reduce((most, each) => ((parts[each] ?? 0) > (parts[most] ?? 0) ? each : most));
+  return parts[name] === null ? "" : `${name} ${seconds(parts[name])}`;
 }
 
 export function total(parts) {

@@ -1,28 +1,34 @@
 // Everything at a glance: is it in sync, how stale, how much; and what is wrong, first.
 
 import { Filter, make, say, Table } from "./dom.js";
-import { Distribution, fillBar, legend, LineChart, total } from "./draw.js";
-import { bytes, clock, count, mood, percent, seconds, urgency } from "./text.js";
+import { Distribution, fillBar, legend, LineChart, mostly, total } from "./draw.js";
+import { bytes, clock, count, counted, HOLDING, mood, percent, seconds, urgency, worst } from "./text.js";
 
 const POINTS = 300;
 const SHOWN = 250;
-const throughput = { times: [], rows: [], bytes: [], last: null };
+const WRONG_SHOWN = 50;
+const throughput = { times: [], rows: [], bytes: [], published: 0, last: null };
 
 export function consumerLink(name) {
   return `#/consumers/${encodeURIComponent(name)}`;
 }
 
-// Rows and bytes a second that replicas are sent, from what each consumer's were sent in all, as far as that is known.
+// By how much a sum over some lines has grown, of those that were there before.
+function growth(lines, before, key, name) {
+  return lines.reduce((all, each) => all + Math.max(0, each[name] - (before.get(each[key])?.[name] ?? each[name])), 0);
+}
+
+// Rows and bytes a second that replicas are sent, and trainers publish, from what that was in all.
 function note(status) {
-  const { ms, sent: before } = throughput.last ?? { ms: Infinity };
-  const sent = new Map(status.consumers.map((each) => [each.consumer, each]));
-  throughput.last = { ms: status.unix_ms, sent };
-  if (status.unix_ms <= ms) return;
-  const passed = (status.unix_ms - ms) / 1000;
-  const sum = (name) => status.consumers.reduce((all, each) => all + Math.max(0, each[name] - (before.get(each.consumer)?.[name] ?? each[name])), 0);
+  const last = throughput.last;
+  const by = (lines, key) => new Map(lines.map((each) => [each[key], each]));
+  throughput.last = { ms: status.unix_ms, sent: by(status.consumers, "consumer"), published: by(status.models, "model") };
+  if (!last || status.unix_ms <= last.ms) return;
+  const passed = (status.unix_ms - last.ms) / 1000;
   throughput.times.push(status.unix_ms);
-  throughput.rows.push(sum("released_rows") / passed);
-  throughput.bytes.push(sum("released_bytes") / passed);
+  throughput.rows.push(growth(status.consumers, last.sent, "consumer", "released_rows") / passed);
+  throughput.bytes.push(growth(status.consumers, last.sent, "consumer", "released_bytes") / passed);
+  throughput.published = growth(status.models, last.published, "model", "published_bytes") / passed;
   for (const each of ["times", "rows", "bytes"]) if (throughput[each].length > POINTS) throughput[each].shift();
 }
 
@@ -58,8 +64,9 @@ class Flow {
     fill(consumers, `${status.consumers.length} in all`, sorted.map(([state, number]) => [`${number} ${state}`, mood(state)]));
     const all = status.consumers.reduce((sum, each) => sum + each.replicas, 0);
     const here = status.consumers.reduce((sum, each) => sum + each.connected, 0);
-    const wrong = status.consumers.flatMap((each) => each.wrong.map((replica) => [`${each.consumer}/${replica}`, "bad"]));
-    fill(replicas, `${here} of ${all} connected`, wrong.slice(0, 50));
+    const wrong = status.consumers.flatMap((each) => each.wrong.map(({ replica, reason }) => [`${each.consumer}/${replica}: ${reason}`, "bad", consumerLink(each.consumer)]));
+    const more = wrong.length > WRONG_SHOWN ? [[`and ${wrong.length - WRONG_SHOWN} more`, "bad"]] : [];
+    fill(replicas, `${here} of ${all} connected`, [...wrong.slice(0, WRONG_SHOWN), ...more]);
   }
 }
 
@@ -85,7 +92,27 @@ function processLines({ checks, troubles, work, probe, volumes }, name) {
 function fill(box, text, lines) {
   say(box.text, text);
   while (box.list.children.length > lines.length) box.list.lastChild.remove();
-  lines.forEach(([line, className], at) => say(box.list.children[at] ?? box.list.appendChild(make("li")), line, className));
+  lines.forEach(([text, className, href], at) => fillLine(box.list.children[at] ?? box.list.appendChild(make("li")), text, className, href));
+}
+
+function fillLine(line, text, className, href) {
+  const link = line.querySelector("a");
+  if (!href) return say(line, text, className);
+  if (link) {
+    link.setAttribute("href", href);
+    return say(link, text, className);
+  }
+  line.className = "";
+  line.replaceChildren(make("a", { href, class: className }, text));
+}
+
+// "All" is a promise: that there are consumers, that all of them are known, and that each holds what it should.
+function inSync(status) {
+  const { consumers, missing, processes } = status;
+  const lagging = consumers.filter((each) => !HOLDING.has(each.state));
+  if (lagging.length) return [`${lagging.length} of ${consumers.length} not`, worst(lagging.map((each) => mood(each.state)))];
+  if (missing.length || processes.some((each) => !each.ready)) return ["not known of all", "warn"];
+  return consumers.length ? ["all", "good"] : ["no consumer", "warn"];
 }
 
 export function overviewView() {
@@ -108,6 +135,7 @@ export function overviewView() {
   const cuts = new Table("The last cuts", [
     { title: "version", cell: (line) => `${line.model} ${count(line.version)}` },
     { title: "where its time went", cell: (line) => ({ fill: (cell) => fillBar(cell, line.seconds, longest) }) },
+    { title: "mostly", cell: (line) => mostly(line.seconds) },
     { title: "in all", number: true, cell: (line) => seconds(total(line.seconds)) },
     { title: "rows", number: true, cell: (line) => count(line.rows) },
     { title: "bytes", number: true, wide: true, cell: (line) => bytes(line.bytes) },
@@ -117,7 +145,7 @@ export function overviewView() {
     { title: "time", cell: (line) => clock(line.unix_ns / 1e6) },
     { title: "event", cell: (line) => ({ text: line.event.replaceAll("_", " "), className: { warning: "warn", error: "bad" }[line.level] ?? "" }) },
     { title: "to whom", cell: (line) => Object.entries({ ...(line.process ? { process: line.process } : {}), ...line.subject }).map(([name, value]) => `${name} ${value}`).join(", ") },
-    { title: "why", words: true, cell: (line) => line.text },
+    { title: "why", words: true, cell: (line) => `${line.text}${line.repeats ? ` (${count(line.repeats)} more times)` : ""}` },
   ], (line) => `${line.process}/${line.number}`);
   const charts = { rows: new LineChart("Rows sent a second", count), bytes: new LineChart("Bytes sent a second", bytes), fresh: new Distribution("Freshness of deliveries") };
 
@@ -127,16 +155,16 @@ export function overviewView() {
   }
 
   function fillCards(status) {
-    const lagging = status.consumers.filter((each) => mood(each.state) !== "good");
-    const known = status.missing.length ? "not known of all" : "all";
-    say(cards.sync.value, lagging.length ? `${lagging.length} of ${status.consumers.length} not` : known, lagging.length || status.missing.length ? "warn" : "good");
-    say(cards.sync.more, status.consumers.length === 1 ? "1 consumer" : `${count(status.consumers.length)} consumers`, "soft");
-    const worst = Math.max(0, ...status.consumers.filter((each) => each.replicas).map((each) => each.seconds));
-    say(cards.stale.value, seconds(worst));
+    const [answer, className] = inSync(status);
+    say(cards.sync.value, answer, className);
+    const unproven = status.consumers.filter((each) => each.state === "delivered").length;
+    say(cards.sync.more, `${counted(status.consumers.length, "consumer")}${unproven ? `, ${unproven} without proof` : ""}`, "soft");
+    const followed = status.consumers.filter((each) => each.replicas && each.seconds !== null);
+    say(cards.stale.value, followed.length ? seconds(Math.max(...followed.map((each) => each.seconds))) : "not known");
     const p99 = Math.max(...status.consumers.map((each) => each.freshness.p99 ?? -1));
     say(cards.stale.more, p99 < 0 ? "nothing delivered yet" : `deliveries within ${seconds(p99)} (p99, slowest consumer)`, "soft");
     say(cards.much.value, throughput.bytes.length ? `${bytes(throughput.bytes.at(-1))}/s` : "0 B/s");
-    say(cards.much.more, throughput.rows.length ? `${count(throughput.rows.at(-1))} rows a second` : "", "soft");
+    say(cards.much.more, throughput.rows.length ? `${count(throughput.rows.at(-1))} rows a second to replicas; ${bytes(throughput.published)}/s from trainers` : "", "soft");
     const newest = status.cuts[0];
     say(cards.cut.value, newest ? `${seconds(newest.seconds_ago)} ago` : "none");
     say(cards.cut.more, newest ? `version ${count(newest.version)} of ${newest.model}` : "since the service started", "soft");

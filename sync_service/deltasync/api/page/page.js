@@ -5,27 +5,44 @@ import { follow, getJson, Refused } from "./stream.js";
 import { consumerView } from "./consumer.js";
 import { overviewView } from "./overview.js";
 import { tablesView, tableView } from "./tables.js";
+import { clock } from "./text.js";
 
 const main = document.getElementById("main");
 const connection = document.getElementById("connection");
+const time = document.getElementById("time");
+const trouble = document.getElementById("trouble");
 const access = document.getElementById("access");
 const AGAIN_MS = 2000;
+// The service tells everything about once a second; a very large one every few seconds.
+const STALE_MS = 10_000;
 let view = null;
 let newest = null;
+let heardMs = 0;
+let hearing = false;
 let asking = false;
 
 function viewOf(hash) {
-  const [, kind, ...names] = hash.replace(/^#/, "").split("/").map(decodeURIComponent);
-  if (kind === "consumers" && names[0]) return consumerView(names[0]);
-  if (kind === "tables" && names[0]) return tableView(names[0]);
-  if (kind === "tables") return tablesView();
+  const [, kind, name] = /^#\/(\w+)(?:\/(.*))?$/.exec(hash) ?? [];
+  if (kind === "consumers" && name) return consumerView(decoded(name));
+  if (kind === "tables") return name ? tableView(decoded(name)) : tablesView();
   return overviewView();
 }
 
+// A name from an address that somebody may have written by hand.
+function decoded(name) {
+  try {
+    return decodeURIComponent(name);
+  } catch {
+    return name;
+  }
+}
+
 function open() {
-  view = viewOf(location.hash);
+  view = { ...viewOf(location.hash), pending: false, shownMs: null };
   document.title = view.title === "deltasync" ? view.title : `${view.title} - deltasync`;
   main.replaceChildren(...view.elements);
+  main.hidden = false;
+  say(trouble, "");
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === (location.hash || "#/")) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -33,32 +50,66 @@ function open() {
   if (newest) show();
 }
 
-function show() {
-  Promise.resolve(view.show(newest)).catch((error) => refuse(error));
+// One request after the other: an answer that takes long is waited for.
+async function show() {
+  const shown = view;
+  if (shown.pending) return;
+  shown.pending = true;
+  try {
+    await shown.show(newest);
+    shown.shownMs = Date.now();
+    if (shown === view) recover();
+  } catch (error) {
+    if (shown === view) fail(error);
+  } finally {
+    shown.pending = false;
+  }
 }
 
-function refuse(error) {
-  if (error instanceof Refused && (error.status === 401 || error.status === 403)) {
-    access.hidden = false;
-    say(document.getElementById("refusal"), error.message);
-    say(connection, "The service shows nothing without a token", "bad");
-    newest = null;
-    main.replaceChildren();
-    return true;
-  }
-  if (error instanceof Refused) say(connection, error.message, "bad");
-  return false;
+function recover() {
+  main.hidden = false;
+  say(trouble, "");
+}
+
+// What was shown before is not so any more, or nobody can say whether it is.
+function fail(error) {
+  const gone = error instanceof Refused && error.status === 404;
+  main.hidden = gone || view.shownMs === null;
+  const since = main.hidden ? "" : `; what is shown is of ${clock(view.shownMs)}`;
+  say(trouble, `${error.message}${since}`, "bad");
+}
+
+function lock(error) {
+  access.hidden = false;
+  say(document.getElementById("refusal"), error.message);
+  say(connection, "The service shows nothing without a token", "bad");
+  newest = null;
+  say(time, "");
+  main.replaceChildren();
 }
 
 function hold(status) {
   const first = newest === null;
   newest = status;
+  heardMs = performance.now();
   access.hidden = true;
-  const names = status.processes.map((each) => each.process || "the service").join(", ");
-  const missing = status.missing.length ? `; nothing of ${status.missing.join(", ")}` : "";
-  say(connection, `Live: ${names}, ${new Date(status.unix_ms).toLocaleTimeString("en-GB")}${missing}`, missing ? "warn" : "good");
+  say(time, clock(status.unix_ms));
+  sayLive();
   if (first) open();
   else show();
+}
+
+function sayLive() {
+  const names = newest.processes.map((each) => each.process || "the service").join(", ");
+  const missing = newest.missing.length ? `; nothing of ${newest.missing.join(", ")}` : "";
+  say(connection, `Live: ${names}${missing}`, missing ? "warn" : "good");
+}
+
+// The service may be there, and yet have nothing to tell: its disk hangs, say.
+function sayStale() {
+  const lost = newest === null || connection.classList.contains("lost");
+  if (lost || performance.now() - heardMs < STALE_MS) return;
+  say(connection, `Nothing new since ${clock(newest.unix_ms)}, although the service is connected`, "bad");
 }
 
 // A stream has what its process has; of several, the whole is asked for as often.
@@ -74,13 +125,19 @@ async function hearPart(status) {
 }
 
 async function hear() {
+  if (hearing) return;
+  hearing = true;
   for (;;) {
     try {
       await follow("/status", hearPart);
     } catch (error) {
-      if (refuse(error)) return;
-      const since = newest ? `; what is shown is of ${new Date(newest.unix_ms).toLocaleTimeString("en-GB")}` : "";
-      say(connection, `Connection lost: trying again${since}`, "bad");
+      if (error instanceof Refused && (error.status === 401 || error.status === 403)) {
+        hearing = false;
+        return lock(error);
+      }
+      const why = error instanceof Refused ? error.message : "trying again";
+      const since = newest ? `; what is shown is of ${clock(newest.unix_ms)}` : "";
+      say(connection, `Connection lost: ${why}${since}`, "bad lost");
     }
     await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
   }
@@ -90,10 +147,18 @@ access.addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("token", document.getElementById("token").value);
   document.getElementById("token").value = "";
+  main.focus();
   hear();
 });
-window.addEventListener("hashchange", () => {
-  if (location.hash !== "#main" && access.hidden) open();
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // The address says what is shown.
+  main.focus();
 });
+window.addEventListener("hashchange", () => {
+  if (!access.hidden) return;
+  open();
+  main.focus();
+});
+setInterval(sayStale, 1000);
 open();
 hear();

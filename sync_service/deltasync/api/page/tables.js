@@ -5,9 +5,12 @@ import { getJson } from "./stream.js";
 import { bytes, count, mood, norm, percent, seconds } from "./text.js";
 
 const SHOWN = 200;
+// What tables there are hardly ever changes.
+const AGAIN_MS = 10_000;
 
 export function tablesView() {
   let latest = [];
+  let askedMs = -Infinity;
   const filter = new Filter("Table", SHOWN, () => fill());
   const table = new Table("Tables of all models", [
     { title: "table", cell: (line) => ({ text: line.table, href: `#/tables/${encodeURIComponent(line.table)}` }) },
@@ -25,7 +28,9 @@ export function tablesView() {
   }
 
   async function show() {
+    if (performance.now() - askedMs < AGAIN_MS) return;
     latest = await getJson("/tables");
+    askedMs = performance.now();
     fill();
   }
 

@@ -3,10 +3,15 @@
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 export function count(number) {
-  return whole.format(number);
+  return number === null ? "" : whole.format(number);
+}
+
+export function counted(number, noun) {
+  return number === 1 ? `1 ${noun}` : `${count(number)} ${noun}s`;
 }
 
 export function bytes(number) {
+  if (number === null) return "";
   const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
   for (; number >= 1000 && at < units.length - 1; at++) number /= 1000;
@@ -30,15 +35,24 @@ export function norm(number) {
   return number === null || number === undefined ? "" : number.toPrecision(3);
 }
 
+// The time of day, and the day where that is another than today.
 export function clock(ms) {
-  return new Date(ms).toLocaleTimeString("en-GB");
+  const at = new Date(ms);
+  const time = at.toLocaleTimeString("en-GB");
+  return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString("en-CA")} ${time}`;
 }
 
 const GOOD = new Set(["in sync", "current"]);
-const FINE = new Set(["delivered", "behind", "partial", "empty", "waiting", "paused", "away"]);
+const FINE = new Set(["delivered", "behind", "partial", "empty", "waiting", "paused"]);
+// Replicas that cannot show what they hold, a store say, have all of it so far as anybody knows.
+export const HOLDING = new Set([...GOOD, "delivered"]);
 
 export function mood(state) {
   return GOOD.has(state) ? "good" : FINE.has(state) ? "warn" : "bad";
+}
+
+export function worst(moods) {
+  return ["bad", "warn"].find((each) => moods.includes(each)) ?? "good";
 }
 
 const ORDER = ["failed", "damaged", "away", "waiting", "behind", "partial", "delivered", "paused", "empty", "current", "in sync"];
