@@ -31,12 +31,13 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
 from deltasync.feeds.cut_rows import cut_rows
 from deltasync.feeds.damage import FROM_TRAINERS, Damage, IdsByTable
+from deltasync.feeds.followed_tables import FollowedTables
 from deltasync.feeds.frozen_release import FrozenRelease, Head
 from deltasync.feeds.log_mender import LogMender
 from deltasync.feeds.published import published_rows
 from deltasync.feeds.releases import Releases
 from deltasync.feeds.repair import NO_REPAIR, Repair
-from deltasync.feeds.standing import Standing, TableStanding, table_standing
+from deltasync.feeds.standing import Standing, table_standing
 from deltasync.feeds.table_changes import changes
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.mapped_table import MappedTable
@@ -83,6 +84,7 @@ class Model:
         self.signal, self.failure = Signal(), ""
         self.recent = RecentCuts()
         self._deliveries: list[Delivery] = []
+        self._followed = FollowedTables()
         self._adding, self._closed = asyncio.Lock(), False
         self._applied: Seal | None = None
         self._partly_applied = False
@@ -284,18 +286,18 @@ class Model:
         """To be awaited: the head moving, or a table being added, from this call on."""
         return self.signal.changed()
 
+    def followed(self, policy: Policy) -> Sequence[MappedTable]:
+        """The tables that a policy follows."""
+        return self._followed.of(policy, self.tables)
+
     def standing(self, policy: Policy) -> Standing:
         """Where the model stands, to a consumer with this policy that reads its tables as they are."""
-        tables, newest = tuple(self.tables), self.seals.newest_version
-        names = {each.spec.name for each in tables if policy.follows(each.spec)}
-
-        def followed() -> list[TableStanding]:
-            return [table_standing(each, newest, policy) for each in tables if policy.follows(each.spec)]
-
+        tables, newest = self.followed(policy), self.seals.newest_version
+        names = {each.spec.name for each in tables}
         return Standing(
             history=self.history,
             seals=self.seals.frozen(),
-            tables=followed,
+            tables=lambda: [table_standing(each, newest, policy) for each in tables],
             version_of=lambda version: version,
             seconds_since=partial(self.succession.seconds_since, now_ns=steady_ns()),
             seal_of=partial(checksum_of, self.seals.frozen()),

@@ -22,11 +22,6 @@ from deltasync.views.table import ViewTable
 _COPIED_ROWS = 1 << 16
 
 
-def followed(model: Model, policy: Policy) -> list[MappedTable]:
-    """The model's tables that a policy follows."""
-    return [table for table in model.tables if policy.follows(table.spec)]
-
-
 class TableMaker:
     """Gives a view the tables that a policy follows. Used in the event loop, by one call at a time."""
 
@@ -47,7 +42,7 @@ class TableMaker:
             await asyncio.to_thread(self._store.remove_unused)
 
     async def _make(self, policy: Policy) -> None:
-        sources = followed(self._model, policy)
+        sources = self._model.followed(policy)
         deliveries = [policy.delivery_of(source.spec) for source in sources]
         for each in deliveries:  # Of tables that came after the policy, too.
             each.check()

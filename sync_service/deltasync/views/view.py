@@ -30,7 +30,7 @@ from deltasync.views.pacing import LONGEST_SECONDS
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewState, ViewStore
 from deltasync.views.table import ViewTable
-from deltasync.views.table_maker import TableMaker, followed
+from deltasync.views.table_maker import TableMaker
 
 # Compared with the model's at once on its thread; between two of them cuts may be applied.
 _COMPARED_ROWS = 1 << 16
@@ -189,7 +189,7 @@ class View:
         """Whether it has the tables that the policy follows, in the form that the policy wants."""
         if self.has_removed:
             return False
-        return self.deliveries == [policy.delivery_of(table.spec) for table in followed(self.model, policy)]
+        return self.deliveries == [policy.delivery_of(table.spec) for table in self.model.followed(policy)]
 
     def standing(self, policy: Policy) -> Standing:
         """Where the view stands. Until its first release, which waits for a replica, it is where the model is."""
@@ -360,7 +360,7 @@ def _beyond(seconds: float, age_ns: int) -> int:
 
 def _tables(state: ViewState, model: Model, policy: Policy) -> list[TableStanding]:
     held = {table.delivery.spec.name for table in state.tables}
-    missing = [table for table in followed(model, policy) if table.spec.name not in held]
+    missing = [table for table in model.followed(policy) if table.spec.name not in held]
     return [*(_held(table, state) for table in state.tables), *(_missing(table, policy) for table in missing)]
 
 
