@@ -1,5 +1,6 @@
 """The documentation of the HTTP API as a page, made of its OpenAPI document: nothing is fetched from elsewhere."""
 
+import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from html import escape
 from typing import Any
@@ -69,7 +70,17 @@ def _operation(method: str, path: str, said: Mapping[str, Any]) -> str:
     )
     table = f"<h3>Parameters</h3><table>{parameters}</table>" if parameters else ""
     heading = f'<h2 id="{_anchor(method, path)}">{method} {escape(path)}</h2>'
-    return f"{heading}{_text(said.get('description', ''))}{table}<h3>Answers</h3><table>{answers}</table>"
+    sent = f"<h3>Body</h3>{_body(said['requestBody'])}" if "requestBody" in said else ""
+    return f"{heading}{_text(said.get('description', ''))}{table}{sent}<h3>Answers</h3><table>{answers}</table>"
+
+
+def _body(body: Mapping[str, Any]) -> str:
+    """What is sent, whose fields are described here where they have no name of their own."""
+    need = "Needed." if body.get("required") else "May be left out."
+    kinds = "".join(f"{_type(each['schema'])}{_fields(each['schema'])}" for each in body["content"].values())
+    examples = (escape(json.dumps(each["example"])) for each in body["content"].values() if "example" in each)
+    shown = "".join(f"<p>For example <code>{each}</code></p>" for each in examples)
+    return f"<p>{escape(need)}</p>{kinds}{shown}"
 
 
 def _content(answer: Mapping[str, Any]) -> str:
@@ -78,9 +89,20 @@ def _content(answer: Mapping[str, Any]) -> str:
 
 
 def _schema(name: str, schema: Mapping[str, Any]) -> str:
-    fields = "".join(_row(field, _type(each), "", "") for field, each in schema.get("properties", {}).items())
     text = _text(schema.get("description", ""))
-    return f'<h3 id="schema-{escape(name)}"><code>{escape(name)}</code></h3>{text}<table>{fields}</table>'
+    return f'<h3 id="schema-{escape(name)}"><code>{escape(name)}</code></h3>{text}{_fields(schema)}'
+
+
+def _fields(schema: Mapping[str, Any]) -> str:
+    rows = "".join(_row(name, _type(each), "", each.get("description", "")) for name, each in _named(schema))
+    return f"<table>{rows}</table>" if rows else ""
+
+
+def _named(schema: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The fields of an object, and those of the objects in it that have no name of their own."""
+    for name, each in schema.get("properties", {}).items():
+        yield f"{within}{name}", each
+        yield from _named(each, f"{within}{name}.")
 
 
 def _type(schema: Mapping[str, Any]) -> str:
@@ -92,6 +114,10 @@ def _type(schema: Mapping[str, Any]) -> str:
         return " or ".join(_type(each) for each in several)
     if schema.get("type") == "array":
         return f"list of {_type(schema.get('items', {}))}"
+    if words := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        return " or ".join(f"<code>{escape(str(each))}</code>" for each in words)
+    if isinstance(values := schema.get("additionalProperties"), Mapping) and values:
+        return f"object of {_type(values)} by name"
     return escape(str(schema.get("type", "anything")))
 
 

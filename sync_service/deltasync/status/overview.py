@@ -11,7 +11,7 @@ from deltasync.core.steady_clock import steady_ns
 from deltasync.core.words import utc
 from deltasync.service.service import Service
 from deltasync.status.absence import Absence, absences, consumers_of
-from deltasync.status.lag import ConsumerLag, needs_somebody
+from deltasync.status.lag import ConsumerLag, State, needs_somebody
 from deltasync.status.readiness import Check, checks
 from deltasync.status.trainers import TrainerLine
 from deltasync.status.versions import VersionLine
@@ -110,7 +110,7 @@ class ConsumerOverview:
 
     consumer: str
     model: str
-    state: str
+    state: State
     reason: str
     head: int | None
     offset: int | None

@@ -195,6 +195,10 @@ def test_the_documentation_needs_nobody_else(service: RunningService) -> None:
     status, page = service.get("/docs")
     assert status == 200
     assert "GET /consumers/{name}/lag" in page
+    body = page.partition("PUT /consumers/{name}</h2>")[2].partition("<h3>Answers</h3>")[0]
+    assert "policy.top_k</code>" in body
+    assert "<code>embeddings</code> or <code>ids</code>" in body
+    assert "<code>in sync</code> or <code>current</code>" in page
     links = re.findall(r"(?:src|href)=['\"]([^'\"]*)", page)
     assert links
     assert all(each.startswith(("#", "/")) for each in links)

@@ -165,7 +165,6 @@ def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
         monkeypatch.setattr(TableMaker, "_copy", copying)
         if order[0] == MAP.name:
             monkeypatch.setattr("deltasync.feeds.model.Model.followed", lambda model, _: model.tables[::-1])
-            monkeypatch.setattr("deltasync.views.view.followed", lambda model, _: model.tables[::-1])
         view = local.view()
         if crash:
             with monkeypatch.context() as patch:
