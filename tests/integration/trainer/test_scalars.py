@@ -3,6 +3,7 @@
 import logging
 import re
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -162,6 +163,21 @@ def test_a_callback_that_hangs_is_waited_for_no_longer_than_asked_and_what_is_le
     told.goes_on.set()
 
 
+def test_a_tracker_that_hangs_keeps_no_row_from_being_published(running: RunningService) -> None:
+    model, told = nn.Linear(4, 5), Told()
+    told.goes_on.clear()
+    publishing = SyncOptions(service=running.grpc, model="clicks", publish_every=100)
+    with (
+        DeltaSync(model, publishing) as sync,
+        Scalars(sync, [told], ScalarOptions(every=1, close_seconds=0.1)) as s,
+    ):
+        sync.step()
+        s.step()
+    assert sync.metrics()["unpublished_steps"] == 0
+    assert told.busy.wait(WAIT)
+    told.goes_on.set()
+
+
 def test_seconds_are_told_per_step_since_the_sample_before(sync: DeltaSync) -> None:
     told = Told()
     with Scalars(sync, [told], ScalarOptions(every=10)) as scalars:
@@ -218,6 +234,12 @@ def test_tensorboard_reads_what_is_written(sync: DeltaSync, tmp_path: Path) -> N
     ours = {f"deltasync/{SUMS.get(name, name)}" for name in sync.metrics()}
     assert set(tags) == {"train/loss", "train/learning_rate", *ours}
     assert [(each.step, each.value) for each in events.Scalars("train/loss")] == [(1, 0.5)]
+
+
+def test_who_lacks_tensorboard_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'deltasync[tensorboard]'")):
+        TensorBoard(tmp_path)
 
 
 def test_the_time_to_publish_and_what_is_not_published_are_told(running: RunningService) -> None:

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -28,6 +28,8 @@ Number: TypeAlias = torch.Tensor | float
 
 # Of `DeltaSync.metrics`: sums that only grow, by what is told instead.
 SUMS = {name: f"{name}_per_step" for name in ("step_seconds", "tracking_seconds")}
+# All else that is known waits for it, in the thread that tells.
+_LAG_SECONDS = 2.0
 _OURS = {*COUNTERS, *GAUGES, *SUMS.values()}
 
 
@@ -56,8 +58,9 @@ class ScalarOptions:
 
 
 def _checked(service: Endpoint | str) -> Endpoint:
-    """See that it is an endpoint; of which side, is looked up later: it may be away."""
+    """An endpoint to ask for lag, of either side of a service that may be away."""
     endpoint = service if isinstance(service, Endpoint) else Endpoint(service)
+    endpoint = replace(endpoint, timeout_seconds=min(endpoint.timeout_seconds, _LAG_SECONDS))
     return Endpoint.of_http(endpoint) if "://" in endpoint.address else Endpoint.of_grpc(endpoint)
 
 
