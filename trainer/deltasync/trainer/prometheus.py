@@ -10,29 +10,9 @@ from prometheus_client.registry import Collector
 from deltasync.core.build import built_version
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.sync import DeltaSync
+from deltasync.trainer.sync_metrics import COUNTERS, GAUGES
 
 _LABELS = ("model", "rank")
-# Of `DeltaSync.metrics`: those that only grow, and the rest.
-COUNTERS = {
-    "cuts": "Sealed cuts of this rank.",
-    "rows": "Rows of its sealed parts.",
-    "bytes": "Bytes of ids and values of its sealed parts.",
-    "absorbed": "Cuts that were left out because the one before was not sealed yet.",
-    "refusals": "How often publishing was refused, or impossible.",
-    "connections": "Connections to the service.",
-    "step_seconds": "Spent in DeltaSync.step by the thread that trains.",
-    "tracking_seconds": "Spent in tracking changed rows, in all threads.",
-}
-GAUGES = {
-    "version": "The last version that this rank knows to be sealed.",
-    "publish_seconds": "How long the last sealed cut took, from its rows in host memory on.",
-    "unpublished_steps": "Steps since the last sealed cut.",
-    "unpublished_seconds": "Since the end of the last published step; 0 where nothing is unpublished.",
-    "refused_seconds": "Since the first of the refusals that last; else 0.",
-    "connected": "1 while the service answers.",
-    "failed_attempts": "Attempts to connect since it does not.",
-    "disconnected_seconds": "Since it does not.",
-}
 
 
 class TrainerCollector(Collector):

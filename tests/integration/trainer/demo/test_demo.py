@@ -1,6 +1,7 @@
 """`deltasync demo`, small, with the service killed in the middle."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -60,34 +61,45 @@ def _hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def _said(demo: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
+    """The next line that matches."""
+    assert demo.stdout
+    passed = list[str]()
+    for line in demo.stdout:
+        if found := re.search(pattern, line):
+            return found
+        passed.append(line)
+    pytest.fail(f"no {pattern!r} in {passed}")
+
+
 @pytest.mark.slow
-def test_everything_stays_up_to_be_looked_at_until_ctrl_c() -> None:
+def test_everything_stays_up_to_be_looked_at_and_broken_until_ctrl_c() -> None:
     with (
         subprocess.Popen(
             [*COMMAND, *SMALL, "--hold"],
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             preexec_fn=_hear_ctrl_c,
         ) as demo,
         ExitStack() as stack,
     ):
         stack.callback(demo.kill)  # Or whatever goes wrong here would wait for it.
-        assert demo.stdout
-        said = list[str]()
-        for line in demo.stdout:
-            said.append(line)
-            if found := re.search(r"everything stays up until Ctrl-C: (http://\S+)/ shows it", line):
-                break
-        assert found, said
+        found = _said(demo, r"everything stays up until Ctrl-C: (http://\S+)/ shows it")
         status = json.loads(
             urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{found[1]}/status").read()
         )
         assert [each["state"] for each in status["consumers"]] == ["in sync"]
         assert status["cuts"]
+        pids = _said(demo, r"by its pid: replica-0 (\d+), replica-1 (\d+), service (\d+)$")
+        os.kill(int(pids[1]), signal.SIGTERM)
+        _said(demo, r"^replica-0 has ended \(status 0\)$")
+        os.kill(int(pids[3]), signal.SIGKILL)
+        _said(demo, r"^service has ended \(status -9\)$")
         demo.send_signal(signal.SIGINT)
-        rest = demo.stdout.read()
-        assert demo.wait() == 0, rest
-    assert "rows equal:" in rest
+        rest, complained = demo.communicate()
+        assert demo.wait() == 0, rest + complained
+    assert "rows equal:   yes" in rest
 
 
 @pytest.mark.slow

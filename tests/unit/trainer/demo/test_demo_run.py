@@ -15,7 +15,7 @@ from deltasync.core.errors import DeltasyncError
 from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions
-from deltasync.trainer.demo import run
+from deltasync.trainer.demo import processes, run
 from deltasync.trainer.demo.command import demo
 from deltasync.trainer.demo.options import DemoOptions
 from deltasync.trainer.demo.processes import DemoFailed, Processes
@@ -141,6 +141,20 @@ def test_an_interrupt_leaves_nothing(temporary: Path, monkeypatch: pytest.Monkey
     options = DemoOptions(stream=STREAM, training=TrainingOptions())
     with pytest.raises(KeyboardInterrupt):
         run_demo(options, Console(file=io.StringIO()))
+    assert not list(temporary.iterdir())
+
+
+def test_what_the_first_start_waits_for_is_said_before(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "warm", compiled)
+    said = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(DemoOptions(stream=STREAM, training=TrainingOptions()), Console(file=said, width=200))
+    assert said.getvalue() == (
+        "starting the service; the first time its kernels are compiled, which takes half a minute\n"
+    )
     assert not list(temporary.iterdir())
 
 

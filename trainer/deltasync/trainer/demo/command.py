@@ -68,7 +68,7 @@ _TABLES = ("int8", "int4")
 @click.option(
     "--secure", is_flag=True, help="Mutual TLS and roles: every process with a certificate or a token of its own."
 )
-@click.option("--hold", is_flag=True, help="Keep everything up at the end, to look at, until Ctrl-C.")
+@click.option("--hold", is_flag=True, help="Keep everything up at the end, to look at and to break, until Ctrl-C.")
 @click.option("--keep", is_flag=True, help="Keep the folder of logs and results.")
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here."
@@ -98,14 +98,15 @@ def demo(json_file: Path | None, model: str | None, serve: str | None, **setting
 
 
 def _run(options: DemoOptions, json_file: Path | None) -> NoReturn:
-    # Not before: `deltasync --help` would take the seconds that it takes to import torch.
     from rich.console import Console
 
+    console = Console()
+    console.print("loading PyTorch and TorchRec")
+    # Not before: `deltasync --help` would take the seconds that this takes.
     from deltasync.trainer.demo.report import print_report
     from deltasync.trainer.demo.run import run_demo
     from deltasync.trainer.demo.verdict import all_equal
 
-    console = Console()
     report = run_demo(options, console)
     print_report(report, console)
     if json_file:

@@ -96,12 +96,13 @@ class Processes:
         self._running[name].wait()
 
     def stop(self, name: str) -> None:
-        """Ask a process to end, and wait until it has.
+        """Ask a process to end, also one that was halted, and wait until it has.
 
         Raises:
             DemoFailed: it did not in time, or ended with a status other than 0.
         """
-        self._running[name].send_signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            self._running[name].send_signal(number)
         try:
             self._running[name].wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,6 +1,5 @@
 """The demo from its first process to its last."""
 
-import contextlib
 import shutil
 import tempfile
 import time
@@ -20,6 +19,7 @@ from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions, why_not_shared
 from deltasync.trainer.demo.brokers import Brokers
 from deltasync.trainer.demo.credentials import ADMIN, STATUS, TRAINER, Credentials, Plain, Secure
+from deltasync.trainer.demo.holding import hold, lost_of
 from deltasync.trainer.demo.kills import Kills
 from deltasync.trainer.demo.options import DemoOptions, Fleet
 from deltasync.trainer.demo.processes import DemoFailed, Processes
@@ -46,6 +46,8 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         DemoFailed: a process failed; the folder of logs is kept, as after any error.
         InvalidInput: the options do not go together, or the events cannot be read; nothing was started.
     """
+    if options.stream.data != "synthetic":
+        console.print(f"reading {options.stream.data}", highlight=False, soft_wrap=True)
     options = checked(options)
     folder = Path(tempfile.mkdtemp(prefix="deltasync-demo-"))
     try:
@@ -186,11 +188,12 @@ class _DemoRun:
             lacking = "row" if until == IN_SYNC else "release"
             progress.say(f"all {self._steps} steps are trained; waiting until the replicas hold every {lacking}")
             progress.show(self._await(processes, service, until, _CATCH_UP_SECONDS, progress.show_wait))
-            if self._options.hold:
-                self._hold(processes, service, progress)
+            ended = self._hold(processes, service, progress) if self._options.hold else set[str]()
             progress.say("stopping the replicas and the service")
             for name in (*self._followers, *service.names):
-                processes.stop(name)
+                if name not in ended:
+                    processes.stop(name)
+            progress.say("comparing what they held with what the trainer has")
         return service.restarts
 
     def _log_of_brokers(self) -> AbstractContextManager[Brokers | None]:
@@ -199,6 +202,7 @@ class _DemoRun:
         return Brokers(self._folder / "brokers", count) if count else nullcontext()
 
     def _start_service(self, processes: Processes, brokers: Brokers | None, progress: DemoProgress) -> Services:
+        progress.say("starting the service; the first time its kernels are compiled, which takes half a minute")
         where = shared_log(brokers, self._folder) if brokers else []
         service = self._credentials.start(processes, self._options.services, where)
         for fleet in self._fleets:
@@ -240,13 +244,20 @@ class _DemoRun:
         how = ["--value-type", fleet.policy.value_type.value, *self._stream.model.arguments()]
         return ["deltasync.trainer.demo.serving", *how, *frozen]
 
-    def _hold(self, processes: Processes, service: Services, progress: DemoProgress) -> None:
-        """Keep everything as it is until Ctrl-C."""
+    def _hold(self, processes: Processes, service: Services, progress: DemoProgress) -> set[str]:
+        """Keep everything as it is until Ctrl-C, though some of it is broken on purpose; what has ended by then.
+
+        Raises:
+            DemoFailed: a replica has, and left nothing that could be compared.
+        """
+        names = [*self._followers, *service.names]
+        pids = ", ".join(f"{name} {processes.pid(name)}" for name in names)
         progress.say(f"everything stays up until Ctrl-C: {service.http.partition(',')[0]}/ shows it")
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                self._poll(processes, service)
-                time.sleep(_POLL_SECONDS)
+        progress.say(f"  break what you like, by its pid: {pids}")
+        ended = hold(processes, names, progress.say)
+        if lost := lost_of(processes, self._followers):
+            raise DemoFailed(f"nothing is compared, since this ended while it was held: {lost}")
+        return ended
 
     def _watch(self, processes: Processes, service: Services, progress: DemoProgress, kills: Kills) -> None:
         while processes.running("trainer"):
