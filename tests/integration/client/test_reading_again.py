@@ -134,6 +134,25 @@ def test_releases_go_on_while_all_rows_are_read(service: RunningService, monkeyp
         assert target.bytes() == trainer.expected()
 
 
+@pytest.mark.usefixtures("in_slices", "unswept")
+def test_nothing_else_is_sent_between_two_slices(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder()) as replica:
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        go_on = replica._go_on
+
+        def told(assembler: Any, progress: Any, requests: Any) -> None:
+            asked.append(progress.read_again)
+            go_on(assembler, progress, requests)
+
+        monkeypatch.setattr(replica, "_go_on", told)
+        verified(service)
+    questions = [at for at, number in enumerate(asked) if number]
+    slices = -(-USER.rows // 4) + -(-ITEM.rows // 4)
+    assert len(questions) == slices
+    assert questions[-1] - questions[0] == slices - 1
+
+
 def test_what_shows_nothing_is_not_called_equal(service: RunningService) -> None:
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", CallbackTarget(lambda _: None)):
         wait_until_delivered(service, "predictors", trainer.publish_all())
