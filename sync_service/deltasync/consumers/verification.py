@@ -1,5 +1,7 @@
-"""Having a replica read again all rows that it holds: asked and answered are numbers that only grow, and do not come
-again: not after a restart either, nor where another process has the model.
+"""Having a replica read again all rows that it holds.
+
+Asked and answered are numbers that only grow, and do not come again: not after a restart either, nor where another
+process has the model.
 """
 
 import secrets
