@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options
 from deltasync.cli.watching import as_json_text, json_option
@@ -30,7 +31,9 @@ def events(last: int, follow: bool, http: Endpoint, as_json: bool) -> None:
     a line. Of several processes, those of all.
     """
     if not follow:
-        found = _newest(Route(http).get_json(f"/events?last={last}"), last)
+        asking = Asking(http)
+        found = _newest(asking.get(f"/events?last={last}"), last)
+        asking.say_missing()
         click.echo(as_json_text(found) if as_json else "\n".join(map(event_line, found)))
         return
     with contextlib.suppress(KeyboardInterrupt):

@@ -4,13 +4,13 @@ from typing import Any
 
 import click
 
+from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
 from deltasync.cli.text_table import seconds, text_table
 from deltasync.cli.watching import as_json_text, json_option, show, watch_option
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
 from deltasync.client.status import fetch_lag
 
 
@@ -37,8 +37,8 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
     why       what is wrong with it, in words
     """
 
-    def text() -> str:
-        names = consumers or [each["consumer"] for each in Route(http).get_json("/consumers")]
+    def text(asking: Asking) -> str:
+        names = consumers or [each["consumer"] for each in asking.get("/consumers")]
         lags = [fetch_lag(http, name) for name in names]
         if as_json:
             return as_json_text(
@@ -48,7 +48,7 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
         titles = ("consumer", "replica", "state", "since", "offset", "versions", "seconds", "checked", "why")
         return text_table(titles, rows) if rows else "no replicas"
 
-    show(text, watch=watch)
+    show(text, http, watch=watch)
 
 
 def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:

@@ -105,6 +105,13 @@ def test_tables_are_listed(service: RunningService) -> None:
     assert [line[1] for line in lines] == ["table", "user", "item"]
 
 
+@pytest.mark.parametrize("command", [("tables", "list"), ("versions",)])
+def test_a_model_that_there_is_not_is_an_error(service: RunningService, command: tuple[str, ...]) -> None:
+    code, out, err = deltasync(*command, "clocks", "--service", service.http)
+    assert (code, out) == (1, "")
+    assert "no model 'clocks'; models: clicks" in err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands(shell: str) -> None:
     assert "_DELTASYNC_COMPLETE" in shown("completion", shell)
