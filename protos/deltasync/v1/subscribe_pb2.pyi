@@ -81,7 +81,8 @@ class SubscribeOpen(_message.Message):
     """
     guest: _builtins.bool
     """guest says that nobody waits for this replica once its stream has ended, however that came: it is forgotten then, as
-    if it had said goodbye.
+    if it had said goodbye. While it is there it is listed, and counts neither in its consumer's offset, lag and state nor
+    among its replicas.
     """
     @_builtins.property
     def held(self) -> _tables_pb2.Position:

@@ -28,7 +28,7 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
     """List the replicas of each CONSUMER, or of all.
 
     \b
-    state     connected, or away
+    state     connected, or away; a guest is connected, only looks, and counts nowhere
     since     for how long
     offset    the last version, or release, that it has applied
     versions  sealed versions that it has not applied
@@ -51,12 +51,18 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
     show(text, http, watch=watch)
 
 
+def _state(replica: dict[str, Any]) -> str:
+    if replica.get("guest"):  # A service of before lacks it.
+        return "guest"
+    return "connected" if replica["connected"] else "away"
+
+
 def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
     lag = replica["lag"]
     return (
         consumer,
         replica["replica"],
-        "connected" if replica["connected"] else "away",
+        _state(replica),
         seconds(replica["since_seconds"]),
         replica["offset"],
         lag["versions"],

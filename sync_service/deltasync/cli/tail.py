@@ -51,8 +51,8 @@ def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: En
     step it was here, by two machines' clocks. Below that its rows by table; with --rows some of them, by id, with
     the L2 norm of what they are now.
 
-    It is a replica of that consumer meanwhile: it needs the role of one and keeps its tables in memory, and lag
-    counts it until it has ended, however it did.
+    It is a replica of that consumer meanwhile: it needs the role of one and keeps its tables in memory. Lag
+    lists it as a guest, and does not count it.
     """
     target = _Watched(rows)
     options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("tail"), guest=True)
