@@ -224,6 +224,41 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
             checkpoint_copy(path)
 
 
+@pytest.mark.parametrize("harm", ["missing", "cut short", "damaged"])
+def test_weights_of_a_checkpoint_that_cannot_be_read_are_an_error_of_one_line(
+    service: RunningService, trainer: Trainer, tmp_path: Path, harm: str
+) -> None:
+    folder = write_checkpoint("folder", tmp_path / "c", weights_of(trainer), trainer.publish_all())
+    for piece in folder.glob("*.distcp"):
+        content = piece.read_bytes()
+        piece.write_bytes(content[:100] if harm == "cut short" else b"x" * 100 + content[100:])
+        if harm == "missing":
+            piece.unlink()
+    code, shown, said = verify(service, "--checkpoint", str(folder))
+    assert (code, shown) == (1, "")
+    (error,) = [line for line in said.splitlines() if line.startswith("Error: ")]
+    assert f"checkpoint {folder}: model.sparse.user.weight cannot be read: " in error
+    assert "Traceback" not in said
+    assert ("No such file" in error) is (harm == "missing")
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "sparse"])
+def test_weights_of_another_type_are_an_error_of_one_line(
+    service: RunningService, trainer: Trainer, tmp_path: Path, kind: str
+) -> None:
+    trainer.publish_all()
+    weights = weights_of(trainer)["sparse.user.weight"]
+    other = weights.to_sparse() if kind == "sparse" else weights.to(getattr(torch, kind))
+    torch.save({"user.weight": other}, tmp_path / "m.pt")
+    code, _, said = verify(service, "--checkpoint", str(tmp_path / "m.pt"))
+    (error,) = [line for line in said.splitlines() if line.startswith("Error: ")]
+    assert code == 1
+    assert "Traceback" not in said
+    assert f"has {'sparse ' * (kind == 'sparse')}rows of " in error
+    assert f"in table 'user', replicas hold {USER.dim} float32" in error
+    assert kind in error
+
+
 def verify(service: RunningService, *arguments: str) -> tuple[int, str, str]:
     return deltasync("verify", "predictors", "--service", service.grpc, *arguments, token="secret")  # noqa: S106
 
