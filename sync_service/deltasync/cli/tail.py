@@ -63,8 +63,8 @@ def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: En
 
 
 def summary(release: Release, rows: int) -> dict[str, Any]:
-    """What a release has; of each table some rows, with the norm of what they are now, or of what has changed in them
-    where there are no values.
+    """What a release has; of each table some rows, with the norm of what they are now, or, without values, of what
+    has changed in them.
     """
     tables = dict[str, dict[str, Any]]()
     for batch in release.rows:
