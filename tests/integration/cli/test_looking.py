@@ -15,7 +15,8 @@ from tests.support.server import RunningService
 
 from deltasync.cli.lag import BEHIND
 from deltasync.client import NumpyTarget
-from deltasync.core.policy import Mode, Policy
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
 
 
 @pytest.fixture
