@@ -14,8 +14,8 @@ from tests.support.fleet import Trainer, follow, wait_for_lag, wait_until_in_syn
 from tests.support.server import RunningService
 
 from deltasync.cli.lag import BEHIND
-from deltasync.client import NumpyTarget
-from deltasync.core.policy import Mode, Policy
+from deltasync.client import Mode, NumpyTarget
+from deltasync.core.policy import Policy
 
 
 @pytest.fixture
