@@ -233,7 +233,8 @@ async def _probing(service: Service, options: ServerOptions, where: Addresses) -
         yield
         return
     name = probe_name(options)
-    await service.ensure_consumer(ConsumerOptions(name, name), _SETTINGS)
+    # Of several processes another may have its model, or this one may not be known to be alive yet.
+    await service.configuration.add(ConsumerOptions(name, name), _SETTINGS)
     service.probe = ProbeStatus(name)
     probe = await asyncio.to_thread(options.probe, where.grpc, service.probe)
     try:

@@ -25,7 +25,7 @@ def probe_options(command: F) -> F:
         type=click.FloatRange(0.1, _MOST_SECONDS),
         default=None,
         show_default=False,
-        help="Publish a row of a table of its own every so many seconds, 30 at most, and read it back as a replica.",
+        help="Publish a row of a table of its own so often (30 at most), and read it back as a replica.",
     )
     endpoint = click.option(
         "--probe-endpoint",
