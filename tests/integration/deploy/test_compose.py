@@ -79,9 +79,10 @@ def test_clients_dial_the_service(compose: dict[str, Any], stages: Stages, name:
 
 def test_the_service_is_given_the_configuration_by_its_name(deploy: Path, compose: dict[str, Any]) -> None:
     service = compose["services"]["service"]
-    (given,) = service["configs"]
-    assert _option(service["command"], "config") == given["target"]
-    assert (deploy / compose["configs"][given["source"]]["file"]).is_file()
+    given = {each["target"] for each in service["configs"]}
+    assert given == {_option(service["command"], "config"), service["environment"]["DELTASYNC_PROBE_ENDPOINT"]}
+    assert all((deploy / each["file"]).is_file() for each in compose["configs"].values())
+    assert {each["source"] for each in service["configs"]} == compose["configs"].keys()
 
 
 def test_predictors_are_two_replicas_of_the_consumer_of_the_trainers_model(

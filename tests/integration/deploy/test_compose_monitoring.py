@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.support.deployments import compose_file, deployed, run_access
+from tests.support.deployments import compose_configs, compose_file, deployed, run_access
 from tests.support.programs import killed
 
 from deltasync.trainer.demo.ports import free_ports
@@ -88,17 +88,10 @@ def test_a_real_prometheus_reads_the_service_with_the_token_that_is_made(
     folder, (port,) = tmp_path / "prometheus", free_ports(1)
     shutil.copytree(deploy / "prometheus", folder)
     shutil.copytree(root / "prometheus", folder / "access")
-    places = {"/run/deltasync": root / "service", "/etc/deltasync": deploy / "kubernetes"}
-    with deployed(
-        compose["services"]["service"]["command"],
-        {
-            name: str(value)
-            for name, value in compose["services"]["service"]["environment"].items()
-            if name.startswith(("DELTASYNC_TLS", "DELTASYNC_ROLES", "DELTASYNC_ADMIN"))
-        },
-        tmp_path / "data",
-        places,
-    ) as service:
+    own = compose["services"]["service"]
+    given = compose_configs(deploy / "compose.yaml", own, tmp_path / "given")
+    places = {"/run/deltasync": root / "service", "/etc/deltasync": given}
+    with deployed(own["command"], own["environment"], tmp_path / "data", places) as service:
         text = (folder / "compose.yml").read_text().replace('"service:8080"', f'"localhost:{service.http}"')
         (folder / "compose.yml").write_text(text.replace("scrape_interval: 5s", "scrape_interval: 1s"))
         process = subprocess.Popen(
