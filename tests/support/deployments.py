@@ -107,10 +107,10 @@ def deployed(
     arguments: Sequence[str], environment: Mapping[str, str], data: Path, places: Mapping[str, Path]
 ) -> Iterator[Deployed]:
     """The service on free ports of all addresses, where TLS and roles are all that lets it listen."""
-    ports = free_ports(2)
+    ports = grpc, http = free_ports(2)
     places = dict(places) | {CONFIGURATION: _settings_here(data.parent / "settings", places, ports)}
     settings = {"HOST": "0.0.0.0", "DATA_DIR": str(data)}  # noqa: S104
-    settings |= {"GRPC_PORT": str(ports[0]), "HTTP_PORT": str(ports[1])}
+    settings |= {"GRPC_PORT": str(grpc), "HTTP_PORT": str(http)}
     env = os.environ | {name: moved(value, places) for name, value in environment.items()}
     process = subprocess.Popen(
         [*COMMAND, *(moved(argument, places) for argument in arguments)],
@@ -120,7 +120,7 @@ def deployed(
         while not (data / "endpoints.json").exists():
             assert process.poll() is None, "the service has ended"
             time.sleep(0.05)
-        yield Deployed(process, *ports, places)
+        yield Deployed(process, grpc, http, places)
 
 
 def _settings_here(folder: Path, places: Mapping[str, Path], ports: Sequence[int]) -> Path:
