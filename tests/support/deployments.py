@@ -1,6 +1,5 @@
 """The service as a deployment starts it: with its command line, its environment and its files, elsewhere."""
 
-import json
 import os
 import re
 import shlex
@@ -16,6 +15,10 @@ from typing import Any
 import yaml
 from tests.support.programs import killed
 
+from deltasync.trainer.demo.ports import free_ports
+
+# Where every deployment has the service's settings, and the ports that it has there.
+CONFIGURATION, PORTS = "/etc/deltasync", (50051, 8080)
 COMMAND = [sys.executable, "-c", "from deltasync.cli.main import main; main()"]
 
 
@@ -34,6 +37,16 @@ def compose_file(path: Path) -> dict[str, Any]:
     """What a file of compose says."""
     # Not an unsafe loader: it is SafeLoader with a list.
     return dict(yaml.load(path.read_text(), _Compose))  # noqa: S506
+
+
+def compose_configs(file: Path, service: Mapping[str, Any], folder: Path) -> Path:
+    """The folder of configuration that a service of a file of compose is given, in a new folder here."""
+    documents = compose_file(file)["configs"]
+    folder.mkdir()
+    for each in service["configs"]:
+        content = (file.parent / documents[each["source"]]["file"]).read_bytes()
+        (folder / Path(each["target"]).relative_to(CONFIGURATION)).write_bytes(content)
+    return folder
 
 
 @dataclass(frozen=True)
@@ -94,7 +107,10 @@ def deployed(
     arguments: Sequence[str], environment: Mapping[str, str], data: Path, places: Mapping[str, Path]
 ) -> Iterator[Deployed]:
     """The service on free ports of all addresses, where TLS and roles are all that lets it listen."""
-    settings = {"HOST": "0.0.0.0", "GRPC_PORT": "0", "HTTP_PORT": "0", "DATA_DIR": str(data)}  # noqa: S104
+    ports = grpc, http = free_ports(2)
+    places = dict(places) | {CONFIGURATION: _settings_here(data.parent / "settings", places, ports)}
+    settings = {"HOST": "0.0.0.0", "DATA_DIR": str(data)}  # noqa: S104
+    settings |= {"GRPC_PORT": str(grpc), "HTTP_PORT": str(http)}
     env = os.environ | {name: moved(value, places) for name, value in environment.items()}
     process = subprocess.Popen(
         [*COMMAND, *(moved(argument, places) for argument in arguments)],
@@ -104,6 +120,17 @@ def deployed(
         while not (data / "endpoints.json").exists():
             assert process.poll() is None, "the service has ended"
             time.sleep(0.05)
-        endpoints = json.loads((data / "endpoints.json").read_text())
-        grpc, http = (int(endpoints[kind].rpartition(":")[2]) for kind in ("grpc", "http"))
         yield Deployed(process, grpc, http, places)
+
+
+def _settings_here(folder: Path, places: Mapping[str, Path], ports: Sequence[int]) -> Path:
+    """A copy of the files beside the settings, in which addresses and paths are those of this machine."""
+    folder.mkdir()
+    for path in filter(Path.is_file, places[CONFIGURATION].iterdir()):
+        (folder / path.name).write_bytes(path.read_bytes())
+    for path in folder.glob("*.toml"):
+        text = path.read_text()
+        for there, here in zip(PORTS, ports, strict=True):
+            text = text.replace(f"localhost:{there}", f"localhost:{here}")
+        path.write_text(moved(text, {**places, CONFIGURATION: folder}))
+    return folder

@@ -14,15 +14,18 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Half of what the alert DeltasyncProbeFails waits for: it would call a slower probe a failing one.
+_MOST_SECONDS = 30.0
+
 
 def probe_options(command: F) -> F:
     """`--probe-seconds` and `--probe-endpoint`."""
     seconds = click.option(
         "--probe-seconds",
-        type=click.FloatRange(0.1),
+        type=click.FloatRange(0.1, _MOST_SECONDS),
         default=None,
         show_default=False,
-        help="Publish a row of a table of its own so often, and read it back as a replica.",
+        help="Publish a row of a table of its own so often (30 at most), and read it back as a replica.",
     )
     endpoint = click.option(
         "--probe-endpoint",

@@ -6,6 +6,7 @@ import shlex
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,15 @@ import grpc
 import httpx
 import pytest
 import yaml
-from tests.support.deployments import COMMAND, Deployed, deployed, readme_lines, run_access, run_lines
+from tests.support.deployments import (
+    COMMAND,
+    Deployed,
+    compose_configs,
+    deployed,
+    readme_lines,
+    run_access,
+    run_lines,
+)
 
 from deltasync.client import Endpoint
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc
@@ -22,6 +31,7 @@ from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe
 Doc = dict[str, Any]
 Secrets = dict[str, dict[str, Path]]
 
+_WAIT = 60.0
 _DENIED = grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -155,10 +165,8 @@ def test_a_pod_without_a_certificate_reaches_nothing(pod: Deployed, secrets: Sec
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_operators_have_their_commands_in_the_pod(deploy: Path, pod: Deployed, tmp_path: Path) -> None:
-    text = pod.here((deploy / "kubernetes/endpoint.toml").read_text())
-    file = tmp_path / "endpoint.toml"
-    file.write_text(text.replace(":50051", f":{pod.grpc}").replace(":8080", f":{pod.http}"))
+def test_operators_have_their_commands_in_the_pod(pod: Deployed) -> None:
+    file = pod.places["/etc/deltasync"] / "endpoint.toml"
     for line in ("lag predictors", "consumers pause predictors --reason test", "consumers resume predictors"):
         done = subprocess.run(
             [*COMMAND, *line.split()],
@@ -190,7 +198,8 @@ def unit_service(
                 else next(each for each in (folder / words[-2], deploy.parent / words[-2]) if each.exists())
             )
             (etc / Path(words[-1]).name).write_bytes(Path(source).read_bytes())
-    places = {"%d": credentials, "%S": folder / "state", "/etc/deltasync": etc}
+    at_run = "/run/credentials/deltasync.service"  # Which is what systemd makes of %d.
+    places = {"%d": credentials, at_run: credentials, "%S": folder / "state", "/etc/deltasync": etc}
     for name, source in [value.split(":") for key, value in unit if key == "LoadCredential"]:
         (credentials / name).write_bytes((etc / Path(source).name).read_bytes())
     _, *arguments = shlex.split(dict(unit)["ExecStart"])
@@ -215,7 +224,8 @@ def compose_service(deploy: Path, compose: Doc, tmp_path_factory: pytest.TempPat
     run_access([compose["services"]["access"]], folder)
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
     service = compose["services"]["service"]
-    places = {"/run/deltasync": root / "service", "/etc/deltasync": deploy / "kubernetes"}
+    given = compose_configs(deploy / "compose.yaml", service, folder / "given")
+    places = {"/run/deltasync": root / "service", "/etc/deltasync": given}
     with deployed(service["command"], service["environment"], folder / "data", places) as running:
         yield running
 
@@ -254,6 +264,31 @@ def test_compose_lets_in_trainer_and_predictors(
     endpoint = Endpoint(f"localhost:{compose_service.grpc}", **shown)  # type: ignore[arg-type]
     assert _refused(endpoint, model="clicks") is not model
     assert _refused(endpoint, consumer="predictors") is model
+
+
+def _probe_comes_back(service: Deployed, ca: Path, token: Path) -> bool:
+    """Whether a row of the service's own probe does, within its patience."""
+    deadline = time.monotonic() + _WAIT
+    while time.monotonic() < deadline:
+        (process,) = _https(service, "/status", ca, token.read_text().strip()).json()["processes"]
+        if process["probe"] and process["probe"]["turns"]:
+            return True
+        time.sleep(0.1)
+    raise AssertionError(process["probe"])
+
+
+def test_the_probe_has_the_roles_it_needs_in_kubernetes(pod: Deployed, secrets: Secrets) -> None:
+    assert _probe_comes_back(pod, secrets["deltasync-tls"]["ca.crt"], secrets["deltasync-access"]["admin-token"])
+
+
+def test_the_probe_has_the_roles_it_needs_under_systemd(unit_service: Deployed) -> None:
+    etc = unit_service.places["/etc/deltasync"]
+    assert _probe_comes_back(unit_service, etc / "ca.pem", etc / "admin-token")
+
+
+def test_the_probe_has_the_roles_it_needs_in_compose(compose_service: Deployed) -> None:
+    given = compose_service.places["/run/deltasync"]
+    assert _probe_comes_back(compose_service, given / "ca.pem", given / "operator-token")
 
 
 def test_nothing_secret_is_in_command_lines_and_environments(manifests: list[Doc], compose: Doc) -> None:

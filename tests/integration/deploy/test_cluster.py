@@ -284,6 +284,16 @@ def test_the_service_is_ready_with_brokers_that_are_believed(
 
 
 @pytest.mark.slow
+def test_the_probe_has_the_roles_it_needs(service: Deployed, secrets: dict[str, dict[str, Path]]) -> None:
+    deadline = time.monotonic() + _WAIT
+    while not re.search(r"(?m)^deltasync_probe_seconds ", _get(service, "/metrics", secrets).text):
+        assert time.monotonic() < deadline, _get(service, "/status", secrets).json()["processes"]
+        time.sleep(0.1)
+    models = [each["model"] for each in _get(service, "/models", secrets).json()]
+    assert "deltasync-probe-deltasync-0" in models
+
+
+@pytest.mark.slow
 def test_what_is_published_is_in_a_snapshot_in_object_storage(
     service: Deployed, secrets: dict[str, dict[str, Path]]
 ) -> None:
@@ -303,5 +313,5 @@ def test_what_is_published_is_in_a_snapshot_in_object_storage(
     admin = Admin(endpoint("", secrets["deltasync-access"]["admin-token"].read_text().strip()))
     made = admin.make_snapshot("clicks")
     assert (made.version, made.bytes > 0) == (head.number, True)
-    (listed,) = _get(service, "/snapshots", secrets).json()
+    (listed,) = [each for each in _get(service, "/snapshots", secrets).json() if each["model"] == "clicks"]
     assert (listed["version"], listed["failure"]) == (head.number, "")

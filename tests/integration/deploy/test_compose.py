@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.deployments import compose_file
 
 Stages = dict[str, list[tuple[str, str]]]
 
@@ -29,13 +30,27 @@ def test_one_image_name_is_one_build(compose: dict[str, Any]) -> None:
         assert builds.setdefault(service["image"], service["build"]) == service["build"]
 
 
-def test_named_volumes_exist_and_are_folders_of_the_images_user(compose: dict[str, Any], stages: Stages) -> None:
+def test_named_volumes_exist(compose: dict[str, Any]) -> None:
     mounts = [mount.split(":") for service in compose["services"].values() for mount in service.get("volumes", [])]
     assert {name for name, *_ in mounts} == compose["volumes"].keys()
-    owned = next(rest for word, rest in stages["base"] if "install --directory" in rest).split()
-    shared = {path for name, path, *_ in mounts if name != "access"}
-    assert {path for path in shared if path.count("/") == 2 or path in owned} <= set(owned)
-    assert {"/run/deltasync", *_words(stages["service"], "VOLUME")} <= shared & set(owned)
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.cluster.yaml", "compose.monitoring.yaml"])
+def test_volumes_that_are_written_are_folders_of_the_images_user(deploy: Path, stages: Stages, name: str) -> None:
+    """A new volume gets the owner of the image's folder that it is mounted at; without one it is root's, and these
+    containers run as another user, without the right to write there."""
+    (made,) = [rest for word, rest in stages["base"] if "install --directory" in rest]
+    (user,) = {rest for stage in ("service", "trainer") for word, rest in stages[stage] if word == "USER"}
+    assert "--owner {} --group {} ".format(*user.split(":")) in made
+    base = compose_file(deploy / "compose.yaml")["services"]
+    services = compose_file(deploy / name)["services"]
+    # Those of other images are root there, and say so.
+    ours = {each: service for each, service in services.items() if each in base or "extends" in service}
+    assert all(service["user"] == "0:0" for each, service in services.items() if each not in ours)
+    mounts = [mount.split(":") for service in ours.values() for mount in service.get("volumes", [])]
+    written = {path for _, path, *mode in mounts if mode != ["ro"]}
+    assert written
+    assert written <= set(made.split())
 
 
 def test_what_is_waited_for_is_healthy_or_done(compose: dict[str, Any]) -> None:
@@ -79,9 +94,10 @@ def test_clients_dial_the_service(compose: dict[str, Any], stages: Stages, name:
 
 def test_the_service_is_given_the_configuration_by_its_name(deploy: Path, compose: dict[str, Any]) -> None:
     service = compose["services"]["service"]
-    (given,) = service["configs"]
-    assert _option(service["command"], "config") == given["target"]
-    assert (deploy / compose["configs"][given["source"]]["file"]).is_file()
+    given = {each["target"] for each in service["configs"]}
+    assert given == {_option(service["command"], "config"), service["environment"]["DELTASYNC_PROBE_ENDPOINT"]}
+    assert all((deploy / each["file"]).is_file() for each in compose["configs"].values())
+    assert {each["source"] for each in service["configs"]} == compose["configs"].keys() - {"processes"}
 
 
 def test_predictors_are_two_replicas_of_the_consumer_of_the_trainers_model(

@@ -1,6 +1,7 @@
 """Prometheus and Grafana in compose: what the file says, and a real Prometheus with it beside a real service."""
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.support.deployments import compose_file, deployed, run_access
+from tests.support.deployments import compose_configs, compose_file, deployed, run_access
 from tests.support.programs import killed
 
 from deltasync.trainer.demo.ports import free_ports
@@ -34,10 +35,11 @@ def scraped(deploy: Path) -> Doc:
 
 def test_files_volumes_and_services_are_there(deploy: Path, compose: Doc, monitoring: Doc) -> None:
     assert all((deploy / each["file"]).is_file() for each in monitoring["configs"].values())
+    configs = compose["configs"].keys() | monitoring["configs"].keys()
     known = compose["volumes"].keys() | monitoring["volumes"].keys()
     for name, service in monitoring["services"].items():
         assert {mount.split(":")[0] for mount in service.get("volumes", [])} <= known
-        assert {each["source"] for each in service.get("configs", [])} <= monitoring["configs"].keys()
+        assert {each["source"] for each in service.get("configs", [])} <= configs
         assert service["depends_on"].keys() <= monitoring["services"].keys() | compose["services"].keys(), name
 
 
@@ -49,14 +51,29 @@ def test_containers_are_confined_and_heard_on_this_machine_alone(monitoring: Doc
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
 
 
-def test_all_that_compose_starts_is_scraped(compose: Doc, scraped: Doc) -> None:
-    targets = {each["job_name"]: each["static_configs"][0]["targets"] for each in scraped["scrape_configs"]}
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.cluster.yaml"])
+def test_all_processes_of_the_service_are_scraped(deploy: Path, monitoring: Doc, scraped: Doc, name: str) -> None:
+    """Of whichever file is beside that of Prometheus: each owns models, and says of no others how they are."""
+    document, (job, *_) = compose_file(deploy / name), scraped["scrape_configs"]
+    (given,) = [each for each in monitoring["services"]["prometheus"]["configs"] if each["source"] == "processes"]
+    assert job["file_sd_configs"] == [{"files": [Path(given["target"]).name]}]
+    # That of the second file counts where there is one, in whichever order the three come.
+    assert "processes" not in monitoring["configs"]
+    (targets,) = yaml.safe_load((deploy / document["configs"]["processes"]["file"]).read_text())
+    processes = [each for each in document["services"] if re.fullmatch(r"service(-\d)?", each)]
+    assert targets == {"targets": [f"{each}:8080" for each in processes]}
+
+
+def test_all_else_that_compose_starts_is_scraped(compose: Doc, scraped: Doc) -> None:
+    job, *others = scraped["scrape_configs"]
+    targets = {each["job_name"]: each["static_configs"][0]["targets"] for each in others}
     predictors = [f"{name}:8080" for name in compose["services"] if name.startswith("predictor-")]
     (metrics,) = [each for each in compose["services"]["trainer"]["command"] if each.startswith("--metrics=")]
     (ranks,) = [each for each in compose["services"]["trainer"]["command"] if each.startswith("--nproc-per-node=")]
     first, count = int(metrics.rpartition(":")[2]), int(ranks.rpartition("=")[2])
     trainers = [f"trainer:{first + rank}" for rank in range(count)]
-    assert targets == {"deltasync": ["service:8080"], "predictors": predictors, "trainers": trainers}
+    assert targets == {"predictors": predictors, "trainers": trainers}
+    assert job["job_name"] == "deltasync"
 
 
 def test_grafana_finds_the_dashboard_and_asks_prometheus(deploy: Path, monitoring: Doc) -> None:
@@ -88,19 +105,15 @@ def test_a_real_prometheus_reads_the_service_with_the_token_that_is_made(
     folder, (port,) = tmp_path / "prometheus", free_ports(1)
     shutil.copytree(deploy / "prometheus", folder)
     shutil.copytree(root / "prometheus", folder / "access")
-    places = {"/run/deltasync": root / "service", "/etc/deltasync": deploy / "kubernetes"}
-    with deployed(
-        compose["services"]["service"]["command"],
-        {
-            name: str(value)
-            for name, value in compose["services"]["service"]["environment"].items()
-            if name.startswith(("DELTASYNC_TLS", "DELTASYNC_ROLES", "DELTASYNC_ADMIN"))
-        },
-        tmp_path / "data",
-        places,
-    ) as service:
-        text = (folder / "compose.yml").read_text().replace('"service:8080"', f'"localhost:{service.http}"')
-        (folder / "compose.yml").write_text(text.replace("scrape_interval: 5s", "scrape_interval: 1s"))
+    own = compose["services"]["service"]
+    given = compose_configs(deploy / "compose.yaml", own, tmp_path / "given")
+    places = {"/run/deltasync": root / "service", "/etc/deltasync": given}
+    with deployed(own["command"], own["environment"], tmp_path / "data", places) as service:
+        for name, there, here in (
+            ("processes.yml", '"service:8080"', f'"localhost:{service.http}"'),
+            ("compose.yml", "scrape_interval: 5s", "scrape_interval: 1s"),
+        ):
+            (folder / name).write_text((folder / name).read_text().replace(there, here))
         process = subprocess.Popen(
             [
                 program,

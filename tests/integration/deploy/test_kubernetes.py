@@ -159,7 +159,8 @@ def test_config_maps_and_their_files_exist(manifests: list[Doc], kustomization: 
     folder = next(m["mountPath"] for m in container["volumeMounts"] if m["name"] == volume["name"])
     file = _argument(container, "config")
     (endpoint,) = [each["value"] for each in container["env"] if each["name"] == "DELTASYNC_ENDPOINT"]
-    assert {file, endpoint} == {f"{folder}/{name}" for name in generated[volume["configMap"]["name"]]}
+    probe = _argument(container, "probe-endpoint")
+    assert {file, endpoint, probe} == {f"{folder}/{name}" for name in generated[volume["configMap"]["name"]]}
 
 
 def _secret_files(pod: Doc) -> dict[str, str]:

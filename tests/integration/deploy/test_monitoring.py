@@ -119,13 +119,16 @@ def test_the_runbook_has_a_section_for_each_alert(deploy: Path, alerts: list[dic
     assert all(found.values())
 
 
-def test_promtool_accepts_the_configuration(deploy: Path, tool: Callable[[str], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["prometheus.yml", "compose.yml"])
+def test_promtool_accepts_the_configuration(
+    deploy: Path, tool: Callable[[str], str], tmp_path: Path, name: str
+) -> None:
     shutil.copytree(deploy / "prometheus", tmp_path, dirs_exist_ok=True)
     (tmp_path / "access").mkdir()
     (tmp_path / "access/token").write_text("of a test")
     (tmp_path / "access/ca.pem").write_bytes(trustme.CA().cert_pem.bytes())
     done = subprocess.run(
-        [tool("promtool"), "check", "config", tmp_path / "prometheus.yml"],
+        [tool("promtool"), "check", "config", tmp_path / name],
         capture_output=True,
         text=True,
     )

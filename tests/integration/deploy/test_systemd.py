@@ -47,7 +47,7 @@ def test_readme_installs_what_the_unit_reads(deploy: Path, unit: list[tuple[str,
     files = [argument for argument in arguments if argument.startswith("/etc/")]
     files += [settings["EnvironmentFile"].removeprefix("-")]
     files += [value.split(":")[1] for key, value in unit if key == "LoadCredential"]
-    assert len(files) == 7
+    assert len(files) == 8
     for file in files:
         assert re.search(rf"(?m)^install .* {re.escape(file)}$", readme), file
 
