@@ -184,9 +184,8 @@ def unit_service(
 ) -> Iterator[Deployed]:
     """The service of the systemd unit, with the files that the README's lines install."""
     folder = tmp_path_factory.mktemp("systemd")
-    lines = readme_lines(deploy / "README.md", "systemd")
-    made = [line.replace("/opt/deltasync/bin/", "") for line in lines if "/bin/deltasync " in line]
-    run_lines([*made, *(line for line in lines if "> access/" in line and line not in made)], folder)
+    lines = [line.replace("/opt/deltasync/bin/", "") for line in readme_lines(deploy / "README.md", "systemd")]
+    run_lines([line for line in lines if line.startswith("deltasync ") or "> access/" in line], folder)
     etc, credentials = folder / "etc", folder / "credentials"
     etc.mkdir()
     credentials.mkdir()
@@ -278,12 +277,22 @@ def _probe_comes_back(service: Deployed, ca: Path, token: Path) -> bool:
 
 
 def test_the_probe_has_the_roles_it_needs_in_kubernetes(pod: Deployed, secrets: Secrets) -> None:
-    assert _probe_comes_back(pod, secrets["deltasync-tls"]["ca.crt"], secrets["deltasync-access"]["admin-token"])
+    made = secrets["deltasync-access"]["roles.toml"].parent
+    assert _probe_comes_back(pod, made / "ca.pem", made / "operator-token")
 
 
 def test_the_probe_has_the_roles_it_needs_under_systemd(unit_service: Deployed) -> None:
-    etc = unit_service.places["/etc/deltasync"]
-    assert _probe_comes_back(unit_service, etc / "ca.pem", etc / "admin-token")
+    made = unit_service.places["%S"].parent / "access"
+    assert _probe_comes_back(unit_service, made / "ca.pem", made / "operator-token")
+
+
+def test_the_page_asks_for_a_token_that_operators_have(pod: Deployed, secrets: Secrets) -> None:
+    made = secrets["deltasync-access"]["roles.toml"].parent
+    assert "<html" in _https(pod, "/", made / "ca.pem").text
+    assert _https(pod, "/status", made / "ca.pem").status_code == 403
+    token = (made / "operator-token").read_text().strip()
+    assert _https(pod, "/status", made / "ca.pem", token).status_code == 200
+    assert _https(pod, "/consumers", made / "ca.pem", token).status_code == 200
 
 
 def test_the_probe_has_the_roles_it_needs_in_compose(compose_service: Deployed) -> None:

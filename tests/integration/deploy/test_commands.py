@@ -13,6 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from deltasync.api.access_table import ROUTES
 from deltasync.cli.consumer_settings import consumers_of_file
 
 Stages = dict[str, list[tuple[str, str]]]
@@ -171,3 +172,22 @@ def test_trainer_and_predictor_have_the_options_used(
     help_text = CliRunner().invoke(import_module(module).main, ["--help"]).output
     known = set(re.findall(r"--[a-z][a-z-]*", help_text))
     assert {word.split("=")[0] for words in used for word in words} <= known
+
+
+@pytest.mark.parametrize("name", ["README.md", "RUNBOOK.md"])
+def test_operators_are_sent_to_commands_and_routes_that_there_are(
+    deploy: Path, cli: click.Group, name: str
+) -> None:
+    text = (deploy / name).read_text()
+    lines = re.findall(r"`deltasync ([a-z][^`]*)`", text)
+    assert lines
+    for line in lines:
+        command: click.Command | None = cli
+        for word in line.split():
+            if isinstance(command, click.Group):
+                command = command.get_command(click.Context(command), word)
+        assert command, line
+        assert name != "RUNBOOK.md" or not isinstance(command, click.Group), f"{line}: which of several commands?"
+    gets = {route for kind, route in ROUTES if kind == "GET"} | {"/ready"}  # Of the example predictor.
+    named = re.findall(r"`(/[a-zA-Z][^`]*)`", text)
+    assert {each for each in named if not each.startswith(("/etc/", "/var/"))} <= gets

@@ -12,6 +12,8 @@ import trustme
 import yaml
 from tests.support.metrics import POLICY_METRICS
 
+from deltasync.trainer.prometheus import COUNTERS, GAUGES
+
 # What Prometheus itself adds.
 BUILT_IN = {"up": {"job", "instance"}}
 FUNCTIONS = {
@@ -33,10 +35,14 @@ FUNCTIONS = {
     "vector",
     "histogram_quantile",
     "time",
+    "predict_linear",
 }
 
 # What the example predictor says, as its own tests show.
 PREDICTOR = {"predictor_version": {"job", "instance"}}
+TRAINER = {
+    f"deltasync_trainer_{name}": {"model", "rank"} for name in (*(f"{each}_total" for each in COUNTERS), *GAUGES)
+}
 
 Expression = tuple[str, set[str]]
 
@@ -56,34 +62,48 @@ def dashboard(deploy: Path) -> dict[str, Any]:
 def expressions(alerts: list[dict[str, Any]], dashboard: dict[str, Any]) -> list[Expression]:
     """Each expression with the labels that are read from its result."""
     shown = [(r["expr"], re.findall(r"\$labels\.(\w+)", str(r["annotations"]))) for r in alerts]
-    for panel in dashboard["panels"]:
+    for panel in _graphs(dashboard):
         shown += [(t["expr"], re.findall(r"{{(\w+)}}", t["legendFormat"])) for t in panel["targets"]]
     return [(expression, set(labels)) for expression, labels in shown]
 
 
-def _names(expression: str) -> set[str]:
+def _graphs(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its panels, without the titles of rows of them."""
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+
+
+def _names(expression: str) -> list[str]:
+    """The metrics of an expression, in order."""
     bare = re.sub(r'"[^"]*"|\{[^}]*\}|\[[^]]*\]|\b(?:by|on) \([^)]*\)', "", expression)
-    return set(re.findall(r"[a-z_]\w*", bare)) - FUNCTIONS
+    return [name for name in re.findall(r"[a-z_]\w*", bare) if name not in FUNCTIONS]
 
 
-def _used_labels(expression: str) -> Iterator[str]:
-    for selector in re.findall(r"\{([^}]*)\}", expression):
-        yield from re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector)
-    for grouping in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression):
-        yield from re.split(r",\s*", grouping)
+def _selected_labels(expression: str) -> Iterator[tuple[str, str]]:
+    """Each metric with each of the labels by which its samples are chosen."""
+    for name, selector in re.findall(r"(\w+)\{([^}]*)\}", expression):
+        yield from ((name, label) for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
+
+
+def _grouping_labels(expression: str) -> set[str]:
+    groupings = re.findall(r"\b(?:by|on) \(([^)]*)\)", expression)
+    return {label for grouping in groupings for label in re.split(r",\s*", grouping)}
 
 
 def test_expressions_use_metrics_and_labels_that_exist(
     expressions: list[Expression], metrics: dict[str, set[str]]
 ) -> None:
-    known = metrics | BUILT_IN | PREDICTOR
+    known = metrics | BUILT_IN | PREDICTOR | TRAINER
     assert len(expressions) > 10
     for expression, shown in expressions:
         names = _names(expression)
         assert names
-        assert names <= known.keys(), expression
+        assert set(names) <= known.keys(), expression
         for name in names:
-            assert shown | set(_used_labels(expression)) <= known[name] | BUILT_IN["up"], expression
+            assert _grouping_labels(expression) <= known[name] | BUILT_IN["up"], expression
+        for name, label in _selected_labels(expression):
+            assert label in known[name] | BUILT_IN["up"], expression
+        # What is joined to the first one only says which of its samples count.
+        assert shown <= known[names[0]] | BUILT_IN["up"], expression
 
 
 def test_dashboard_and_alerts_show_every_lag_and_all_of_releases(
@@ -93,6 +113,50 @@ def test_dashboard_and_alerts_show_every_lag_and_all_of_releases(
     assert {name for name in metrics if "_lag_" in name} <= used
     assert POLICY_METRICS.keys() <= used
     assert {"deltasync_consumer_damages_total", "deltasync_consumer_damaged_tables"} <= used
+
+
+def test_dashboard_shows_what_tracking_and_publishing_cost_trainers(dashboard: dict[str, Any]) -> None:
+    (row,) = [panel for panel in dashboard["panels"] if panel["type"] == "row"]
+    below = [panel for panel in _graphs(dashboard) if panel["gridPos"]["y"] > row["gridPos"]["y"]]
+    used = {name for panel in below for target in panel["targets"] for name in _names(target["expr"])}
+    assert row["title"] == "Trainers"
+    wanted = ("tracking_seconds_total", "publish_seconds", "absorbed_total", "refused_seconds")
+    assert {f"deltasync_trainer_{name}" for name in wanted} <= used <= TRAINER.keys()
+
+
+def test_dashboard_calls_those_consumers_whole_whose_state_promises_it(dashboard: dict[str, Any]) -> None:
+    """And those that nobody subscribes to; states that come later are not whole until somebody says so here."""
+    (first,) = [panel for panel in dashboard["panels"] if panel["gridPos"]["x"] == panel["gridPos"]["y"] == 0]
+    (whole,) = re.findall(r'state=~"([^"]*)"', first["targets"][0]["expr"])
+    assert set(whole.split("|")) == {"in sync", "current", "delivered", "empty"}
+
+
+def test_the_first_panels_count_consumers_that_need_somebody_and_lag_that_replicas_have(
+    dashboard: dict[str, Any], tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    """One is damaged and lacks no row; a policy keeps rows of another; nobody subscribes to the third."""
+    states = {"edge": "current", "web": "damaged", "unused": "empty", "mobile": "in sync"}
+    series = {f'deltasync_consumer_state{{consumer="{name}",state="{it}"}}': 1 for name, it in states.items()}
+    for name, lag, replicas in (("edge", 2, 1), ("web", 0, 2), ("unused", 900, 0), ("mobile", 0, 1)):
+        series[f'deltasync_consumer_lag_seconds{{consumer="{name}"}}'] = lag
+        series[f'deltasync_consumer_replicas{{consumer="{name}",state="connected"}}'] = replicas
+    first = [panel for panel in _graphs(dashboard) if panel["gridPos"]["y"] == 0][:2]
+    asked = [panel["targets"][0]["expr"].replace("$consumer", ".*") for panel in first]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": f"{value}x5"} for name, value in series.items()],
+        "promql_expr_test": [
+            {"expr": expression, "eval_time": "2m", "exp_samples": [{"labels": "{}", "value": value}]}
+            for expression, value in zip(asked, (1, 2), strict=True)
+        ],
+    }
+    nothing = {"expr": asked[0], "eval_time": "2m", "exp_samples": []}
+    silent = {"interval": "1m", "input_series": [], "promql_expr_test": [nothing]}
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"tests": [test, silent]}))
+    done = subprocess.run(
+        [tool("promtool"), "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_prometheus_reads_the_alerts_and_scrapes_the_job_they_name(
