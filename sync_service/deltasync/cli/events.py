@@ -99,5 +99,6 @@ def event_line(event: dict[str, Any]) -> str:
     """An event on one line."""
     where = {"process": event["process"]} if event["process"] else {}
     subject = " ".join(f"{name}={value}" for name, value in (where | event["subject"]).items())
-    said = " ".join(filter(None, [subject, event["text"]]))
+    more = f"({event['repeats']} more like it since the last one)" if event.get("repeats") else ""
+    said = " ".join(filter(None, [subject, event["text"], more]))
     return f"{utc(event['unix_ns'])}  {event['level']:7}  {event['event'].replace('_', ' ')}: {said}"

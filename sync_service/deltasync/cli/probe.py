@@ -1,6 +1,7 @@
 """The probe of a service: a trainer and a replica of its own, over the way that all others take."""
 
 import logging
+import secrets
 import threading
 import time
 import uuid
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from deltasync.client import (
+    Connection,
     Endpoint,
     NumpyTarget,
     Part,
@@ -53,14 +55,17 @@ class _Echo(NumpyTarget):
 class Probe:
     """Publishes a row every few seconds, and reads it back through a subscription, in a thread of its own.
 
+    `service` says where it is, and with which rights, whenever it connects.
+
     Attributes:
         status: what it has found.
     """
 
-    def __init__(self, service: Endpoint, seconds: float, status: ProbeStatus) -> None:
+    def __init__(self, service: Callable[[], Endpoint], seconds: float, status: ProbeStatus) -> None:
         self.status = status
         status.every_seconds = seconds
-        self._service, self._number = service, 0
+        # Of an earlier run the service has another number, most probably.
+        self._service, self._number = service, secrets.randbelow(_MOST)
         self._run_id, self._started = uuid.uuid4().hex, time.time_ns()
         self._publisher: Publisher | None = None
         self._subscriber: Subscriber | None = None
@@ -101,11 +106,11 @@ class Probe:
         sealed = publisher.publish(self._part(rows))
         sealed.add_done_callback(self._tell)
         if not self._wait(sealed.done, PATIENCE_SECONDS):
-            raise ServiceUnavailable(f"a row was not sealed in {PATIENCE_SECONDS:.0f} s")
+            raise _late("a row was not sealed", publisher.connection)
         position = sealed.result()
         if not self._wait(lambda: self._echo.holds(self._number), PATIENCE_SECONDS):
             subscriber.check()  # What has ended it is the reason.
-            raise ServiceUnavailable(f"version {position.number} was not read back in {PATIENCE_SECONDS:.0f} s")
+            raise _late(f"version {position.number} was not read back", subscriber.connection)
         return time.monotonic() - begun
 
     def _wait(self, wanted: Callable[[], bool], seconds: float) -> bool:
@@ -125,11 +130,11 @@ class Probe:
         name = self.status.name
         if self._publisher is None:
             options = PublisherOptions(
-                service=self._service, model=name, run=self._run_id, run_started_unix_ns=self._started
+                service=self._service(), model=name, run=self._run_id, run_started_unix_ns=self._started
             )
             self._publisher = Publisher(options, [TABLE], [Shard.whole(TABLE)])
         if self._subscriber is None:
-            wanted = SubscriberOptions(service=self._service, consumer=name, replica="probe")
+            wanted = SubscriberOptions(service=self._service(), consumer=name, replica="probe")
             self._subscriber = Subscriber(wanted, self._echo)
         return self._publisher, self._subscriber
 
@@ -148,3 +153,8 @@ class Probe:
             if each:
                 each.close()
         self._publisher = self._subscriber = None
+
+
+def _late(what: str, connection: Connection) -> ServiceUnavailable:
+    why = "" if connection.connected or not connection.last_error else f": {connection.last_error}"
+    return ServiceUnavailable(f"{what} in {PATIENCE_SECONDS:.0f} s{why}")

@@ -52,6 +52,6 @@ def take_probe_options(settings: dict[str, Any], *, guarded: bool) -> "Callable[
     from deltasync.client import Endpoint
 
     def begin(address: str, status: ProbeStatus) -> Probe:
-        return Probe(Endpoint.from_file(file) if file else Endpoint(address), every, status)
+        return Probe(lambda: Endpoint.from_file(file) if file else Endpoint(address), every, status)
 
     return begin

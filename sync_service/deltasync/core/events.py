@@ -4,7 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import takewhile
 from typing import TypeAlias
@@ -244,12 +244,14 @@ class EventLog:
             self._repeat(key, event, self._now())
 
     def _repeat(self, key: str, event: Event, now: float) -> None:
+        # Without its error, whose traceback holds what a call has held.
+        kept = replace(event, text=text_of(event), error=None)
         if line := self._lines.get(key):
-            line.event, line.repeats = event, line.repeats + 1
+            line.event, line.repeats = kept, line.repeats + 1
             if line.is_over(now):
                 self._renew(key, now)
             return
-        self._lines[key] = _Line(event, now)
+        self._lines[key] = _Line(kept, now)
         self._say(event)
         if len(self._lines) > _LINES:
             self._forget(next(iter(self._lines)))

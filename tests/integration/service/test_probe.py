@@ -25,7 +25,7 @@ _DEADLINE_SECONDS = 30.0
 
 
 def probe(address: str, status: ProbeStatus, seconds: float = 0.05) -> Probe:
-    return Probe(Endpoint(address), seconds, status)
+    return Probe(lambda: Endpoint(address), seconds, status)
 
 
 class ProbedService(RunningService):

@@ -1,6 +1,7 @@
 """What happens is told once, to all who listen, and the log says it in one line."""
 
 import logging
+import weakref
 from collections import Counter
 from itertools import count
 
@@ -79,6 +80,17 @@ def test_what_has_come_again_is_told_although_it_comes_no_more(caplog: pytest.Lo
     assert kept == [("too late", 0), ("once", 0), ("too late", 39)]
     assert "(39 more like it since the last one)" in caplog.records[-1].getMessage()
     assert log._lines == {}
+
+
+def test_what_may_come_again_keeps_no_error_with_its_traceback() -> None:
+    """Which holds what the call has held: a release, with its room."""
+    log, gone = EventLog(), list[weakref.ref[StorageFailed]]()
+    for _ in range(2):
+        error = StorageFailed("no room")
+        gone.append(weakref.ref(error))
+        log(Event(EventKind.FAILED, {"model": "m"}, "a cut", error))
+        del error
+    assert [each() for each in gone] == [None, None]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 70)), max_size=60))
