@@ -12,7 +12,7 @@ import trustme
 import yaml
 from tests.support.metrics import POLICY_METRICS
 
-from deltasync.trainer.prometheus import COUNTERS, GAUGES
+from deltasync.trainer.sync_metrics import COUNTERS, GAUGES
 
 # What Prometheus itself adds.
 BUILT_IN = {"up": {"job", "instance"}}
