@@ -1,7 +1,7 @@
 """Brokers and services as real processes on loopback, a trainer that publishes through them, and replicas."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -91,9 +91,19 @@ class Trainer:
 class Cluster:
     """Brokers, and services that share their log. Started with the block, ended with it."""
 
-    def __init__(self, folder: Path, services: int = 3, brokers: int = 3, *, proxies: bool = False) -> None:
-        """With `proxies`, services and brokers reach brokers through proxies, each through its own."""
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        services: int = 3,
+        brokers: int = 3,
+        *,
+        proxies: bool = False,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """With `proxies`, services and brokers reach brokers through proxies, each through its own.
+        `arguments` are further ones of the services.
+        """
+        self.folder, self._arguments = folder, arguments
         self._through_proxies, self.proxies = proxies, dict[str, list[Proxy]]()
         self.brokers = Brokers(folder / "brokers", brokers)
         if proxies:
@@ -207,6 +217,7 @@ class Cluster:
             *("--process", f"service-{number}"),
             *("--lease-seconds", _LEASE_SECONDS),
             *("--consumer", f"{CONSUMER}={MODEL}"),
+            *self._arguments,
         )
 
 

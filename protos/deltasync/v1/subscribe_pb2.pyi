@@ -81,7 +81,8 @@ class SubscribeOpen(_message.Message):
     """
     guest: _builtins.bool
     """guest says that nobody waits for this replica once its stream has ended, however that came: it is forgotten then, as
-    if it had said goodbye.
+    if it had said goodbye. While it is there it is listed, and counts neither in its consumer's offset, lag and state nor
+    among its replicas.
     """
     @_builtins.property
     def held(self) -> _tables_pb2.Position:
@@ -472,8 +473,9 @@ class Progress(_message.Message):
     """version_seal is the checksum of the seal of that version; 0 where it is not known."""
     read_again: _builtins.int
     """read_again asks the replica, if it is not 0, to read all rows that it holds again, and to answer with an ack of the
-    same read_again. So that what else comes is not late, it may answer before it has read all, with what is left. Only
-    to replicas of protocol 7 or later.
+    same read_again. So that what else comes is not late, it may answer before it has read all, with what is left. Another
+    number begins anew, and so does a new stream: the number of a question does not come again for a later one, whichever
+    process asks it. Only to replicas of protocol 7 or later.
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:

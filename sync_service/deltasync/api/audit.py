@@ -18,6 +18,8 @@ _TAKEN_OVER = frozenset({EventKind.RUN_SUPERSEDED, EventKind.REPLICA_TAKEN_OVER}
 # Refusals of so many kinds are written down, of each the first in a while; the others are counted.
 _KINDS = 100
 _SECONDS = 60.0
+# So many of them are among the recent events: others that happen are not to be crowded out.
+_SHOWN = 10
 
 
 class Audit:
@@ -56,16 +58,22 @@ class Audit:
         """Note a refusal. Of those alike that come within a while the first is written down, and how many more
         there were: a flood of them must not fill the disk.
         """
-        self._events.emit(EventKind.CALL_REFUSED)
         if not self._refused:
             asyncio.get_running_loop().call_later(self._seconds, self._sum_up)
         kind = call.identity.address.rpartition(":")[0], call.identity.name, call.role.value if call.role else ""
         if kind not in self._refused and len(self._refused) >= _KINDS:
             self._others += 1
+            self._events.emit(EventKind.CALL_REFUSED)
             return
         self._refused[kind] += 1
         if self._refused[kind] == 1:
             _write(logging.WARNING, "refused", call, str(error))
+        if self._refused[kind] == 1 and len(self._refused) <= _SHOWN:
+            who = call.identity
+            subject = {"call": call.name, "address": who.address, "name": who.name or "-"}
+            self._events.emit(EventKind.CALL_REFUSED, str(error), None, **subject)
+        else:
+            self._events.emit(EventKind.CALL_REFUSED)
 
     def _sum_up(self) -> None:
         for (address, name, role), number in self._refused.items():

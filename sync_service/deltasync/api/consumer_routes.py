@@ -75,7 +75,8 @@ def consumer_routes(service: Service) -> APIRouter:
 
 
 def _line(consumer: Consumer) -> ConsumerLine:
-    connected = sum(replica.stream is not None for replica in consumer.replicas.values())
+    fleet = consumer.fleet
+    connected = sum(replica.stream is not None for replica in fleet)
     policy = consumer.policy.as_dict()
     paused = consumer.pause.words if consumer.pause else ""
-    return ConsumerLine(consumer.name, consumer.model, len(consumer.replicas), connected, policy, paused)
+    return ConsumerLine(consumer.name, consumer.model, len(fleet), connected, policy, paused)

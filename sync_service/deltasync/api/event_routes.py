@@ -15,6 +15,8 @@ from deltasync.service.service import Service
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": f"A list; or, to whoever accepts {MEDIA_TYPE}, a stream.", "content": {MEDIA_TYPE: {}}}
 }
+# Of the largest number that an event can have.
+_DIGITS = 20
 _Last = Annotated[int, Query(ge=0, le=KEPT_EVENTS, description="How many of those before are wanted, at most.")]
 
 
@@ -27,12 +29,13 @@ def event_routes(service: Service) -> APIRouter:
         """The last events: joins, refusals, repairs, takeovers; of several processes the last ones of each.
 
         To whoever accepts text/event-stream this process sends its own as they happen, after those before; where
-        `Last-Event-ID` says which was the last one seen, after that one.
+        `Last-Event-ID` says which was the last one seen, after that one. Who is too slow, or comes back too late,
+        is told so by an event `gap`: between the numbers `after` and `before` there were others.
         """
         if not wants_stream(request):
             return service.recent_events.newest(last)
         recent, named = service.recent_events, request.headers.get("last-event-id", "")
-        known = named.isascii() and named.isdigit()
+        known = named.isascii() and named.isdigit() and len(named) <= _DIGITS
         return event_stream(_messages(service, int(named) if known else recent.before(last)))
 
     return router
@@ -42,9 +45,11 @@ async def _messages(service: Service, seen: int) -> AsyncIterator[bytes]:
     """The events after a number, until the service ends."""
     recent = service.recent_events
     while not service.draining.is_set():
-        coming = recent.signal.changed()
-        found = recent.after(seen)
+        if not (found := recent.after(seen)):
+            await first_of(recent.signal.changed(), service.draining.wait(), seconds=None)
+            continue
+        if recent.lacks(seen):
+            yield message("gap", json.dumps({"after": seen, "before": found[0].number}).encode())
         for each in found:
             yield message("event", json.dumps(asdict(each)).encode(), each.number)
             seen = each.number
-        await first_of(coming, service.draining.wait(), seconds=0 if found else None)

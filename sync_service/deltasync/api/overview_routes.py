@@ -21,7 +21,7 @@ from deltasync.status.answers import Answers
 from deltasync.status.overview import Overview, troubles
 from deltasync.status.readiness import Check, checks, not_ready
 from deltasync.status.sampler import Sampler
-from deltasync.storage.records import FORMAT as LOG_FORMAT
+from deltasync.storage.log_format import FORMAT as LOG_FORMAT
 from deltasync.wire.protocol import OLDEST_PROTOCOL, PROTOCOL
 
 _STREAM: dict[int | str, dict[str, Any]] = {

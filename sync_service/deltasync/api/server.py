@@ -27,17 +27,17 @@ from deltasync.api.reload import Reader, Reloaded, reload_on
 from deltasync.api.roles_file import RolesFile
 from deltasync.api.server_options import ServerOptions
 from deltasync.api.shared_log import member, open_logs
-from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.exposure import may_listen
 from deltasync.core.listener import listening_socket
-from deltasync.core.probe_status import PROBE, ProbeStatus
+from deltasync.core.probe_status import ProbeStatus, probe_of
 from deltasync.core.process import keep_freed_memory, raise_descriptor_limit, spare_imports, write_no_core
 from deltasync.core.progress import Progress
 from deltasync.kernels.compiled import imported_kernels, keep_in
 from deltasync.ownership.alone import Alone
 from deltasync.ownership.member import Member
 from deltasync.service.housekeeping import housekeeping
+from deltasync.service.probe_consumers import have_probe_consumers
 from deltasync.service.service import Service
 from deltasync.service.snapshots import SnapshotLoop
 from deltasync.snapshots.place import SnapshotPlace
@@ -212,7 +212,7 @@ async def _listen(
             await endpoints.announce(where, stopped)
             async with _probing(service, options, where):
                 await stopped
-            server.health.note(serving=False)
+                server.health.note(serving=False)
     logger.info("shutting down")
     server.health.note(serving=False)
     service.draining.set()
@@ -232,14 +232,13 @@ async def _probing(service: Service, options: ServerOptions, where: Addresses) -
     if options.probe is None:
         yield
         return
-    name = probe_name(options)
-    # Of several processes another may have its model, or this one may not be known to be alive yet.
-    await service.configuration.add(ConsumerOptions(name, name), _SETTINGS)
-    service.probe = ProbeStatus(name)
+    service.probe = ProbeStatus(probe_of(service.owners.me.name))
+    consumers = asyncio.create_task(have_probe_consumers(service, service.probe, _SETTINGS))
     probe = await asyncio.to_thread(options.probe, where.grpc, service.probe)
     try:
         yield
     finally:
+        consumers.cancel()
         await asyncio.to_thread(probe.close)
 
 
@@ -252,11 +251,6 @@ async def _among_others(service: Service, options: ServerOptions, where: Address
         return
     async with member(service, options.shared, logs, snapshots, where):
         yield
-
-
-def probe_name(options: ServerOptions) -> str:
-    """What the model and the consumer of the probe are called: of several processes, of each its own."""
-    return f"{PROBE}-{options.shared.process}" if options.shared else PROBE
 
 
 async def _compile(service: Service, stopping: asyncio.Event) -> None:

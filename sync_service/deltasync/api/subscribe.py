@@ -139,7 +139,7 @@ class ReplicaStream:
                 await self._wait(
                     acks, self._feed.changed(), self._damaged.wait(), self._replica.verification.signal.changed()
                 )
-                if self._feed.position == self._sent and not self._audit.damaged:
+                if self._feed.position == self._sent and not (self._audit.damaged or self._reading_again.due):
                     yield self._no_news()
                 continue
             async for response in self._send(self._feed.release(self._sent.number, repair), acks):

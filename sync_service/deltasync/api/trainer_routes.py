@@ -7,6 +7,7 @@ from fastapi import APIRouter, Query
 
 from deltasync.core.cut_times import KEPT_CUTS
 from deltasync.core.errors import NotFound
+from deltasync.core.words import listed
 from deltasync.service.service import Service
 from deltasync.status.trainers import TrainerLine, trainer_lines
 from deltasync.status.versions import VersionLine, last_cuts, version_lines
@@ -33,7 +34,8 @@ def trainer_routes(service: Service) -> APIRouter:
         """
         if model is not None and model not in service.models:
             service.check_recovered(model)  # Of another process's model the others are asked.
-            raise NotFound(f"no model {model!r}", detail="; GET /models names all that there are")
+            known = sorted({*service.models, *service.owners.models()})
+            raise NotFound(f"no model {model!r}", detail=f"; models: {listed(known) or 'none yet'}")
         found = sorted(service.models) if model is None else [model]
         cuts = [cut for name in found for cut in last_cuts([service.models[name]], last)]
         return await asyncio.to_thread(version_lines, cuts)

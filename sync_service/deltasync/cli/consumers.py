@@ -4,14 +4,14 @@ from typing import Any
 
 import click
 
+from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
 from deltasync.cli.policy_options import policy_of, policy_options
 from deltasync.cli.text_table import text_table
-from deltasync.cli.watching import as_json_text, json_option
+from deltasync.cli.watching import as_json_text, json_option, show
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
 from deltasync.consumers.pause import Pause
 from deltasync.core.policy import Policy
 from deltasync.v1 import admin_pb2
@@ -37,11 +37,16 @@ def list_consumers(http: Endpoint, as_json: bool) -> None:
     policy    what of it differs from the default, which is every changed row, in its own type
     paused    since when, by whom and why
     """
-    lines = Route(http).get_json("/consumers")
-    if as_json:
-        click.echo(as_json_text(lines))
-        return
-    states = {each["consumer"]: each["state"] for each in Route(http).get_json("/lag")}
+
+    def text(asking: Asking) -> str:
+        lines = asking.get("/consumers")
+        return as_json_text(lines) if as_json else _lines_text(lines, asking.get("/lag"))
+
+    show(text, http, watch=False)
+
+
+def _lines_text(lines: list[Any], lags: list[Any]) -> str:
+    states = {each["consumer"]: each["state"] for each in lags}
     rows = (
         (
             each["consumer"],
@@ -53,7 +58,7 @@ def list_consumers(http: Endpoint, as_json: bool) -> None:
         )
         for each in lines
     )
-    click.echo(text_table(("consumer", "model", "state", "replicas", "policy", "paused"), rows))
+    return text_table(("consumer", "model", "state", "replicas", "policy", "paused"), rows)
 
 
 @consumers.command("create", context_settings=CONTEXT)

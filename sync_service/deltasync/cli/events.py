@@ -7,15 +7,15 @@ from typing import Any
 
 import click
 
+from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options
 from deltasync.cli.watching import as_json_text, json_option
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.words import utc
 
-_MOST, _SECONDS = 1000, 1.0
+_FEW, _MOST, _SECONDS = 50, 1000, 1.0
 
 
 @click.command(context_settings=CONTEXT)
@@ -30,7 +30,9 @@ def events(last: int, follow: bool, http: Endpoint, as_json: bool) -> None:
     a line. Of several processes, those of all.
     """
     if not follow:
-        found = _newest(Route(http).get_json(f"/events?last={last}"), last)
+        asking = Asking(http)
+        found = _newest(asking.get(f"/events?last={last}"), last)
+        asking.say_missing()
         click.echo(as_json_text(found) if as_json else "\n".join(map(event_line, found)))
         return
     with contextlib.suppress(KeyboardInterrupt):
@@ -38,10 +40,12 @@ def events(last: int, follow: bool, http: Endpoint, as_json: bool) -> None:
 
 
 def _follow(http: Endpoint, last: int, *, as_json: bool) -> None:
-    seen, first, away = dict[str, int](), True, False
+    # Not by the stream that there is of events: that is of one process, and which there are changes meanwhile.
+    seen, first, away, missing = dict[str, int](), True, False, ""
     while True:
+        asking = Asking(http)
         try:
-            found = Route(http).get_json(f"/events?last={_MOST}")
+            found = _asked(asking, max(last, _FEW) if first else _FEW, None if first else seen)
         except ServiceUnavailable as error:
             if not away:
                 click.echo(f"The service does not answer, which is tried again: {error}", err=True)
@@ -50,8 +54,28 @@ def _follow(http: Endpoint, last: int, *, as_json: bool) -> None:
             new = unseen(found, seen)
             for each in _newest(new, last) if first else new:
                 click.echo(json.dumps(each) if as_json else event_line(each))
-            first = away = False
+            if asking.missing != missing:
+                asking.say_missing()
+            first, away, missing = False, False, asking.missing
         time.sleep(_SECONDS)
+
+
+def _asked(asking: Asking, few: int, seen: dict[str, int] | None) -> list[dict[str, Any]]:
+    """The last few events of each process; all that there are, where others may have come after those seen."""
+    found: list[dict[str, Any]] = asking.get(f"/events?last={few}")
+    if seen is not None and may_lack(found, seen, few):
+        found = asking.get(f"/events?last={_MOST}")
+    return found
+
+
+def may_lack(found: list[dict[str, Any]], seen: dict[str, int], few: int) -> bool:
+    """Whether others may have come between the last event seen of a process and its last few, which were found."""
+    numbers = dict[str, list[int]]()
+    for each in found:
+        numbers.setdefault(each["process"], []).append(each["number"])
+    return any(
+        len(those) >= few and not min(those) <= seen.get(name, 0) <= max(those) for name, those in numbers.items()
+    )
 
 
 def _newest(events: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

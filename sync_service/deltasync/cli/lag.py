@@ -5,13 +5,13 @@ from typing import Any
 
 import click
 
+from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options
 from deltasync.cli.lag_text import lag_text
 from deltasync.cli.text_table import seconds, share, text_table, urgency
 from deltasync.cli.watching import as_json_text, json_option, show, watch_option
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
 from deltasync.client.status import fetch_lag
 
 # States of fleets that hold what they were given, or are about to.
@@ -27,7 +27,7 @@ BEHIND = 3
     default=None,
     show_default=False,
     help=f"Exit with status {BEHIND} if one of them is further behind, or its state is another than in sync, "
-    "current, delivered, partial, behind or paused.",
+    "current, delivered, partial, behind or paused; also where there is none, or a process does not answer.",
 )
 @watch_option
 @json_option
@@ -48,17 +48,26 @@ def lag(consumers: tuple[str, ...], http: Endpoint, max_seconds: float | None, w
     """
     answers: list[Any] = []
 
-    def text() -> str:
-        answers[:] = [fetch_lag(http, name) for name in consumers] or Route(http).get_json("/lag")
+    def text(asking: Asking) -> str:
+        answers[:] = [fetch_lag(http, name) for name in consumers] or asking.get("/lag")
         if as_json:
             return as_json_text(answers[0] if len(consumers) == 1 else answers)
         return "\n\n".join(map(lag_text, answers)) if consumers else lines_text(answers)
 
-    show(text, watch=watch)
-    if max_seconds is not None and (late := [each for each in answers if too_far(each, max_seconds)]):
-        for each in late:
-            click.echo(f"consumer {each['consumer']} is {each['state']}: {each['reason']}", err=True)
-        sys.exit(BEHIND)
+    missing = show(text, http, watch=watch).missing
+    if max_seconds is not None:
+        late = [each for each in answers if too_far(each, max_seconds)]
+        _say_late(late if answers else None)
+        if late or missing or not answers:
+            sys.exit(BEHIND)
+
+
+def _say_late(late: list[Any] | None) -> None:
+    """Say who is too far behind; None where there is nobody who could be."""
+    for each in late or ():
+        click.echo(f"consumer {each['consumer']} is {each['state']}: {each['reason']}", err=True)
+    if late is None:
+        click.echo("there are no consumers", err=True)
 
 
 def too_far(answer: dict[str, Any], most: float) -> bool:

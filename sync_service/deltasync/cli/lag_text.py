@@ -81,6 +81,8 @@ def _columns(lines: list[Line]) -> list[str]:
 
 
 def _name(replica: Lag) -> str:
+    if replica.get("guest"):  # A service of before lacks it.
+        return f"{replica['replica']} (guest)"
     return replica["replica"] if replica["connected"] else f"{replica['replica']} (away)"
 
 

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 import uuid
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,36 +22,32 @@ from deltasync.client import (
     TableSpec,
 )
 from deltasync.core.errors import DeltasyncError, ServiceUnavailable
-from deltasync.core.probe_status import ProbeStatus
+from deltasync.core.events import described
+from deltasync.core.probe_status import PATIENCE_SECONDS, ProbeStatus
 
 logger = logging.getLogger(__name__)
 
 TABLE = TableSpec("probe", 1, 4)
-_PATIENCE_SECONDS = 10.0
 # Whole numbers that a value of the table can tell from each other.
 _MOST = 1 << 24
 
 
 class _Echo(NumpyTarget):
-    """Tells when it holds a number."""
+    """Tells when it holds something else."""
 
-    def __init__(self) -> None:
+    def __init__(self, news: threading.Condition) -> None:
         super().__init__()
-        self._changed = threading.Condition()
+        self._news = news
 
     def apply(self, release: Release) -> None:
         super().apply(release)
-        with self._changed:
-            self._changed.notify_all()
+        with self._news:
+            self._news.notify_all()
 
-    def wait_for(self, number: int, seconds: float) -> bool:
-        """Whether it holds that number within so many seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._held() == number, seconds)
-
-    def _held(self) -> float:
+    def holds(self, number: int) -> bool:
+        """Whether it holds that number."""
         table = self.tables.get(TABLE.name)
-        return -1.0 if table is None else float(table[0, 0])
+        return table is not None and float(table[0, 0]) == number
 
 
 class Probe:
@@ -62,30 +59,32 @@ class Probe:
 
     def __init__(self, service: Endpoint, seconds: float, status: ProbeStatus) -> None:
         self.status = status
-        self._service, self._seconds = service, seconds
-        self._closing, self._number = threading.Event(), 0
+        status.every_seconds = seconds
+        self._service, self._number = service, 0
         self._run_id, self._started = uuid.uuid4().hex, time.time_ns()
         self._publisher: Publisher | None = None
-        self._echo = _Echo()
-        options = SubscriberOptions(service=service, consumer=status.name, replica="probe")
-        self._subscriber = Subscriber(options, self._echo)
+        self._subscriber: Subscriber | None = None
+        # Wakes whoever waits for a row that is sealed or held, or for the end.
+        self._news, self._closing = threading.Condition(), False
+        self._echo = _Echo(self._news)
         self._thread = threading.Thread(target=self._run, name="probe", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End it, within seconds."""
-        self._closing.set()
+        """End it, at once."""
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
         self._thread.join()
-        self._subscriber.close()
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        while not self._closing:
             try:
                 self.status.note(self._turn())
-            except (DeltasyncError, TimeoutError) as error:
-                if not self._closing.is_set():
+            except Exception as error:  # noqa: BLE001  # it must go on, whatever it was
+                if not self._closing:
                     self._note_failure(error)
-            self._closing.wait(self._seconds)
+            self._wait(lambda: False, self.status.every_seconds)
         self._disconnect()
 
     def _turn(self) -> float:
@@ -93,38 +92,59 @@ class Probe:
 
         Raises:
             DeltasyncError: it did not.
-            TimeoutError: it was not sealed in time.
         """
         self._number = self._number % _MOST + 1
         values = np.full((1, TABLE.dim), self._number, TABLE.dtype)
         rows = RowBatch(Shard.whole(TABLE), np.zeros(1, np.int64), values)
         begun = time.monotonic()
-        position = self._connected().publish(self._part(rows)).result(_PATIENCE_SECONDS)
-        if not self._echo.wait_for(self._number, _PATIENCE_SECONDS):
-            raise ServiceUnavailable(f"version {position.number} was not read back in {_PATIENCE_SECONDS:.0f} s")
+        publisher, subscriber = self._connected()
+        sealed = publisher.publish(self._part(rows))
+        sealed.add_done_callback(self._tell)
+        if not self._wait(sealed.done, PATIENCE_SECONDS):
+            raise ServiceUnavailable(f"a row was not sealed in {PATIENCE_SECONDS:.0f} s")
+        position = sealed.result()
+        if not self._wait(lambda: self._echo.holds(self._number), PATIENCE_SECONDS):
+            subscriber.check()  # What has ended it is the reason.
+            raise ServiceUnavailable(f"version {position.number} was not read back in {PATIENCE_SECONDS:.0f} s")
         return time.monotonic() - begun
+
+    def _wait(self, wanted: Callable[[], bool], seconds: float) -> bool:
+        """Whether something is so within so many seconds; not longer than until the end."""
+        with self._news:
+            self._news.wait_for(lambda: self._closing or wanted(), seconds)
+            return wanted()
+
+    def _tell(self, _: object) -> None:
+        with self._news:
+            self._news.notify_all()
 
     def _part(self, rows: RowBatch) -> Part:
         return Part(step=self._number, step_end_unix_ns=time.time_ns(), rows=[rows], full=True)
 
-    def _connected(self) -> Publisher:
+    def _connected(self) -> tuple[Publisher, Subscriber]:
+        name = self.status.name
         if self._publisher is None:
             options = PublisherOptions(
-                service=self._service,
-                model=self.status.name,
-                run=self._run_id,
-                run_started_unix_ns=self._started,
+                service=self._service, model=name, run=self._run_id, run_started_unix_ns=self._started
             )
             self._publisher = Publisher(options, [TABLE], [Shard.whole(TABLE)])
-        return self._publisher
+        if self._subscriber is None:
+            wanted = SubscriberOptions(service=self._service, consumer=name, replica="probe")
+            self._subscriber = Subscriber(wanted, self._echo)
+        return self._publisher, self._subscriber
 
     def _note_failure(self, error: Exception) -> None:
-        if not self.status.trouble:
-            logger.warning("the probe's row did not come back, which is tried again: %s", error)
-        self.status.note_failure(str(error) or f"no answer in {_PATIENCE_SECONDS:.0f} s")
+        if not self.status.failure:
+            unforeseen = None if isinstance(error, DeltasyncError) else error
+            logger.warning(
+                "the probe's row did not come back, which is tried again: %s", error, exc_info=unforeseen
+            )
+        self.status.note_failure(described(error))
         self._disconnect()
 
     def _disconnect(self) -> None:
-        if self._publisher:
-            self._publisher.close()
-        self._publisher = None
+        """Both connections begin anew: one may have been ended for good."""
+        for each in (self._publisher, self._subscriber):
+            if each:
+                each.close()
+        self._publisher = self._subscriber = None

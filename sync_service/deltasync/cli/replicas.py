@@ -4,13 +4,13 @@ from typing import Any
 
 import click
 
+from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
 from deltasync.cli.text_table import seconds, text_table
 from deltasync.cli.watching import as_json_text, json_option, show, watch_option
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
 from deltasync.client.status import fetch_lag
 
 
@@ -28,7 +28,7 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
     """List the replicas of each CONSUMER, or of all.
 
     \b
-    state     connected, or away
+    state     connected, or away; a guest is connected, only looks, and counts nowhere
     since     for how long
     offset    the last version, or release, that it has applied
     versions  sealed versions that it has not applied
@@ -37,8 +37,8 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
     why       what is wrong with it, in words
     """
 
-    def text() -> str:
-        names = consumers or [each["consumer"] for each in Route(http).get_json("/consumers")]
+    def text(asking: Asking) -> str:
+        names = consumers or [each["consumer"] for each in asking.get("/consumers")]
         lags = [fetch_lag(http, name) for name in names]
         if as_json:
             return as_json_text(
@@ -48,7 +48,13 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
         titles = ("consumer", "replica", "state", "since", "offset", "versions", "seconds", "checked", "why")
         return text_table(titles, rows) if rows else "no replicas"
 
-    show(text, watch=watch)
+    show(text, http, watch=watch)
+
+
+def _state(replica: dict[str, Any]) -> str:
+    if replica.get("guest"):  # A service of before lacks it.
+        return "guest"
+    return "connected" if replica["connected"] else "away"
 
 
 def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
@@ -56,7 +62,7 @@ def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
     return (
         consumer,
         replica["replica"],
-        "connected" if replica["connected"] else "away",
+        _state(replica),
         seconds(replica["since_seconds"]),
         replica["offset"],
         lag["versions"],

@@ -5,12 +5,12 @@ import time
 
 import click
 
+from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
 from deltasync.cli.waiting import waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
 from deltasync.core.words import counted
 
 
@@ -49,7 +49,9 @@ def snapshots(model: str, http: Endpoint, as_json: bool, url: str, check: bool) 
         return
     if check:
         raise click.UsageError("--check reads what is at --at URL")
-    lines = [each for each in Route(http).get_json("/snapshots") if model in ("", each["model"])]
+    asking = Asking(http)
+    lines = [each for each in asking.get("/snapshots") if model in ("", each["model"])]
+    asking.say_missing()
     if as_json:
         click.echo(json.dumps(lines, indent=2))
         return

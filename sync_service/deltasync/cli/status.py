@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options
 from deltasync.cli.events import event_line
@@ -12,7 +13,6 @@ from deltasync.cli.text_table import seconds, size, text_table
 from deltasync.cli.versions import cuts_text
 from deltasync.cli.watching import as_json_text, json_option, show, watch_option
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
 
 _CUTS, _EVENTS = 5, 8
 
@@ -36,11 +36,11 @@ def status(http: Endpoint, watch: bool, as_json: bool) -> None:
     of consumers  what `deltasync lag --help` says, and of cuts `deltasync versions --help`
     """
 
-    def text() -> str:
-        answer = Route(http).get_json("/status")
+    def text(asking: Asking) -> str:
+        answer = asking.get("/status")
         return as_json_text(answer) if as_json else status_text(answer)
 
-    show(text, watch=watch)
+    show(text, http, watch=watch)
 
 
 def status_text(answer: dict[str, Any]) -> str:

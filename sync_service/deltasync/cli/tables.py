@@ -1,14 +1,18 @@
 """`deltasync tables`."""
 
+from typing import Any
+
 import click
 
+from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
 from deltasync.cli.text_table import size, text_table
-from deltasync.cli.watching import as_json_text, json_option
+from deltasync.cli.watching import as_json_text, json_option, show
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
+from deltasync.core.errors import NotFound
+from deltasync.core.words import listed
 
 
 @click.group()
@@ -28,10 +32,24 @@ def list_tables(model: str, http: Endpoint, as_json: bool) -> None:
     version  the model's newest
     trouble  that the last cut was refused for its rows, or that ranks of the trainer have different ones
     """
-    lines = [each for each in Route(http).get_json("/tables") if model in ("", each["model"])]
-    if as_json:
-        click.echo(as_json_text(lines))
-        return
+
+    def text(asking: Asking) -> str:
+        lines = [each for each in asking.get("/tables") if model in ("", each["model"])]
+        if model and not lines:
+            _check_known(model, asking)
+        return as_json_text(lines) if as_json else _lines_text(lines)
+
+    show(text, http, watch=False)
+
+
+def _check_known(model: str, asking: Asking) -> None:
+    names = [each["model"] for each in asking.get("/models")]
+    if model not in names:
+        asking.say_missing()
+        raise NotFound(f"no model {model!r}; models: {listed(names) or 'none yet'}")
+
+
+def _lines_text(lines: list[Any]) -> str:
     rows = (
         (
             *(each[name] for name in ("model", "table", "kind", "rows", "dim", "dtype")),
@@ -42,7 +60,7 @@ def list_tables(model: str, http: Endpoint, as_json: bool) -> None:
         for each in lines
     )
     titles = ("model", "table", "kind", "rows", "dim", "type", "bytes", "version", "trouble")
-    click.echo(text_table(titles, rows))
+    return text_table(titles, rows)
 
 
 @tables.command("delete", context_settings=CONTEXT)

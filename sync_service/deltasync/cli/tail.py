@@ -14,27 +14,25 @@ from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.guest import goodbye_on_sigterm
 from deltasync.cli.text_table import seconds, size
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.numpy_target import NumpyTarget
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.subscriber import Subscriber
 from deltasync.client.targets import Release
 from deltasync.core.names import guest_name
+from deltasync.core.rows import RowBatch
 from deltasync.core.words import counted, utc
 
 _WAIT_SECONDS = 0.5
 
 
-class _Watched(NumpyTarget):
-    """Holds what it is given, and says what came."""
+class _Watched:
+    """A target that says what came, and holds nothing of it."""
 
     def __init__(self, rows: int) -> None:
-        super().__init__()
         self.came = queue.SimpleQueue[dict[str, Any]]()
         self._rows = rows
 
     def apply(self, release: Release) -> None:
-        """Take a release over."""
-        super().apply(release)
+        """Note what a release has."""
         self.came.put(summary(release, self._rows))
 
 
@@ -49,10 +47,10 @@ def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: En
 
     A line for each: the version, or release; its rows, and their bytes; how long after the end of the trainer's
     step it was here, by two machines' clocks. Below that its rows by table; with --rows some of them, by id, with
-    the L2 norm of what they are now.
+    the L2 norm of what they are now; in mode ids, of what has changed in them.
 
-    It is a replica of that consumer meanwhile: it needs the role of one and keeps its tables in memory, and lag
-    counts it until it has ended, however it did.
+    It is a replica of that consumer meanwhile, and needs the role of one. It keeps no rows. Lag lists it as a
+    guest, and does not count it.
     """
     target = _Watched(rows)
     options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("tail"), guest=True)
@@ -65,7 +63,9 @@ def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: En
 
 
 def summary(release: Release, rows: int) -> dict[str, Any]:
-    """What a release has; of each table some rows, with the norm of what they are now."""
+    """What a release has; of each table some rows, with the norm of what they are now, or, without values, of what
+    has changed in them.
+    """
     tables = dict[str, dict[str, Any]]()
     for batch in release.rows:
         found = tables.setdefault(batch.table.name, {"rows": 0, "deleted": 0, "shown": []})
@@ -86,10 +86,18 @@ def summary(release: Release, rows: int) -> dict[str, Any]:
     }
 
 
-def _shown(batch: Any, most: int) -> list[dict[str, Any]]:
-    values = np.asarray(batch.values[:most], np.float64) if batch.values.dtype.kind == "f" else None
-    norms = [None] * most if values is None else [round(float(each), 6) for each in np.linalg.norm(values, axis=1)]
+def _shown(batch: RowBatch, most: int) -> list[dict[str, Any]]:
+    norms = _norms(batch, most)
     return [{"id": int(id_), "norm": norm} for id_, norm in zip(batch.ids[:most], norms, strict=False)]
+
+
+def _norms(batch: RowBatch, most: int) -> list[float | None]:
+    if batch.norms is not None:
+        return [round(float(each), 6) for each in batch.norms[:most]]
+    if batch.values.dtype.kind != "f":
+        return [None] * most
+    values = np.asarray(batch.values[:most], np.float64)
+    return [round(float(each), 6) for each in np.linalg.norm(values, axis=1)]
 
 
 def _show(subscriber: Subscriber, target: _Watched, count: int | None, *, as_json: bool) -> None:

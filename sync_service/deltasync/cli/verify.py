@@ -19,7 +19,7 @@ from deltasync.client.endpoint import Endpoint
 from deltasync.client.other_side import http_of
 from deltasync.client.status import fetch_lag
 from deltasync.client.stored_copy import StoredCopy, compare, snapshot_copy
-from deltasync.core.errors import NotFound
+from deltasync.core.errors import DeltasyncError, NotFound, NotPermitted
 from deltasync.core.verified import VerifiedStatus, VerifiedTable
 from deltasync.core.words import counted
 from deltasync.wire.verified_messages import verified_from_message
@@ -59,8 +59,8 @@ def verify(
 ) -> None:
     """Compare rows that somebody holds with those that the service gives CONSUMER: by checksum, then by row.
 
-    Without an option each replica that is connected, one after the other: it reads all of its rows again, and goes
-    on to apply what comes meanwhile. Rows that differ are sent again. Needs role admin.
+    Without an option each replica, one after the other: it reads all of its rows again, and goes on to apply what
+    comes meanwhile. Rows that differ are sent again. Guests are not asked. Needs role admin.
 
     With --snapshot or --checkpoint the service's rows are fetched, which takes the role of a replica. Rows that
     have changed since the version that was stored are left out.
@@ -72,7 +72,8 @@ def verify(
     checksum  what that of the rows should be; held: what it is
     why       which rows differ, and how many were left out
 
-    The exit status is 0 if tables were compared and none differs, 3 if one does or none could be compared.
+    The exit status is 0 if all are equal, and 3 if something differs, is not held or is not shown: a replica that
+    is away, goes meanwhile, or has an older client shows nothing.
     """
     if (snapshot is not None) + (checkpoint is not None) + bool(replicas) > 1:
         raise click.UsageError("--replica, --snapshot and --checkpoint: give one of them")
@@ -83,8 +84,7 @@ def verify(
     else:
         found = _of_replicas(service, consumer, replicas, timeout)
     click.echo(json.dumps(found, indent=2) if as_json else text_table(_TITLES, map(_line, found)))
-    statuses = {each["status"] for each in found}
-    if VerifiedStatus.EQUAL.value not in statuses or VerifiedStatus.DIFFERS.value in statuses:
+    if {each["status"] for each in found} != {VerifiedStatus.EQUAL.value}:
         sys.exit(BEHIND)
 
 
@@ -97,24 +97,38 @@ def _checkpoint(path: Path) -> StoredCopy:
 
 
 def _of_replicas(service: Endpoint, consumer: str, names: Sequence[str], timeout: float) -> list[dict[str, Any]]:
-    wanted = names or _connected(service, consumer)
+    fleet = dict.fromkeys(names, "") or _fleet(service, consumer)
     found = list[dict[str, Any]]()
-    for name in wanted:
-        _say(f"replica {name} reads its rows again")
-        with waiting_for(service):
-            answer = Admin(service).verify_replica(consumer, name, timeout)
-        found += [_row(f"replica {name}", answer.version, verified_from_message(each)) for each in answer.tables]
+    for name, away in fleet.items():
+        found += [_not_shown(name, away)] if away else _of_replica(service, consumer, name, timeout)
     return found
 
 
-def _connected(service: Endpoint, consumer: str) -> list[str]:
-    replicas = fetch_lag(http_of(service), consumer)["replicas"]
+def _fleet(service: Endpoint, consumer: str) -> dict[str, str]:
+    """The replicas of a consumer, but for guests, and of each that is away since when and why."""
+    replicas = [each for each in fetch_lag(http_of(service), consumer)["replicas"] if not each.get("guest")]
     if not replicas:
         raise NotFound(f"consumer {consumer!r} has no replicas")
-    for each in replicas:
-        if not each["connected"]:
-            _say(f"replica {each['replica']} is away, and not asked")
-    return [each["replica"] for each in replicas if each["connected"]]
+    return {each["replica"]: "" if each["connected"] else each.get("reason") or "away" for each in replicas}
+
+
+def _of_replica(service: Endpoint, consumer: str, name: str, timeout: float) -> list[dict[str, Any]]:
+    """What one replica shows, or why it shows nothing: others are asked all the same."""
+    _say(f"replica {name} reads its rows again")
+    try:
+        with waiting_for(service):
+            answer = Admin(service).verify_replica(consumer, name, timeout)
+    except NotPermitted:
+        raise
+    except DeltasyncError as error:
+        return [_not_shown(name, str(error))]
+    return [_row(f"replica {name}", answer.version, verified_from_message(each)) for each in answer.tables]
+
+
+def _not_shown(name: str, why: str) -> dict[str, Any]:
+    """A replica of whose tables nothing is known."""
+    row = _row(f"replica {name}", 0, VerifiedTable("", 0, VerifiedStatus.NOT_SHOWN))
+    return {**row, "version": None, "rows": None, "reason": why}
 
 
 def _of_copy(service: Endpoint, consumer: str, copy: StoredCopy, timeout: float) -> list[dict[str, Any]]:
@@ -133,14 +147,15 @@ def _say(text: str) -> None:
 
 
 def _row(what: str, version: int, table: VerifiedTable) -> dict[str, Any]:
+    compared = table.status in (VerifiedStatus.EQUAL, VerifiedStatus.DIFFERS)
     return {
         "what": what,
         "version": version,
         "table": table.table,
         "rows": table.rows,
         "status": table.status.value,
-        "checksum": f"{table.checksum:016x}",
-        "held": f"{table.held:016x}" if table.held or table.status is not VerifiedStatus.NOT_HELD else "",
+        "checksum": f"{table.checksum:016x}" if compared or table.checksum else "",
+        "held": f"{table.held:016x}" if compared else "",
         "differing": table.differing,
         "ids": table.ids.tolist(),
         "changed": table.changed,
@@ -151,4 +166,4 @@ def _row(what: str, version: int, table: VerifiedTable) -> dict[str, Any]:
 def _line(row: dict[str, Any]) -> tuple[Any, ...]:
     left_out = f"{counted(row['changed'], 'row')} changed since" if row["changed"] else ""
     why = "; ".join(each for each in (row["reason"], left_out) if each)
-    return (*(row[name] for name in ("what", "version", "table", "rows", "status", "checksum", "held")), why)
+    return (*("" if row[name] is None else row[name] for name in _TITLES[:-1]), why)

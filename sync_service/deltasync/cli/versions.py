@@ -5,12 +5,12 @@ from urllib.parse import quote
 
 import click
 
+from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options
 from deltasync.cli.text_table import seconds, size, text_table
 from deltasync.cli.watching import as_json_text, json_option, show, watch_option
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
 
 _PARTS = ("gather", "send", "seal", "log", "apply", "release", "ack")
 
@@ -34,12 +34,12 @@ def versions(model: str, last: int, http: Endpoint, watch: bool, as_json: bool) 
     ack      until that replica said that it holds it
     """
 
-    def text() -> str:
+    def text(asking: Asking) -> str:
         query = f"&model={quote(model, safe='')}" if model else ""
-        lines = Route(http).get_json(f"/versions?last={last}{query}")
+        lines = asking.get(f"/versions?last={last}{query}")
         return as_json_text(lines) if as_json else cuts_text(lines)
 
-    show(text, watch=watch)
+    show(text, http, watch=watch)
 
 
 def cuts_text(lines: list[dict[str, Any]]) -> str:

@@ -1,5 +1,6 @@
 """Showing something again and again, and what several commands that show something take."""
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -7,10 +8,12 @@ from typing import Any, TypeVar
 
 import click
 
+from deltasync.cli.asking import Asking
+from deltasync.client.endpoint import Endpoint
 from deltasync.core.errors import ServiceUnavailable
 
 F = TypeVar("F", bound=Callable[..., Any])
-Show = Callable[[], str]
+Show = Callable[[Asking], str]
 
 _SECONDS = 1.0
 
@@ -30,23 +33,33 @@ def as_json_text(answer: Any) -> str:
     return json.dumps(answer, indent=2)
 
 
-def show(what: Show, *, watch: bool) -> None:
-    """Print something, once or until Ctrl-C; a service that is away is waited for then."""
+def show(what: Show, http: Endpoint, *, watch: bool) -> Asking:
+    """Print something, and who had no part in it, once or until Ctrl-C; a service that is away is waited for then.
+
+    Returns:
+        What was asked for it last.
+    """
+    asking = Asking(http)
     if not watch:
-        click.echo(what())
-        return
-    try:
+        _print(what(asking), asking)
+        return asking
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
-            text = _tried(what)
+            asking = Asking(http)
+            text = _tried(what, asking)
             click.clear()
-            click.echo(text)
+            _print(text, asking)
             time.sleep(_SECONDS)
-    except KeyboardInterrupt:
-        return
+    return asking
 
 
-def _tried(what: Show) -> str:
+def _print(text: str, asking: Asking) -> None:
+    click.echo(text)
+    asking.say_missing()
+
+
+def _tried(what: Show, asking: Asking) -> str:
     try:
-        return what()
+        return what(asking)
     except ServiceUnavailable as error:
         return f"The service does not answer: {error}"

@@ -78,6 +78,10 @@ class TargetChecksums:
                 break
         return sum(self._rows_from(name, start) for name, start in self._unread)
 
+    def forget_question(self) -> None:
+        """Begin anew with the next question, whichever it is: who asked has lost what was found so far."""
+        self._question = 0
+
     def _rows_from(self, name: str, start: int) -> int:
         held = self._held.get(name)
         return min(BLOCK_ROWS, held.table.rows - start) if held else 0

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from deltasync.client.endpoint_settings import endpoint_settings, file_settings
-from deltasync.client.http_answer import Tls, get_json
+from deltasync.client.http_answer import JsonAnswer, Tls, get_answer
 from deltasync.client.tls_files import TlsFiles
 from deltasync.client.tls_troubles import meaning
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotOwner, ServiceUnavailable
@@ -203,7 +203,11 @@ class Endpoint:
         return grpc.intercept_channel(channel, _Calls(metadata, self.timeout_seconds))
 
     def get_json(self, path: str) -> Any:
-        """The service's JSON answer to an HTTP GET of `path`.
+        """The service's JSON answer to an HTTP GET of `path`; raises what `get_answer` does."""
+        return self.get_answer(path).value
+
+    def get_answer(self, path: str) -> JsonAnswer:
+        """The same, and which processes of the service had no part in it.
 
         Raises:
             NotFound: the service knows no such thing.
@@ -215,7 +219,7 @@ class Endpoint:
             context = self._files.context() if self.tls else None
             rights = self._rights()
         tls = Tls(context, self.server_name, self.cert is not None)
-        return get_json(self.address.rstrip("/") + path, rights, self.timeout_seconds, tls)
+        return get_answer(self.address.rstrip("/") + path, rights, self.timeout_seconds, tls)
 
     def error_of(self, failure: grpc.RpcError) -> DeltasyncError:
         """The error that a failed call stands for: see `from_rpc_error`. Where there was no connection it says

@@ -21,6 +21,8 @@ from deltasync.core.owner import Owner
 # The lag of a hundred thousand replicas takes less.
 _MOST_BYTES = 256 << 20
 _MOST_ERROR_BYTES = 16 << 20
+# The header that names who had no part in an answer.
+_MISSING = "deltasync-missing"
 # What is no trouble of the connection.
 _KINDS: Mapping[int, type[DeltasyncError]] = {401: NotPermitted, 403: NotPermitted, 404: NotFound}
 
@@ -40,7 +42,20 @@ class Tls:
     certificate: bool = False
 
 
-def get_json(url: str, headers: Mapping[str, str], timeout_seconds: float, tls: Tls | None = None) -> Any:
+@dataclass(frozen=True)
+class JsonAnswer:
+    """What was answered.
+
+    Attributes:
+        value: the JSON.
+        missing: names of processes of the service that had no part in it, as they did not answer.
+    """
+
+    value: Any
+    missing: str = ""
+
+
+def get_answer(url: str, headers: Mapping[str, str], timeout_seconds: float, tls: Tls | None = None) -> JsonAnswer:
     """The JSON that a GET of `url` is answered with: `timeout_seconds` after it is connected, whole.
 
     Raises:
@@ -53,7 +68,7 @@ def get_json(url: str, headers: Mapping[str, str], timeout_seconds: float, tls: 
     request = urllib.request.Request(url, headers=dict(headers))  # noqa: S310  # the endpoint has seen it
     try:
         with _opener(tls).open(request, timeout=timeout_seconds) as answer:
-            return json.loads(_body(answer, _MOST_BYTES))
+            return JsonAnswer(json.loads(_body(answer, _MOST_BYTES)), answer.headers.get(_MISSING, ""))
     except urllib.error.HTTPError as error:
         raise _refused(error, url) from error
     except (OSError, http.client.HTTPException, ValueError) as error:

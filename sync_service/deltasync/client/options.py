@@ -54,8 +54,8 @@ class SubscriberOptions:
         snapshots: folder or URL of the service's snapshots: where nothing is held, the newest is read first, and
             the service sends only what has changed since. Where none can be used it sends everything.
         max_outstanding_bytes: bound of the bytes under way to this replica.
-        guest: whether the service forgets this replica as soon as it is away, however it has ended: for one
-            that is there for a while, and that no lag is to count after that.
+        guest: whether this replica is only there to look at something: no lag and no state of its consumer counts
+            it, and the service forgets it as soon as it is away, however it has ended.
         on_readiness: called with each change of `Subscriber.ready`, from a thread for that alone, one call at a
             time. Of changes during a call only the last is told; what it raises is logged.
     """

@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.http_answer import JsonAnswer
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotOwner, ServiceUnavailable
 
 # Processes that name each other are not followed for ever.
@@ -32,9 +33,13 @@ class Route:
 
     def get_json(self, path: str) -> Any:
         """The JSON answer to an HTTP GET of `path`, of whichever process has it; see `Endpoint.get_json`."""
+        return self.get_answer(path).value
+
+    def get_answer(self, path: str) -> JsonAnswer:
+        """The same, and which processes had no part in it."""
         while True:
             try:
-                return self.endpoint.get_json(path)
+                return self.endpoint.get_answer(path)
             except DeltasyncError as error:
                 if not self.turn(error):
                     raise

@@ -268,6 +268,8 @@ class Subscriber:
             kind = response.WhichOneof("message")
             if kind == "opened":
                 self._known = True
+                if self._checksums:
+                    self._checksums.forget_question()
                 assembler.begin(response.opened)
                 self._readiness.limit(response.opened.ready_within_seconds)
                 self._readiness.lacks("it has yet to show that it holds what it is sent")

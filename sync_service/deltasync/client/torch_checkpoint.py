@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -43,18 +44,19 @@ def checkpoint_copy(path: Path) -> StoredCopy:
         states = sorted((found if found.is_dir() else found.parent).glob("sync-*.pt"))
         position = _position([torch.load(each, weights_only=True, mmap=True) for each in states])
     except Exception as error:  # Whatever torch raises for a file that is none of its own.
-        raise InvalidInput(f"{found} is no checkpoint that torch can read: {error}") from error
+        raise InvalidInput(f"{found} is no checkpoint that torch can read: {_why(error)}") from error
+    name = f"checkpoint {found}"
 
     def rows(table: TableSpec) -> Rows | None:
         key = _key(table, tensors)
-        return _rows(table, tensors[key]()) if key else None
+        return _rows(name, table, _read(name, key, tensors)) if key else None
 
-    return StoredCopy(f"checkpoint {found}", position, rows)
+    return StoredCopy(name, position, rows)
 
 
 def _tensors(path: Path) -> Tensors:
     if not path.is_dir():
-        return dict(_flat(torch.load(path, weights_only=True, mmap=True), ""))
+        return dict(_flat(torch.load(path, map_location="cpu", weights_only=True, mmap=True), ""))
     reader = FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
     stored = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
@@ -70,6 +72,20 @@ def _loader(path: Path, key: str, entry: TensorStorageMetadata) -> Callable[[], 
         return whole
 
     return tensor
+
+
+def _read(name: str, key: str, tensors: Tensors) -> torch.Tensor:
+    try:
+        return tensors[key]()
+    except (Exception, CheckpointException) as error:  # Whatever torch raises for a file that is gone or damaged.
+        raise InvalidInput(f"{name}: {key} cannot be read: {_why(error)}") from error
+
+
+def _why(error: BaseException) -> str:
+    """An error of torch on one line: what has gone wrong where it was read, not how it came to be known."""
+    if isinstance(error, CheckpointException):
+        error = next((found for found, _ in error.failures.values()), error)
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _flat(state: Any, prefix: str) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
@@ -93,11 +109,16 @@ def _key(table: TableSpec, tensors: Tensors) -> str | None:
     return min(keys, key=len, default=None) if table.kind in _STORED else None
 
 
-def _rows(table: TableSpec, tensor: torch.Tensor) -> Rows:
+def _rows(name: str, table: TableSpec, tensor: torch.Tensor) -> Rows:
     rows, dim = matrix_shape(tensor.shape)
     if rows > table.rows:
-        raise Contradiction(f"the checkpoint has {rows} rows of table {table.name!r}, the service {table.rows}")
-    values = tensor.detach().reshape(rows, dim).numpy()
+        raise Contradiction(f"{name} has {rows} rows of table {table.name!r}, the service {table.rows}")
+    try:
+        values = tensor.detach().reshape(rows, dim).numpy()
+    except (TypeError, RuntimeError) as error:  # Sparse, or of a type that NumPy lacks.
+        sparse = "sparse " if tensor.layout is not torch.strided else ""
+        form = f"{sparse}rows of {dim} {str(tensor.dtype).removeprefix('torch.')} in table {table.name!r}"
+        raise Contradiction(f"{name} has {form}, replicas hold {table.dim} {table.dtype}") from error
     for start in range(0, rows, BLOCK_ROWS):
         some = values[start : start + BLOCK_ROWS]
         yield np.arange(start, start + len(some)), some

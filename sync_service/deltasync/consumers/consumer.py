@@ -46,7 +46,7 @@ class Replica:
         rewind: until it holds what it is given instead of rows of a discarded past; None if it came with none.
         verification: its rows, read again when somebody asks.
         has_held: whether it has ever acknowledged a version, as far as that is known.
-        guest: whether it is forgotten once its stream has ended, and never written down.
+        guest: whether it is forgotten once its stream has ended, and never written down, and counts nowhere.
     """
 
     name: str
@@ -122,6 +122,11 @@ class Consumer:
     brake: Signal = field(default_factory=Signal)
     moved: bool = False
     durations: DeliveryDurations = field(default_factory=DeliveryDurations)
+
+    @property
+    def fleet(self) -> list[Replica]:
+        """The replicas that count: all but guests."""
+        return [replica for replica in self.replicas.values() if not replica.guest]
 
     def copy(self) -> "Consumer":
         """The consumer and its replicas as they are now, for another thread."""

@@ -17,8 +17,9 @@ def offset_in(history: str, seal_of: Callable[[int], int], position: Position) -
 
 
 def consumer_offset(replicas: Sequence[Replica], history: str, seal_of: Callable[[int], int]) -> int:
-    """What all of the fleet has: the lowest offset of its replicas; 0 without replicas."""
-    return min((offset_in(history, seal_of, replica.applied) for replica in replicas), default=0)
+    """What all of the fleet has: the lowest offset of its replicas, but for guests; 0 without replicas."""
+    fleet = [replica for replica in replicas if not replica.guest]
+    return min((offset_in(history, seal_of, replica.applied) for replica in fleet), default=0)
 
 
 def forgettable(replicas: Sequence[Replica], now_ns: int, retention_ns: int) -> list[str]:
@@ -26,7 +27,7 @@ def forgettable(replicas: Sequence[Replica], now_ns: int, retention_ns: int) -> 
 
     `now_ns` is by `steady_ns`: nobody is forgotten because a clock was set.
     """
-    present = [replica for replica in replicas if replica.stream is not None]
+    present = [replica for replica in replicas if replica.stream is not None and not replica.guest]
     away = [replica for replica in replicas if replica.stream is None]
     away.sort(key=lambda replica: (replica.since_ns, replica.acked_unix_ns))
     if not present:

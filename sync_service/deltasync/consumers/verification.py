@@ -1,11 +1,19 @@
-"""Having a replica read again all rows that it holds: asked and answered are numbers that only grow."""
+"""Having a replica read again all rows that it holds.
 
+Asked and answered are numbers that only grow, and do not come again: not after a restart either, nor where another
+process has the model.
+"""
+
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deltasync.core.errors import DeltasyncError
 from deltasync.core.signals import Signal
 from deltasync.core.verified import VerifiedTable
+
+# Questions are counted from a random number of so many bits on: a replica may remember those of another process.
+_BITS = 62
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Verification:
 
     def __init__(self) -> None:
         self.signal = Signal()
-        self._asked = self._answered = 0
+        self._asked = self._answered = secrets.randbits(_BITS)
         self._found: Verified | DeltasyncError | None = None
         self.rows = (0, 0)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 from typing import TypeAlias
 
 from deltasync.core.errors import DeltasyncError
@@ -50,8 +51,8 @@ class EventKind(Enum):
     ROLES_RELOADED = "roles_reloaded", logging.INFO
     ROLES_REFUSED = "roles_refused", logging.ERROR
     LOG_LEVEL_CHANGED = "log_level_changed", logging.INFO
-    # The log of the audit says who.
-    CALL_REFUSED = "call_refused", logging.DEBUG
+    # Written down by the audit, in a log of its own.
+    CALL_REFUSED = "call_refused", logging.WARNING
     CUT_REFUSED = "cut_refused", logging.ERROR
     CUT_QUARANTINED = "cut_quarantined", logging.ERROR
     MODEL_DELETED = "model_deleted", logging.WARNING
@@ -97,6 +98,8 @@ _TRIED_AGAIN = frozenset(
 )
 _REPEAT_SECONDS = 60.0
 _LINES = 1000
+# Those that another log has.
+_AUDITED = frozenset({EventKind.CALL_REFUSED})
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,29 @@ class Event:
 
 
 Listener = Callable[[Event], None]
+
+
+# Keeps an event that is written down, and how often more it was since the one before that says the same.
+Keep = Callable[[Event, int], None]
+
+
+@dataclass
+class _Line:
+    """A line of the log that may come again.
+
+    Attributes:
+        event: what it says.
+        written: when it was written last.
+        repeats: how often it was not since.
+    """
+
+    event: Event
+    written: float
+    repeats: int = 0
+
+    def is_over(self, now: float) -> bool:
+        """Whether it may be written again."""
+        return now - self.written >= _REPEAT_SECONDS
 
 
 class Events:
@@ -188,12 +214,11 @@ class EventLog:
     """
 
     def __init__(
-        self, now: Callable[[], float] = time.monotonic, keep: Callable[[Event], None] = lambda _: None
+        self, now: Callable[[], float] = time.monotonic, keep: Keep = lambda _event, _repeats: None
     ) -> None:
         """`keep` is given what is written down, but for what is only there to find faults."""
         self._now, self._keep = now, keep
-        # When each line was written last, and how often it was not since; the oldest one first.
-        self._refused = dict[str, tuple[float, int]]()
+        self._lines = dict[str, _Line]()  # The one that was written longest ago first.
         self._outage = _Outage()
 
     def __call__(self, event: Event) -> None:
@@ -201,39 +226,64 @@ class EventLog:
         for each in self._outage.due(event):
             self._write(each)
 
+    def tell_repeats(self) -> None:
+        """Write what has come again since it was written, a while ago; and forget what has not. To be called now
+        and then: who waited for it to come once more might wait for ever.
+        """
+        now = self._now()
+        for key in list(takewhile(lambda key: self._lines[key].is_over(now), self._lines)):
+            self._renew(key, now)
+
     def _write(self, event: Event) -> None:
+        if event.kind in _AUDITED:
+            if event.subject:  # The others are counted alone.
+                self._keep(event, 0)
+        elif (key := _repeated(event)) is None:
+            self._say(event)
+        else:
+            self._repeat(key, event, self._now())
+
+    def _repeat(self, key: str, event: Event, now: float) -> None:
+        if line := self._lines.get(key):
+            line.event, line.repeats = event, line.repeats + 1
+            if line.is_over(now):
+                self._renew(key, now)
+            return
+        self._lines[key] = _Line(event, now)
+        self._say(event)
+        if len(self._lines) > _LINES:
+            self._forget(next(iter(self._lines)))
+
+    def _renew(self, key: str, now: float) -> None:
+        if line := self._forget(key):
+            self._lines[key] = _Line(line.event, now)
+
+    def _forget(self, key: str) -> _Line | None:
+        """Forget a line; it, where it has come again since it was written, which is said then."""
+        line = self._lines.pop(key)
+        if not line.repeats:
+            return None
+        self._say(line.event, line.repeats - 1)
+        return line
+
+    def _say(self, event: Event, repeats: int = 0) -> None:
         kept = event.kind.level > logging.DEBUG
         if not kept and not logger.isEnabledFor(event.kind.level):
             return
-        line = line_of(event)
-        repeated = _repeated(event, line)
-        if (repeats := self._due(repeated) if repeated else 0) is None:
-            return
         if kept:
-            self._keep(event)
+            self._keep(event, repeats)
         more = f" ({repeats} more like it since the last one)" if repeats else ""
         unforeseen = None if isinstance(event.error, DeltasyncError) else event.error
         fields = {"event": event.kind.value, **event.subject, "text": text_of(event)}
         fields |= {"repeats": repeats} if repeats else {}
-        logger.log(event.kind.level, "%s", line + more, exc_info=unforeseen, extra={FIELDS: fields})
-
-    def _due(self, line: str) -> int | None:
-        """How often a line was not written since it was last; None if it is not to be now either."""
-        now, (written, repeats) = self._now(), self._refused.pop(line, (-_REPEAT_SECONDS, 0))
-        if now - written < _REPEAT_SECONDS:
-            self._refused[line] = written, repeats + 1
-            return None
-        self._refused[line] = now, 0
-        if len(self._refused) > _LINES:
-            del self._refused[next(iter(self._refused))]
-        return repeats
+        logger.log(event.kind.level, "%s", line_of(event) + more, exc_info=unforeseen, extra={FIELDS: fields})
 
 
-def _repeated(event: Event, line: str) -> str:
-    """What the log says again after a while only; empty if it is said each time."""
+def _repeated(event: Event) -> str | None:
+    """What the log says again after a while only; None if it is said each time."""
     if event.kind is EventKind.CUT_QUARANTINED:  # Each is another version; lag says how many there are.
         return f"{event.kind.value} {event.subject.get('model')}"
-    return line if event.kind in _TRIED_AGAIN else ""
+    return line_of(event) if event.kind in _TRIED_AGAIN else None
 
 
 def line_of(event: Event) -> str:

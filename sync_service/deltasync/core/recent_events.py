@@ -26,6 +26,7 @@ class RecentEvent:
         level: how loud the log says it: info, warning or error.
         subject: to whom: model, consumer, replica, rank and the like, by name.
         text: why, or what came of it.
+        repeats: how often it was since the one before that says the same, and was not told.
     """
 
     process: str
@@ -35,6 +36,7 @@ class RecentEvent:
     level: str
     subject: dict[str, str]
     text: str
+    repeats: int = 0
 
 
 class RecentEvents:
@@ -46,19 +48,25 @@ class RecentEvents:
 
     def __init__(self, process: Callable[[], str], now_unix_ns: Callable[[], int] = time.time_ns) -> None:
         self.signal, self._process = Signal(), process
-        self._now, self._last = now_unix_ns, 0
+        self._now, self._last, self._lost = now_unix_ns, 0, 0
         self._events = deque[RecentEvent](maxlen=KEPT_EVENTS)
 
-    def add(self, event: Event) -> None:
-        """Have one more."""
+    def add(self, event: Event, repeats: int = 0) -> None:
+        """Have one more, and how often it was since the one before that says the same."""
         now = self._now()
         # Where the clock was set back, numbers go on all the same.
         self._last = max(self._last + 1, now // 1000)
         subject = {name: printable(str(value), _LONGEST_NAME) for name, value in event.subject.items()}
         level = logging.getLevelName(event.kind.level).lower()
         kind, text = event.kind.value, text_of(event)
-        self._events.append(RecentEvent(self._process(), self._last, now, kind, level, subject, text))
+        if len(self._events) == KEPT_EVENTS:
+            self._lost = self._events[0].number
+        self._events.append(RecentEvent(self._process(), self._last, now, kind, level, subject, text, repeats))
         self.signal.wake()
+
+    def lacks(self, number: int) -> bool:
+        """Whether others have come after the event of that number which are not kept any more."""
+        return number < self._lost
 
     def newest(self, count: int) -> list[RecentEvent]:
         """The last ones, the oldest of them first."""

@@ -25,7 +25,6 @@ class Configuration:
         self.shortcomings = dict[str, str]()
         self._unwritten = dict[str, tuple[ConsumerOptions, str]]()  # And who has asked for each.
         self._elsewhere = dict[str, tuple[ConsumerOptions, str]]()  # Of models that are not here.
-        self._added = list[ConsumerOptions]()
 
     async def take(self, wanted: Sequence[ConsumerOptions], by: str) -> None:
         """Have the consumers of a configuration, which is the only one from here on. One that cannot be as it says
@@ -36,15 +35,10 @@ class Configuration:
             StorageFailed: one could not be written down, for another reason.
         """
         self.shortcomings, self._unwritten, self._elsewhere = {}, {}, {}
-        for each in (*wanted, *self._added):
+        for each in wanted:
             check_name("consumer", each.name)
             check_name("model", each.model)
             await self._take(each, by)
-
-    async def add(self, wanted: ConsumerOptions, by: str) -> None:
-        """Have one more consumer, likewise, which is had in all configurations that are taken from here on."""
-        self._added.append(wanted)
-        await self._take(wanted, by)
 
     async def take_unwritten(self) -> None:
         """Try again to have those that a volume did not take, and those of models that have come here."""

@@ -61,6 +61,7 @@ async def _repeat(
 
 async def _keep(service: Service, freed: FreedMemory) -> None:
     name_threads()
+    service.event_log.tell_repeats()
     for log in service.logs.each():
         log.queue.limit(service.limits.options.log_queue_bytes)  # Which may have been read again.
     await asyncio.to_thread(freed.give_back)

@@ -67,6 +67,7 @@ class Service:
         events: what happens, told to all who listen.
         recent_events: the last ones.
         started_unix_ns: when it was made, nanoseconds since 1970.
+        event_log: writes down what happens.
         event_counts: how often what has happened since the service started.
         models: those that were ever published, by name; but for those that are still recovering.
         unpublished: those that ranks have opened, and of which nothing is published yet.
@@ -94,8 +95,8 @@ class Service:
         self.event_counts = EventCounts()
         # That a volume has failed is said before what comes of it.
         self.recent_events = RecentEvents(lambda: self.owners.me.name)
-        written = EventLog(keep=self.recent_events.add)
-        self.events = Events(lambda event: self.volumes.hear(event), written, self.event_counts)
+        self.event_log = EventLog(keep=self.recent_events.add)
+        self.events = Events(lambda event: self.volumes.hear(event), self.event_log, self.event_counts)
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(lock_data_directory(options.data_dir))
             self.logs = undo.enter_context(contextlib.closing(logs or _embedded_log(options)))

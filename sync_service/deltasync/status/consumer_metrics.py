@@ -161,14 +161,14 @@ def _table_metrics(lags: list[ConsumerLag]) -> list[Metric]:
 
 
 def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
-    replicas = [([each.consumer, replica.replica], replica.lag) for each in lags for replica in each.replicas]
+    replicas = [([each.consumer, replica.replica], replica.lag) for each in lags for replica in each.fleet]
     states = [
-        ([each.consumer, state], _count(each.replicas, connected=state == "connected"))
+        ([each.consumer, state], _count(each.fleet, connected=state == "connected"))
         for each in lags
         for state in ("connected", "away")
     ]
-    unbound = [([each.consumer], sum(len(replica.unbound) for replica in each.replicas)) for each in lags]
-    damaged = [([each.consumer], sum(len(replica.damaged) for replica in each.replicas)) for each in lags]
+    unbound = [([each.consumer], sum(len(replica.unbound) for replica in each.fleet)) for each in lags]
+    damaged = [([each.consumer], sum(len(replica.damaged) for replica in each.fleet)) for each in lags]
     return [
         *[
             gauge(
@@ -195,7 +195,7 @@ def _replica_metrics(lags: list[ConsumerLag]) -> list[Metric]:
             "replica_checked",
             "Whether the replica's last acknowledgement had the right checksums.",
             ["consumer", "replica"],
-            [([each.consumer, replica.replica], replica.checked) for each in lags for replica in each.replicas],
+            [([each.consumer, replica.replica], replica.checked) for each in lags for replica in each.fleet],
         ),
         gauge("consumer_replicas", "Replicas of the consumer.", ["consumer", "state"], states),
         gauge(

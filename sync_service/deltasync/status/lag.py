@@ -98,6 +98,8 @@ class ReplicaLag:
         late: whether it lacks something that was sent, or is to be: what a policy or a pause holds back is not.
         waits_for: what keeps the service from sending it what it lacks; empty if nothing does.
         reason: all of this that is wrong, in words; empty if nothing is.
+        guest: whether it only looks, and counts neither in the consumer's offset, lag and state nor among its
+            replicas.
     """
 
     replica: str
@@ -114,6 +116,7 @@ class ReplicaLag:
     late: bool = False
     waits_for: str = ""
     reason: str = ""
+    guest: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,11 @@ class ConsumerLag:
     head_seconds_behind_events: float | None = None
     paused: PauseLag | None = None
 
+    @property
+    def fleet(self) -> list[ReplicaLag]:
+        """The replicas that count: all but guests."""
+        return [replica for replica in self.replicas if not replica.guest]
+
 
 def measure(
     version: int,
@@ -211,7 +219,9 @@ def unsent(backlogs: Sequence[Backlog]) -> tuple[float, float]:
 
 
 def replica_reason(line: ReplicaLag) -> str:
-    """What is wrong with a replica, in words; empty if nothing is."""
+    """What is wrong with a replica, in words; empty if nothing is, and of a guest: nobody counts on that."""
+    if line.guest:
+        return ""
     found = []
     if not line.connected:
         found.append(
@@ -243,7 +253,7 @@ def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
     """How a fleet is doing, and why.
 
     Args:
-        replicas: all of it.
+        replicas: all of it; guests are none of it.
         lag: that of the last of them.
         standing: where its feed stands.
         offset: what all of them hold.

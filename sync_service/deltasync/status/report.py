@@ -34,12 +34,13 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         now_unix_ns: the time, nanoseconds since 1970.
     """
     replicas = sorted(consumer.replicas.values(), key=lambda replica: replica.name)
+    fleet = [replica for replica in replicas if not replica.guest]
     offset = consumer_offset(replicas, standing.history, standing.seal_of)
     offsets = [offset_in(standing.history, standing.seal_of, replica.applied) for replica in replicas]
     tables, seals = _tables(standing, replicas), standing.seals
     counts = {each: [table.lacking(each) for table in tables] for each in {offset, *offsets}}
     lags = {each: _lag(each, rows, tables, standing, now_unix_ns) for each, rows in counts.items()}
-    found, reason = state(replicas, lags[offset], _with_unfit(standing, tables, consumer), offset)
+    found, reason = state(fleet, lags[offset], _with_unfit(standing, tables, consumer), offset)
     if standing.trouble:
         reason = f"{reason}; the policy is not in force: {standing.trouble}"
     if standing.refused:
@@ -140,6 +141,7 @@ def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int,
         left=replica.left,
         late=lag.versions > 0 and offset != standing.newest_release and not held_back,
         waits_for=f"room on disk: {standing.crowded}" if replica.waits and standing.crowded else "",
+        guest=replica.guest,
     )
     return replace(line, reason=replica_reason(line))
 

@@ -1,5 +1,6 @@
 """What belongs to an identity, what is taken from one that is revoked, and what is told to whom."""
 
+import json
 import queue
 import re
 import signal
@@ -25,6 +26,18 @@ def service(tmp_path: Path) -> Iterator[GuardedService]:
         log = running.log.read_text()
     assert "Traceback" not in log
     assert "XYZZY" not in log
+
+
+def test_a_token_that_is_not_known_is_found_without_the_audit(service: GuardedService) -> None:
+    """By page, `curl` and command: a replica whose token was taken away, or never was one, names no consumer."""
+    with Conversation(service, "nobody", "subscribe", subscribe_open(consumer="predictors")) as stream:
+        assert stream.end()[0] is DENIED
+    status, said = service.ask("GET", "/events", "watcher")
+    assert status == 200
+    (refused,) = (each for each in json.loads(said) if each["event"] == "call_refused")
+    assert refused["subject"]["call"] == "Subscribe"
+    assert refused["subject"]["address"].startswith("127.0.0.1:")
+    assert (refused["level"], "role subscribe" in refused["text"]) == ("warning", True)
 
 
 class Conversation:

@@ -8,6 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPResponse
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from tests.support.server import TOKEN, RunningService
 
 from deltasync.client import NumpyTarget, TableSpec
 from deltasync.core.cut_times import SERVICE_PARTS
+from deltasync.core.recent_events import RecentEvents
+from deltasync.snapshots import manifest
+from deltasync.storage import log_format
+from deltasync.wire.protocol import OLDEST_PROTOCOL, PROTOCOL
 
 PARTS = {*SERVICE_PARTS, "release", "ack"}
 
@@ -138,8 +143,21 @@ def test_events_are_told_as_they_happen_and_after_the_last_one_seen(service: Run
         (_, left) = next(messages(answer))
     with stream(service, "/events", **{"Last-Event-ID": str(joined["number"])}) as answer:
         assert next(messages(answer))[1] == left
+    with stream(service, "/events", **{"Last-Event-ID": "9" * 5000}) as answer:  # As if none had been named.
+        assert next(messages(answer))[1]["number"] <= joined["number"]
     listed = service.get_json("/events?last=2")
     assert listed == [joined, left]
+
+
+def test_who_follows_events_too_slowly_is_told_so(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, *_) = service.get_json("/events")
+    monkeypatch.setattr(RecentEvents, "lacks", lambda _, number: number < first["number"])
+    with stream(service, "/events", **{"Last-Event-ID": "1"}) as answer:
+        (fields, gap), (_, event) = islice(messages(answer), 2)
+    assert (fields["event"], gap) == ("gap", {"after": 1, "before": first["number"]})
+    assert event == first
 
 
 def test_a_consumers_past_is_there_for_who_comes_later(service: RunningService) -> None:
@@ -188,7 +206,8 @@ def test_levels_of_the_log_are_changed_while_it_runs(
 def test_which_deltasync_answers(service: RunningService) -> None:
     found = service.get_json("/version")
     assert found["version"]
-    assert found["formats"].keys() == {"protocol", "oldest_protocol", "log", "snapshot"}
+    formats = {"protocol": PROTOCOL, "oldest_protocol": OLDEST_PROTOCOL, "log": log_format.FORMAT}
+    assert found["formats"] == {**formats, "snapshot": manifest.FORMAT}
 
 
 def test_the_documentation_needs_nobody_else(service: RunningService) -> None:

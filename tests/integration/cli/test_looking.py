@@ -15,6 +15,7 @@ from tests.support.server import RunningService
 
 from deltasync.cli.lag import BEHIND
 from deltasync.client import NumpyTarget
+from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 
 
@@ -22,7 +23,9 @@ from deltasync.core.policy import Policy
 def service(tmp_path: Path) -> Iterator[RunningService]:
     """One that has published two versions; "predictors" has a replica, "probes" has none."""
     with (
-        RunningService(tmp_path / "data", policies={"mobile": Policy(top_k=5)}) as service,
+        RunningService(
+            tmp_path / "data", policies={"mobile": Policy(top_k=5), "audit": Policy(mode=Mode.IDS)}
+        ) as service,
         Trainer(service.grpc) as trainer,
         follow(service, "predictors", "p", NumpyTarget()),
     ):
@@ -105,12 +108,19 @@ def test_tables_are_listed(service: RunningService) -> None:
     assert [line[1] for line in lines] == ["table", "user", "item"]
 
 
+@pytest.mark.parametrize("command", [("tables", "list"), ("versions",)])
+def test_a_model_that_there_is_not_is_an_error(service: RunningService, command: tuple[str, ...]) -> None:
+    code, out, err = deltasync(*command, "clocks", "--service", service.http)
+    assert (code, out) == (1, "")
+    assert "no model 'clocks'; models: clicks" in err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands(shell: str) -> None:
     assert "_DELTASYNC_COMPLETE" in shown("completion", shell)
 
 
-@pytest.mark.parametrize("consumer", ["predictors", "mobile"])
+@pytest.mark.parametrize("consumer", ["predictors", "mobile", "audit"])
 def test_releases_are_shown_as_they_pass(service: RunningService, consumer: str) -> None:
     text = shown("tail", consumer, "--count", "1", "--rows", "2", "--service", service.http)
     head, *tables = text.splitlines()
@@ -123,6 +133,16 @@ def test_releases_are_shown_as_they_pass(service: RunningService, consumer: str)
     assert names <= {"p"}  # It has said goodbye.
     code, _, err = deltasync("tail", "nobody", "--service", service.grpc)
     assert (code, "no consumer 'nobody'" in err) == (1, True)
+
+
+def test_of_rows_without_values_the_norm_of_what_has_changed_is_shown(service: RunningService) -> None:
+    at = ("--count", "1", "--rows", "100", "--json", "--service", service.grpc)
+    tables = [json.loads(shown("tail", name, *at))["tables"] for name in ("audit", "predictors")]
+    audit, predictors = ([row for table in each.values() for row in table["shown"]] for each in tables)
+    assert len(audit) == 100
+    assert [row["id"] for row in audit] == [row["id"] for row in predictors]
+    # Everything has changed since there was nothing.
+    assert [row["norm"] for row in audit] == pytest.approx([row["norm"] for row in predictors])
 
 
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

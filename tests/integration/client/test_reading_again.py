@@ -4,6 +4,8 @@ import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,6 +29,7 @@ from torch import nn
 
 from deltasync.client import CallbackTarget, Position
 from deltasync.client.torch_target import TorchTarget
+from deltasync.consumers.verification import Verification
 from deltasync.core.errors import Contradiction, NotFound, ServiceUnavailable
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
@@ -131,6 +134,25 @@ def test_releases_go_on_while_all_rows_are_read(service: RunningService, monkeyp
         assert target.bytes() == trainer.expected()
 
 
+@pytest.mark.usefixtures("in_slices", "unswept")
+def test_nothing_else_is_sent_between_two_slices(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder()) as replica:
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        go_on = replica._go_on
+
+        def told(assembler: Any, progress: Any, requests: Any) -> None:
+            asked.append(progress.read_again)
+            go_on(assembler, progress, requests)
+
+        monkeypatch.setattr(replica, "_go_on", told)
+        verified(service)
+    questions = [at for at, number in enumerate(asked) if number]
+    slices = -(-USER.rows // 4) + -(-ITEM.rows // 4)
+    assert len(questions) == slices
+    assert questions[-1] - questions[0] == slices - 1
+
+
 def test_what_shows_nothing_is_not_called_equal(service: RunningService) -> None:
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", CallbackTarget(lambda _: None)):
         wait_until_delivered(service, "predictors", trainer.publish_all())
@@ -198,6 +220,44 @@ def test_one_that_goes_away_meanwhile_has_shown_nothing(service: RunningService,
         stream.end()
         with pytest.raises(ServiceUnavailable, match="has gone before it had read all its rows"):
             found.result(20)
+
+
+@pytest.mark.usefixtures("unswept")
+def test_a_row_that_was_damaged_before_the_service_came_back_is_found(tmp_path: Path) -> None:
+    """A service that has started anew, or another that the model has moved to, asks nothing a second time."""
+    target = Recorder()
+    with RunningService(tmp_path / "data") as first, Trainer(first.grpc) as trainer:
+        replica = follow(first, "predictors", "a", target)
+        head = trainer.publish_all()
+        wait_until_in_sync(first, "predictors", head)
+        assert statuses(verified(first)) == {"user": "equal", "item": "equal"}
+    with replica, RunningService(tmp_path / "data", grpc_port=int(first.grpc.rpartition(":")[2])) as second:
+        wait_until_in_sync(second, "predictors", head)
+        target.tables["user"][7, 3] += 1
+        found = verified(second)
+        assert statuses(found) == {"user": "differs", "item": "equal"}
+        assert found["user"].ids.tolist() == [7]
+
+
+def test_numbers_of_questions_do_not_come_again() -> None:
+    numbers = [each.ask() for each in [Verification() for _ in range(100)] for _ in range(3)]
+    assert len(set(numbers)) == 300
+    assert all(0 < number < 2**63 for number in numbers)
+    assert all(one < other for one, other in pairwise(numbers[:3]))
+
+
+@pytest.mark.usefixtures("unswept", "in_slices")
+def test_a_replica_begins_anew_where_its_stream_does(service: RunningService) -> None:
+    """What was found on the stream before is not known any more, and may be repaired by now."""
+    target = Recorder()
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        checksums = replica._checksums
+        assert checksums
+        rows = USER.rows + ITEM.rows
+        assert [checksums.read_again(1, 0.0) for _ in range(2)] == [rows - 4, rows - 8]
+        checksums.forget_question()
+        assert checksums.read_again(1, 0.0) == rows - 4
 
 
 def test_two_that_ask_at_once_both_hear(service: RunningService) -> None:

@@ -1,5 +1,6 @@
 """Snapshots and checkpoints, compared with what the service gives replicas now, row by row."""
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -12,17 +13,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.command import deltasync
-from tests.support.fleet import TABLES, USER, WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
+from tests.support.fleet import (
+    TABLES,
+    USER,
+    WAIT,
+    Recorder,
+    Trainer,
+    admin_of,
+    follow,
+    lost,
+    wait_for_lag,
+    wait_until_in_sync,
+)
 from tests.support.server import RunningService
+from tests.support.wire import ReplicaStream, ack
+from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from deltasync.cli.lag import BEHIND
 from deltasync.client import CallbackTarget, Mode, Policy, Position, TableSpec, ValueType
 from deltasync.client.stored_copy import Comparison, Rows, StoredCopy, compare, snapshot_copy
 from deltasync.client.torch_checkpoint import checkpoint_copy
+from deltasync.client.torch_target import TorchTarget
 from deltasync.core.errors import Contradiction, InvalidInput, NotFound, StorageFailed
 from deltasync.core.verified import VerifiedTable
 from deltasync.service.snapshots import SnapshotOptions
+from deltasync.wire.messages import position_from_message
+from deltasync.wire.protocol import READ_AGAIN_PROTOCOL, Protocols
 
 POLICIES = {
     "ranked": Policy(top_k=10_000, min_interval_seconds=0.01),
@@ -207,6 +224,41 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
             checkpoint_copy(path)
 
 
+@pytest.mark.parametrize("harm", ["missing", "cut short", "damaged"])
+def test_weights_of_a_checkpoint_that_cannot_be_read_are_an_error_of_one_line(
+    service: RunningService, trainer: Trainer, tmp_path: Path, harm: str
+) -> None:
+    folder = write_checkpoint("folder", tmp_path / "c", weights_of(trainer), trainer.publish_all())
+    for piece in folder.glob("*.distcp"):
+        content = piece.read_bytes()
+        piece.write_bytes(content[:100] if harm == "cut short" else b"x" * 100 + content[100:])
+        if harm == "missing":
+            piece.unlink()
+    code, shown, said = verify(service, "--checkpoint", str(folder))
+    assert (code, shown) == (1, "")
+    (error,) = [line for line in said.splitlines() if line.startswith("Error: ")]
+    assert f"checkpoint {folder}: model.sparse.user.weight cannot be read: " in error
+    assert "Traceback" not in said
+    assert ("No such file" in error) is (harm == "missing")
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "sparse"])
+def test_weights_of_another_type_are_an_error_of_one_line(
+    service: RunningService, trainer: Trainer, tmp_path: Path, kind: str
+) -> None:
+    trainer.publish_all()
+    weights = weights_of(trainer)["sparse.user.weight"]
+    other = weights.to_sparse() if kind == "sparse" else weights.to(getattr(torch, kind))
+    torch.save({"user.weight": other}, tmp_path / "m.pt")
+    code, _, said = verify(service, "--checkpoint", str(tmp_path / "m.pt"))
+    (error,) = [line for line in said.splitlines() if line.startswith("Error: ")]
+    assert code == 1
+    assert "Traceback" not in said
+    assert f"has {'sparse ' * (kind == 'sparse')}rows of " in error
+    assert f"in table 'user', replicas hold {USER.dim} float32" in error
+    assert kind in error
+
+
 def verify(service: RunningService, *arguments: str) -> tuple[int, str, str]:
     return deltasync("verify", "predictors", "--service", service.grpc, *arguments, token="secret")  # noqa: S106
 
@@ -231,6 +283,9 @@ def test_the_command_says_which_row_of_whom_differs(
         assert "replica bad " in next(line for line in shown.splitlines() if "differs" in line)
         wait_until_in_sync(service, "predictors", position, replicas=2)
         assert verify(service, "--replica", "bad")[0] == 0
+    with follow(service, "predictors", "looks", Recorder(), guest=True) as guest:
+        guest.wait_for(position, WAIT)
+        assert "has no replicas" in verify(service)[2]  # Of guests nobody is asked.
     admin_of(service).make_snapshot("clicks")
     trainer.set(USER, 7, 3.5)
     code, shown, said = verify(service, "--snapshot", str(tmp_path / "snapshots"))
@@ -240,3 +295,61 @@ def test_the_command_says_which_row_of_whom_differs(
     assert verify(service, "--checkpoint", str(folder))[0] == 0
     code, _, said = verify(service, "--checkpoint", str(folder), "--replica", "bad")
     assert (code, "give one of them" in said) == (2, True)
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_that_shows_nothing_does_not_hide_what_others_show(service: RunningService, trainer: Trainer) -> None:
+    module = nn.Module()
+    module.user = nn.EmbeddingBag(USER.rows, USER.dim)
+    position = trainer.publish_all()
+    with lost(follow(service, "predictors", "away", Recorder())) as away:
+        away.wait_for(position, WAIT)
+    old = Protocols(1, READ_AGAIN_PROTOCOL - 1)
+    with (
+        follow(service, "predictors", "good", Recorder()) as good,
+        follow(service, "predictors", "plain", CallbackTarget(lambda _: None)) as plain,
+        follow(service, "predictors", "part", TorchTarget(module, leave_out=["item"])) as part,
+        ReplicaStream(service.grpc, replica="old", protocols=old) as stream,
+    ):
+        _, end = stream.release()
+        stream.send(ack(0, position_from_message(end.position)))
+        for each in (good, plain, part):
+            each.wait_for(position, WAIT)
+        wait_for_lag(service, "predictors", lambda lag: [each["offset"] for each in lag["replicas"]] == 5 * [1])
+        code, shown, _ = verify(service, "--json")
+        found = json.loads(shown)
+        assert (code, {(each["what"], each["table"]): each["status"] for each in found}) == (
+            BEHIND,
+            {
+                ("replica away", ""): "not shown",
+                ("replica good", "user"): "equal",
+                ("replica good", "item"): "equal",
+                ("replica old", ""): "not shown",
+                ("replica part", "user"): "equal",
+                ("replica part", "item"): "not held",
+                ("replica plain", "user"): "not shown",
+                ("replica plain", "item"): "not shown",
+            },
+        )
+        assert all(bool(each["held"]) == (each["status"] == "equal") for each in found)
+        why = {each["what"]: each["reason"] for each in found}
+        assert "away for" in why["replica away"]
+        assert "update it" in why["replica old"]
+        code, shown, _ = verify(service)
+        assert (code, shown.count("away for"), shown.count("update it"), shown.count(" equal ")) == (
+            BEHIND,
+            1,
+            1,
+            3,
+        )
+        assert "None" not in shown
+        assert verify(service, "--replica", "good")[0] == 0
+        for name in ("part", "plain", "old", "away", "nobody"):
+            code, shown, _ = verify(service, "--replica", "good", "--replica", name)
+            assert (code, shown.count(" equal ")) == (BEHIND, 3 if name == "part" else 2), name
+
+
+def test_who_has_no_right_is_told_so_once(service: RunningService, trainer: Trainer) -> None:
+    trainer.publish_all()
+    code, shown, said = deltasync("verify", "predictors", "--replica", "a", "--service", service.grpc)
+    assert (code, shown, "DELTASYNC_TOKEN" in said) == (1, "", True)

@@ -135,7 +135,7 @@ def test_examples_of_policies_are_policies(deploy: Path) -> None:
 
 
 def test_variables_are_settings_of_serve(root: Path, deploy: Path, serve: dict[str, click.Parameter]) -> None:
-    files = [path for path in deploy.rglob("*") if path.is_file()]
+    files = [path for path in deploy.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     used = {name for path in files for name in re.findall(r"\bDELTASYNC_[A-Z_]*[A-Z]\b", path.read_text())}
     of_clients = {"SERVICE", "HTTP", "CA", "CERT", "KEY", "TOKEN_FILE", "ENDPOINT"}
     assert "DELTASYNC_TLS_KEY" in used

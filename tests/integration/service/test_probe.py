@@ -6,14 +6,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+from tests.support.cluster import Cluster
 from tests.support.command import deltasync
 from tests.support.metrics import samples_of
+from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 
 from deltasync.api.server_options import ServerOptions
 from deltasync.cli.probe import Probe
 from deltasync.client import Endpoint
-from deltasync.core.probe_status import ProbeStatus
+from deltasync.consumers.consumer import Consumer, ConsumerOptions
+from deltasync.core.errors import LimitReached
+from deltasync.core.probe_status import PROBE, ProbeStatus
+from deltasync.service.service import Service
 
 _DEADLINE_SECONDS = 30.0
 
@@ -63,6 +69,80 @@ def test_a_probe_that_is_kept_from_it_says_why_and_goes_on(tmp_path: Path) -> No
         assert samples_of(service)["deltasync_probe_failures_total", ()] >= 1
         deltasync("consumers", "resume", "deltasync-probe", *at, admin_token=token)
         service.wait_for(lambda probe: probe["trouble"] == "")
+
+
+def test_a_probe_whose_consumer_is_deleted_has_another_one(tmp_path: Path) -> None:
+    with ProbedService(tmp_path / "data") as service:
+        service.wait_for(lambda probe: probe["turns"] > 0)
+        deleted = deltasync("consumers", "delete", PROBE, "--service", service.grpc, admin_token="secret")  # noqa: S106
+        assert deleted[0] == 0, deleted
+        failed = service.wait_for(lambda probe: probe["failures"] > 0)
+        service.wait_for(lambda probe: probe["turns"] > failed["turns"] and not probe["trouble"])
+
+
+def test_what_was_not_foreseen_does_not_end_a_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ProbedService(tmp_path / "data") as service:
+        with monkeypatch.context() as patch:
+            patch.setattr(Probe, "_part", lambda *_: 1 // 0)
+            service.wait_for(lambda probe: "ZeroDivisionError" in probe["trouble"])
+        service.wait_for(lambda probe: probe["turns"] > 0 and not probe["trouble"])
+
+
+def test_what_keeps_a_probe_from_its_consumer_ends_no_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Service.ensure_consumer
+
+    async def full(service: Service, wanted: ConsumerOptions, by: str = "") -> Consumer:
+        if wanted.name == PROBE:
+            raise LimitReached("there are 2 consumers, at most 2 may be")
+        return await made(service, wanted, by)
+
+    monkeypatch.setattr(Service, "ensure_consumer", full)
+    with ProbedService(tmp_path / "data") as service:
+        found = service.wait_for(lambda probe: "cannot be made" in probe["trouble"])
+        assert "at most 2 may be" in found["trouble"]
+        assert service.get("/readyz")[0] == 200
+        monkeypatch.undo()
+        service.wait_for(lambda probe: probe["turns"] > 0 and not probe["trouble"])
+
+
+def test_no_row_for_long_is_trouble_whatever_was_before() -> None:
+    status = ProbeStatus(every_seconds=5.0)
+    assert status.trouble == "no row has come back yet"
+    status.note(0.01)
+    assert status.trouble == ""
+    status.since_ns -= 16 * 10**9
+    assert status.trouble == "no row has come back for 16 s"
+    status.note_failure("a row was not sealed in 10 s")
+    assert status.trouble == "a row was not sealed in 10 s"
+
+
+def test_of_several_processes_each_has_a_probe(tmp_path: Path) -> None:
+    """Whichever of them has its model, which changes when one is killed."""
+    with Cluster(tmp_path, services=2, brokers=1, arguments=("--probe-seconds", "0.2")) as cluster:
+        names = {cluster.name_of(each) for each in cluster.services}
+        assert _probes(cluster.services[0], names) == names
+        killed, left = cluster.services
+        killed.kill()
+        mine = {cluster.name_of(left)}
+        assert _probes(left, mine) == mine
+        killed.start()
+        assert _probes(left, names) == names
+
+
+def _probes(service: ServiceProcess, wanted: set[str]) -> set[str]:
+    """The processes whose rows come back, after a while those that are wanted."""
+    deadline = time.monotonic() + 3 * _DEADLINE_SECONDS
+    turns = dict[str, int]()
+    while True:
+        found = {each["process"]: each["probe"] for each in service.get_json("/status")["processes"]}
+        going = {name for name, each in found.items() if each and not each["trouble"]}
+        before = {name: turns.setdefault(name, found[name]["turns"]) for name in going}
+        if going == wanted and all(found[name]["turns"] > turns for name, turns in before.items()):
+            return going
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
 
 
 def test_a_service_ends_although_its_probe_waits(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.command import deltasync
 
-from deltasync.cli.events import event_line, unseen
+from deltasync.cli.events import event_line, may_lack, unseen
+from deltasync.client.http_answer import JsonAnswer
 from deltasync.client.route import Route
 from deltasync.core.errors import ServiceUnavailable
 
@@ -39,20 +40,68 @@ def test_who_follows_is_shown_some_of_before_and_all_that_come(
     before = [one[0], *other, one[1]]
     answers = iter([None, before, [], [*before, *later]])
 
-    def answer(_route: Route, _path: str) -> list[dict[str, Any]]:
+    def answer(_route: Route, _path: str) -> JsonAnswer:
         try:
             found = next(answers)
         except StopIteration:
             raise KeyboardInterrupt from None
         if found is None:
             raise ServiceUnavailable("no")
-        return found
+        return JsonAnswer(found)
 
-    monkeypatch.setattr(Route, "get_json", answer)
+    monkeypatch.setattr(Route, "get_answer", answer)
     monkeypatch.setattr("deltasync.cli.events.time.sleep", lambda _: None)
     code, out, said = deltasync("events", "--follow", "--json", "--last", str(last), "--service", "http://here:1")
     assert (code, said.count("does not answer")) == (0, 1)
     assert [json.loads(line)["number"] for line in out.splitlines()] == [1, 2, 3, 4, 5][3 - last :]
+
+
+@given(
+    st.dictionaries(st.sampled_from(["", "sync-0", "sync-1"]), _Numbers),
+    st.lists(st.integers(0, 30), min_size=2, max_size=5),
+    st.integers(1, 5),
+)
+def test_few_are_asked_for_as_long_as_they_go_back_to_those_seen(
+    numbers: dict[str, list[int]], ends: list[int], few: int
+) -> None:
+    def last(end: int, most: int) -> list[dict[str, Any]]:
+        return [_event(name, each) for name, those in numbers.items() for each in those[:end][-most:]]
+
+    seen, shown = dict[str, int](), list[dict[str, Any]]()
+    unseen(last(min(ends), 30), seen)
+    for end in sorted(ends):
+        found = last(end, few)
+        shown += unseen(last(end, 30) if may_lack(found, seen, few) else found, seen)
+    for name, those in numbers.items():
+        assert [each["number"] for each in shown if each["process"] == name] == those[min(ends) : max(ends)]
+    assert not may_lack(last(max(ends), few), seen, few)
+
+
+def test_who_follows_asks_for_few_and_for_all_where_many_have_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events, paths = [_event("", each) for each in range(1, 401)], list[str]()
+    heads = iter([100, 101, 300, 300, 310])
+
+    def answer(_route: Route, path: str) -> JsonAnswer:
+        paths.append(path)
+        asked = int(path.rpartition("=")[2])
+        return JsonAnswer(events[: head[0]][-asked:], "sync-1" if head[0] >= 300 else "")
+
+    head = [next(heads)]
+
+    def sleep(_: float) -> None:
+        try:
+            head[0] = next(heads)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(Route, "get_answer", answer)
+    monkeypatch.setattr("deltasync.cli.events.time.sleep", sleep)
+    code, out, said = deltasync("events", "--follow", "--json", "--last", "3", "--service", "http://here:1")
+    assert (code, said.count("sync-1")) == (0, 1)
+    assert [json.loads(line)["number"] for line in out.splitlines()] == list(range(98, 311))
+    assert [path.rpartition("=")[2] for path in paths] == ["50", "50", "50", "1000", "50", "50"]
 
 
 def test_those_of_a_process_that_has_started_anew_are_shown_although_its_clock_was_set_back() -> None:

@@ -136,6 +136,14 @@ def test_the_last_replica_of_a_fleet_is_kept() -> None:
     assert forgettable(replicas[:1], 10**9, 10) == []
 
 
+def test_a_guest_does_not_count_as_one_of_the_fleet() -> None:
+    here, guest = replica("here", 5), replica("guest", 1, guest=True)
+    assert consumer_offset([here, guest], "h", lambda _: 0) == 5
+    assert consumer_offset([guest], "h", lambda _: 0) == 0
+    away = [replica("long", away=1), replica("longer", away=0)]
+    assert forgettable([*away, guest], 10**9, 10) == ["longer"]
+
+
 def test_a_replica_that_was_idle_is_not_taken_for_one_that_is_away() -> None:
     """It acknowledged long ago, since nothing was published, and left just now."""
     idle = replica("idle", away=99)

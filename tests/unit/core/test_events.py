@@ -1,6 +1,7 @@
 """What happens is told once, to all who listen, and the log says it in one line."""
 
 import logging
+from collections import Counter
 from itertools import count
 
 import pytest
@@ -64,6 +65,43 @@ def test_trouble_that_comes_again_is_counted_and_told_once_a_minute(caplog: pyte
     said = [line_of(event) for event in refused]
     more = " (2 more like it since the last one)"
     assert [each.getMessage() for each in caplog.records] == [*said, *(line + more for line in said)]
+
+
+def test_what_has_come_again_is_told_although_it_comes_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    now, kept = [0.0], list[tuple[str, int]]()
+    log = EventLog(lambda: now[0], lambda event, repeats: kept.append((event.text, repeats)))
+    for _ in range(41):
+        log(Event(EventKind.PUBLISHER_REFUSED, {"model": "m"}, "too late"))
+    log(Event(EventKind.PUBLISHER_REFUSED, {"model": "m"}, "once"))
+    for second in (1, 59, 61, 122, 200):
+        now[0] = float(second)
+        log.tell_repeats()
+    assert kept == [("too late", 0), ("once", 0), ("too late", 39)]
+    assert "(39 more like it since the last one)" in caplog.records[-1].getMessage()
+    assert log._lines == {}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 70)), max_size=60))
+def test_each_time_is_written_or_counted_once(steps: list[tuple[str, int]]) -> None:
+    now, told = [0.0], Counter[str]()
+    log = EventLog(lambda: now[0], lambda event, repeats: told.update({event.text: 1 + repeats}))
+    for text, pause in steps:
+        log(Event(EventKind.PUBLISHER_REFUSED, {}, text))
+        now[0] += pause
+        log.tell_repeats()
+    for _ in range(2):
+        now[0] += 60
+        log.tell_repeats()
+    assert told == Counter(text for text, _ in steps)
+
+
+def test_refused_calls_are_written_down_by_the_audit_alone(caplog: pytest.LogCaptureFixture) -> None:
+    kept = list[Event]()
+    log = EventLog(keep=lambda event, _: kept.append(event))
+    log(Event(EventKind.CALL_REFUSED))
+    log(Event(EventKind.CALL_REFUSED, {"call": "Subscribe", "address": "10.0.0.7:1"}, "no role"))
+    assert [event.text for event in kept] == ["no role"]
+    assert caplog.records == []
 
 
 def test_the_log_remembers_no_more_than_some_lines(caplog: pytest.LogCaptureFixture) -> None:

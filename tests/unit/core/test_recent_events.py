@@ -30,6 +30,19 @@ def test_no_more_are_kept_and_what_is_only_for_faults_is_not() -> None:
     assert {each.event for each in recent.after(0)} == {"replica_joined"}
 
 
+def test_who_is_too_slow_lacks_what_is_not_kept_any_more() -> None:
+    recent = RecentEvents(lambda: "here")
+    for number in range(KEPT_EVENTS):
+        recent.add(Event(EventKind.RANK_JOINED, {"rank": number}))
+    first, second, *_ = recent.after(0)
+    assert not recent.lacks(recent.before(KEPT_EVENTS))
+    for _ in range(2):
+        recent.add(Event(EventKind.RANK_JOINED), repeats=3)
+    assert recent.lacks(first.number)
+    assert not recent.lacks(second.number)
+    assert recent.newest(1)[0].repeats == 3
+
+
 def test_what_peers_say_is_bounded() -> None:
     recent = RecentEvents(lambda: "here")
     recent.add(Event(EventKind.REPLICA_REFUSED, {"replica": "x\n" * 10_000}, "y\n" * 10_000))

@@ -17,7 +17,7 @@ from tests.support.wire import WHOLE, full_part, part, random_rows
 
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.errors import Contradiction, DeltasyncError, NotOwner, ServiceUnavailable, StorageFailed
+from deltasync.core.errors import Contradiction, DeltasyncError, ServiceUnavailable, StorageFailed
 from deltasync.core.events import Events
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -329,21 +329,5 @@ def test_a_consumer_of_the_configuration_is_about_to_be_made_until_it_is(tmp_pat
         service.registry.create = create  # type: ignore[method-assign]
         await service.configuration.take_unwritten()
         assert service.registry.get("later").model == "clicks"
-
-    run(tmp_path, scenario)
-
-
-def test_the_probes_consumer_waits_for_its_model_through_other_configurations(tmp_path: Path) -> None:
-    """Another process may have it, or this one is not known to be alive yet: neither is to end the service."""
-
-    async def scenario(service: Service) -> None:
-        claim = service.owners.claim
-        service.owners.claim = AsyncMock(side_effect=NotOwner("elsewhere"))  # type: ignore[method-assign]
-        await service.configuration.add(ConsumerOptions("deltasync-probe", "deltasync-probe"), "test")
-        await service.configuration.take([], "test")
-        assert "deltasync-probe" not in service.registry.consumers
-        service.owners.claim = claim  # type: ignore[method-assign]
-        await service.configuration.take_unwritten()
-        assert "deltasync-probe" in service.registry.consumers
 
     run(tmp_path, scenario)

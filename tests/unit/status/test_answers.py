@@ -87,7 +87,7 @@ def test_no_table_is_looked_at_in_the_event_loop(tmp_path: Path, monkeypatch: py
         await published(service, EVERYTHING, TOP)
         answers, threads = Answers(service), set[threading.Thread]()
         for where, name in (
-            (models, "TableStanding"),
+            (models, "table_standing"),
             (views, "TableStanding"),
             (ChangeCounts, "after"),
             (module, "exposition"),

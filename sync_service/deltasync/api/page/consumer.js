@@ -31,11 +31,11 @@ export function consumerView(name) {
     { title: "replica", cell: (line) => line.replica },
     { title: "state", cell: (line) => ({ text: stateOf(line), className: stateOf(line) === "connected" ? "good" : "bad" }) },
     { title: "since", number: true, cell: (line) => seconds(line.since_seconds) },
+    { title: "why", words: true, cell: (line) => line.reason },
     { title: "offset", number: true, cell: (line) => count(line.offset) },
     { title: "versions", number: true, cell: (line) => count(line.lag.versions) },
     { title: "rows", number: true, wide: true, cell: (line) => count(line.lag.rows) },
     { title: "behind", number: true, cell: (line) => seconds(line.lag.seconds) },
-    { title: "why", words: true, cell: (line) => line.reason },
   ], (line) => line.replica);
   const tables = new Table("Tables", [
     { title: "table", cell: (line) => ({ text: line.table, href: `#/tables/${encodeURIComponent(line.table)}` }) },

@@ -135,9 +135,9 @@ export function overviewView() {
   const cuts = new Table("The last cuts", [
     { title: "version", cell: (line) => `${line.model} ${count(line.version)}` },
     { title: "where its time went", cell: (line) => ({ fill: (cell) => fillBar(cell, line.seconds, longest) }) },
-    { title: "mostly", cell: (line) => mostly(line.seconds) },
+    { title: "mostly", number: true, cell: (line) => mostly(line.seconds) },
     { title: "in all", number: true, cell: (line) => seconds(total(line.seconds)) },
-    { title: "rows", number: true, cell: (line) => count(line.rows) },
+    { title: "rows", number: true, wide: true, cell: (line) => count(line.rows) },
     { title: "bytes", number: true, wide: true, cell: (line) => bytes(line.bytes) },
     { title: "ago", number: true, cell: (line) => seconds(line.seconds_ago) },
   ], (line) => `${line.model}/${line.version}`);
@@ -147,7 +147,7 @@ export function overviewView() {
     { title: "to whom", cell: (line) => Object.entries({ ...(line.process ? { process: line.process } : {}), ...line.subject }).map(([name, value]) => `${name} ${value}`).join(", ") },
     { title: "why", words: true, cell: (line) => `${line.text}${line.repeats ? ` (${count(line.repeats)} more times)` : ""}` },
   ], (line) => `${line.process}/${line.number}`);
-  const charts = { rows: new LineChart("Rows sent a second", count), bytes: new LineChart("Bytes sent a second", bytes), fresh: new Distribution("Freshness of deliveries") };
+  const charts = { rows: new LineChart("Rows sent a second, since this page was opened", count), bytes: new LineChart("Bytes sent a second, likewise", bytes), fresh: new Distribution("Freshness of deliveries") };
 
   function fillConsumers(status) {
     const sorted = [...status.consumers].sort((one, other) => urgency(one.state) - urgency(other.state) || one.consumer.localeCompare(other.consumer));
@@ -158,7 +158,9 @@ export function overviewView() {
     const [answer, className] = inSync(status);
     say(cards.sync.value, answer, className);
     const unproven = status.consumers.filter((each) => each.state === "delivered").length;
-    say(cards.sync.more, `${counted(status.consumers.length, "consumer")}${unproven ? `, ${unproven} without proof` : ""}`, "soft");
+    const wrong = status.consumers.reduce((all, each) => all + each.wrong.length, 0);
+    const notes = [counted(status.consumers.length, "consumer"), unproven && `${unproven} without proof`, wrong && `look at ${counted(wrong, "replica")}`];
+    say(cards.sync.more, notes.filter(Boolean).join(", "), wrong ? "bad" : "soft");
     const followed = status.consumers.filter((each) => each.replicas && each.seconds !== null);
     say(cards.stale.value, followed.length ? seconds(Math.max(...followed.map((each) => each.seconds))) : "not known");
     const p99 = Math.max(...status.consumers.map((each) => each.freshness.p99 ?? -1));

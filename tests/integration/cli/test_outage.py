@@ -1,0 +1,49 @@
+"""One of several processes is gone: what operators look at then works all the same, and says what is not in it."""
+
+import time
+from pathlib import Path
+
+import pytest
+from tests.support.cluster import Cluster
+from tests.support.command import deltasync
+
+from deltasync.cli.lag import BEHIND
+
+LISTS = (
+    ["status"],
+    ["lag"],
+    ["events"],
+    ["versions"],
+    ["consumers", "list"],
+    ["tables", "list"],
+    ["replicas", "list"],
+)
+WAIT = 60.0
+
+
+@pytest.mark.parametrize("kind", ["grpc", "http"])
+def test_commands_answer_whichever_process_is_gone(tmp_path: Path, kind: str) -> None:
+    with Cluster(tmp_path, services=3, brokers=1) as cluster:
+        trainer, (replica, _) = cluster.trainer(), cluster.replica("a")
+        replica.wait_for(trainer.publish(), WAIT)
+        gone = next(each for each in cluster.services if each is not cluster.owner())
+        addresses = [getattr(each, kind) for each in cluster.services]
+        name = cluster.name_of(gone)
+        gone.kill()
+        for at in (addresses, addresses[::-1]):
+            service = ("--service", ",".join(at))
+            wait_until_near(service, name)
+            for command in LISTS:
+                code, out, err = deltasync(*command, *service)
+                assert (code, err, bool(out)) == (0, "", True)
+
+
+def wait_until_near(service: tuple[str, ...], gone: str) -> None:
+    """Until a script is told that all is well: before that, who is missing."""
+    deadline = time.monotonic() + WAIT
+    while True:
+        code, _, err = deltasync("lag", "--max-seconds", "3600", *service)
+        if code == 0:
+            return
+        assert (code, gone in err) == (BEHIND, True), err
+        assert time.monotonic() < deadline
