@@ -103,6 +103,14 @@ def test_three_of_each_on_machines_of_their_own(overlay: list[Doc]) -> None:
         assert rule["labelSelector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
 
 
+def test_a_drained_node_takes_one_of_each_at_a_time(overlay: list[Doc]) -> None:
+    budgets = {doc["metadata"]["name"]: doc["spec"] for doc in overlay if doc["kind"] == "PodDisruptionBudget"}
+    assert budgets.keys() == {"deltasync", "nats", "deltasync-predictor"}
+    for name in ("deltasync", "nats"):
+        assert budgets[name]["maxUnavailable"] == 1
+        assert budgets[name]["selector"]["matchLabels"] == _set(overlay, name)["spec"]["selector"]["matchLabels"]
+
+
 def test_the_service_names_every_broker(overlay: list[Doc]) -> None:
     container, broker = _container(overlay, "deltasync"), _container(overlay, "nats")
     (routes,) = [each["value"] for each in broker["env"] if each["name"] == "ROUTES"]

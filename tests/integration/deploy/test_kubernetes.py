@@ -341,3 +341,50 @@ def test_a_log_at_its_cap_leaves_room_on_the_volume(deploy: Path, manifests: lis
     (stateful,) = _of_kind(manifests, "StatefulSet").values()
     size = stateful["spec"]["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"]
     assert settings["log_max_bytes"] <= int(size.removesuffix("Gi")) * 2**30 // 2
+
+
+def test_each_workload_has_a_monitor_that_finds_its_metrics(deploy: Path, manifests: list[Doc]) -> None:
+    docs = yaml.safe_load_all((deploy / "kubernetes/prometheus-operator/monitors.yaml").read_text())
+    monitored = []
+    for monitor in docs:
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        services = _of_kind(manifests, "Service").values()
+        (service,) = [each for each in services if wanted <= each["metadata"]["labels"].items()]
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+        monitored += _backends(manifests, service)
+    assert sorted(doc["kind"] for doc in monitored) == ["Deployment", "Job", "StatefulSet"]
+
+
+def test_what_answers_in_several_pods_keeps_one_while_a_node_is_drained(manifests: list[Doc]) -> None:
+    """Not the one process of the service, nor trainers, whose nodes could never be drained."""
+    (budget,) = _of_kind(manifests, "PodDisruptionBudget").values()
+    wanted = budget["spec"]["selector"]["matchLabels"].items()
+    (deployment,) = [
+        doc for doc, _ in _workloads(manifests) if wanted <= doc["spec"]["template"]["metadata"]["labels"].items()
+    ]
+    assert deployment["kind"] == "Deployment"
+    assert 1 <= budget["spec"]["minAvailable"] < deployment["spec"]["replicas"]
+
+
+def test_the_service_asks_for_the_memory_that_sizing_says(root: Path, manifests: list[Doc]) -> None:
+    """With tables and views of 1 GB that change, as its comment says."""
+    sizing = (root / "sync_service/README.md").read_text().partition("## Sizing\n")[2].replace("\n", " ")
+
+    def says(pattern: str) -> int:
+        (number,) = re.findall(pattern, sizing)
+        return int(number)
+
+    (job,) = _of_kind(manifests, "Job").values()
+    chunks = says(r"; (\d+) chunks of 1 MiB for each rank") * job["spec"]["completions"]
+    cuts = says(r"up to (\d+) MiB of a cut under way") + says(r"up to (\d+) MiB of its newest cut")
+    sent = says(r"up to (\d+) MiB, these among them, of what replicas")
+    needed = says(r"Memory of the service: \d+ to (\d+) MB") * 10**6 + (chunks + cuts + sent) * 2**20 + 10**9
+    (stateful,) = _of_kind(manifests, "StatefulSet").values()
+    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    requested, limit = (
+        container["resources"][kind]["memory"].removesuffix("Gi") for kind in ("requests", "limits")
+    )
+    assert needed <= int(requested) * 2**30
+    # Tables that take at most half of what there is are mapped as is fastest.
+    assert int(limit) * 2**30 // 2 >= 10**9

@@ -18,7 +18,7 @@ OTHERS = {
     # Somebody else's, in the same namespace.
     "neighbour": (NAMESPACE, {"app.kubernetes.io/name": "other"}),
 }
-PORTS = (50051, 8080, 29500, 40000, 53, 4222, 6222, 8222, 8333)
+PORTS = (50051, 8080, 29500, 40000, 53, 4222, 6222, 8222, 8333, 9400)
 
 
 def _fits(selector: Doc, labels: dict[str, str]) -> bool:
@@ -93,6 +93,7 @@ REACHED = {
     ("trainer", "service", 50051),
     ("predictor", "service", 50051),
     ("prometheus", "service", 8080),
+    ("prometheus", "trainer", 9400),
     *(("trainer", "trainer", port) for port in PORTS),
     *((name, "predictor", 8080) for name in ("prometheus", "dns", "stranger")),
     ("trainer", "dns", 53),
