@@ -129,6 +129,7 @@ class Ack(_message.Message):
     READ_AGAIN_FIELD_NUMBER: _builtins.int
     ROWS_LEFT_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
     """received_bytes is the total of ids and values bytes taken from this stream so far."""
     token: _builtins.int
@@ -144,6 +145,10 @@ class Ack(_message.Message):
     goodbye: _builtins.bool
     """goodbye says that this replica ends for good, just before it closes its side of the stream: it is forgotten, and no
     lag counts it any more.
+    """
+    stopped: _builtins.str
+    """stopped says why this replica stops, which it cannot mend itself, just before it closes its side of the stream: one
+    line of at most 400 characters, for operators. It counts as away, with that as the reason. May be empty.
     """
     @_builtins.property
     def applied(self) -> _tables_pb2.Position:
@@ -185,10 +190,11 @@ class Ack(_message.Message):
         read_again: _builtins.int = ...,
         rows_left: _builtins.int = ...,
         goodbye: _builtins.bool = ...,
+        stopped: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "goodbye", b"goodbye", "read_again", b"read_again", "received_bytes", b"received_bytes", "rows_left", b"rows_left", "sums", b"sums", "token", b"token", "unbound", b"unbound", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "goodbye", b"goodbye", "read_again", b"read_again", "received_bytes", b"received_bytes", "rows_left", b"rows_left", "stopped", b"stopped", "sums", b"sums", "token", b"token", "unbound", b"unbound", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ old version that a new replica is given says nothing of how long the way is. Gue
 import time
 from collections import deque
 
-from deltasync.consumers.consumer import Consumer
+from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.seal import seal_of
 from deltasync.core.steady_clock import steady_ns
 from deltasync.feeds.model import Model
@@ -22,27 +22,34 @@ class DeliveryTimes:
         held: the version that the replica holds.
     """
 
-    def __init__(self, consumer: Consumer, *, guest: bool = False) -> None:
+    def __init__(self, consumer: Consumer, replica: Replica) -> None:
         self.held = 0
-        self._consumer, self._guest = consumer, guest
+        self._consumer, self._replica = consumer, replica
         self._begun_ns = steady_ns()
         # Of a replica that says nothing of what it holds, no more are kept.
         self._sent = deque[tuple[int, int, int]](maxlen=_MOST)  # Number and version, and when by `steady_ns`.
+        self._note_unacked()
 
     def note_sent(self, number: int, version: int) -> None:
         """Note that a release of a version was sent."""
         self._sent.append((number, version, steady_ns()))
+        self._note_unacked()
 
     def note_held(self, number: int, model: Model | None) -> None:
         """Note that the replica holds a release."""
         newest = None
         while self._sent and self._sent[0][0] <= number:
             newest = self._sent.popleft()
+        self._note_unacked()
         if model and newest and newest[1] > self.held:
             before, (_, self.held, sent_ns) = self.held, newest
             sealed_ns = model.succession.since_ns(self.held)
-            if not self._guest and sealed_ns is not None and sealed_ns >= self._begun_ns:
+            if not self._replica.guest and sealed_ns is not None and sealed_ns >= self._begun_ns:
                 self._count(model, before, sent_ns)
+
+    def _note_unacked(self) -> None:
+        self._replica.unacked = len(self._sent)
+        self._replica.unacked_ns = self._sent[0][2] if self._sent else 0
 
     def _count(self, model: Model, before: int, sent_ns: int) -> None:
         durations, now_ns = self._consumer.durations, steady_ns()

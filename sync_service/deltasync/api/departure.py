@@ -13,6 +13,10 @@ from deltasync.core.errors import (
     Superseded,
 )
 from deltasync.core.events import EventKind, described
+from deltasync.core.words import printable
+
+# Of what a replica says.
+_LONGEST = 400
 
 # What a replica has itself to do with; all else is the service's, and may be over when it comes again.
 _OF_PEERS = (InvalidInput, NotFound, NotPermitted, Contradiction, LimitReached)
@@ -32,7 +36,13 @@ class Departure:
 
 
 def departure(
-    error: BaseException, *, goodbye: bool, instance: str, replaced: bool, given_up: str = ""
+    error: BaseException,
+    *,
+    goodbye: bool,
+    instance: str,
+    replaced: bool,
+    given_up: str = "",
+    stopped: str = "",
 ) -> Departure:
     """How a replica has left.
 
@@ -41,6 +51,7 @@ def departure(
         goodbye: whether it has said that it ends for good.
         instance: what it says of itself; those that say nothing do not say goodbye either.
         replaced: whether a newer stream of its name has come.
+        stopped: why it has stopped, as it says itself; empty where it says nothing.
         given_up: why the service has ended the stream of one that takes nothing; empty if it has not.
     """
     if goodbye:
@@ -48,6 +59,8 @@ def departure(
     if replaced:
         text = str(error) if isinstance(error, DeltasyncError) else "a newer stream has taken over"
         return Departure(EventKind.REPLICA_REPLACED, text)
+    if stopped:
+        return Departure(EventKind.REPLICA_LOST, f"it has stopped: {printable(stopped, _LONGEST)}", expected=True)
     if given_up:
         return Departure(EventKind.REPLICA_LEFT, given_up, expected=True)
     if isinstance(error, StreamEnded):

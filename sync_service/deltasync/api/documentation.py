@@ -36,7 +36,8 @@ def documentation_page(document: Mapping[str, Any]) -> str:
     return "".join(
         [
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}: HTTP API</title>',
-            f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
+            f"<style>{_STYLE}</style></head>",
             f"<body><main><h1>{title}: HTTP API</h1>{_text(info.get('description', ''))}",
             '<p>The same for programs: <a href="/openapi.json">openapi.json</a></p>',
             f"<nav aria-label='Routes'><ul>{''.join(_links(document))}</ul></nav>",

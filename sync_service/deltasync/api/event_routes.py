@@ -35,8 +35,10 @@ def event_routes(service: Service) -> APIRouter:
         if not wants_stream(request):
             return service.recent_events.newest(last)
         recent, named = service.recent_events, request.headers.get("last-event-id", "")
-        known = named.isascii() and named.isdigit() and len(named) <= _DIGITS
-        return event_stream(_messages(service, int(named) if known else recent.before(last)))
+        number = int(named) if named.isascii() and named.isdigit() and len(named) <= _DIGITS else None
+        # One that is later than all is of a clock that was ahead.
+        known = number is not None and number <= recent.last
+        return event_stream(_messages(service, number if number is not None and known else recent.before(last)))
 
     return router
 

@@ -89,12 +89,13 @@ def overview_routes(service: Service, access: Access, answers: Answers, sampler:
         """
         found = checks(service)
         reason = not_ready(found)
+        lacks = (access.trouble, *troubles(service)) if may_read() else ()
+        more = "".join(f"{line}\n" for line in (access.exposure, *lacks) if line)
         if verbose and may_read():
-            return PlainTextResponse(_said(found), 503 if reason else 200)
+            return PlainTextResponse(_said(found) + more, 503 if reason else 200)
         if reason:
             raise ServiceUnavailable(reason if may_read() else "the service is not ready")
-        lacks = (access.trouble, *troubles(service)) if may_read() else ()
-        return PlainTextResponse("".join(f"{line}\n" for line in ("ok", access.exposure, *lacks) if line))
+        return PlainTextResponse(f"ok\n{more}")
 
     @router.get("/metrics", response_class=_Metrics)
     async def metrics() -> Response:

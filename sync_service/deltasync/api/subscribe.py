@@ -60,7 +60,7 @@ class ReplicaStream:
             self._consumer, message.replica, self._ended, self._instance, caller().name
         )
         self._replica.guest = message.guest
-        self._audit, self._times = ReplicaAudit(), DeliveryTimes(self._consumer, guest=message.guest)
+        self._audit, self._times = ReplicaAudit(), DeliveryTimes(self._consumer, self._replica)
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
         budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
@@ -69,7 +69,7 @@ class ReplicaStream:
         self._messages = 0  # That were sent.
         self._damaged = asyncio.Event()
         self._sending = Sending()
-        self._given_up = ""  # Why, if it is.
+        self._given_up = self._stopped = ""  # Why, if it is, or has.
         # Also of a replica that lacks nothing the first release asks to show what it holds.
         self._asked = False
 
@@ -99,6 +99,7 @@ class ReplicaStream:
             instance=self._instance,
             replaced=replaced,
             given_up=self._given_up,
+            stopped=self._stopped,
         )
         self._registry.disconnect(
             self._consumer, self._replica, self._ended, left.reason, forget=self._goodbye, expected=left.expected
@@ -277,6 +278,7 @@ class ReplicaStream:
 
     def _take_ack(self, ack: subscribe_pb2.Ack) -> None:
         self._goodbye |= ack.goodbye
+        self._stopped = ack.stopped
         if self._credit.take_back(ack.received_bytes):
             self._sending.note_moved()
         self._token = ack.token or self._token
@@ -322,7 +324,7 @@ class ReplicaStream:
         """Report a replica that holds other bits than it was sent, and have these sent again."""
         names = {slot: self._deliveries[slot].spec.name for slot in sorted(damaged)}
         self._consumer.damages += len(set(names.values()) - set(self._replica.damaged))
-        self._replica.damaged = tuple(names.values())
+        self._replica.note_damage(tuple(names.values()))
         found = (f"{name} ({ranges(rows[slot])})" if slot in rows else name for slot, name in names.items())
         self._say(EventKind.REPLICA_DAMAGED, f"holds other rows than it was sent in {', '.join(found)}")
         self._damaged.set()

@@ -55,6 +55,7 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
             opening = first.open
             return ReplicaStream(self._service, opening, protocols)
         except DeltasyncError as error:
-            emit = self._service.events.emit
-            emit(EventKind.REPLICA_REFUSED, error=error, consumer=opening.consumer, replica=opening.replica)
+            named = {"consumer": opening.consumer, "replica": opening.replica}
+            known = {name: value for name, value in named.items() if value}
+            self._service.events.emit(EventKind.REPLICA_REFUSED, "", error, **known)
             raise

@@ -1,14 +1,20 @@
-"""The goodbye of a replica that ends while it is not connected."""
+"""What a replica says at its end: the goodbye of one that is not connected, and why one stops."""
 
 import logging
+import threading
 from dataclasses import replace
+from typing import Any
 
 import grpc
 
+from deltasync.client.acks import Requests, say
 from deltasync.client.endpoint import Endpoint
+from deltasync.core.words import printable
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_WHY = 400
 
 
 def say_goodbye(endpoint: Endpoint, replica: subscribe_pb2.LeaveRequest, seconds: float) -> None:
@@ -19,3 +25,12 @@ def say_goodbye(endpoint: Endpoint, replica: subscribe_pb2.LeaveRequest, seconds
         except grpc.RpcError as error:
             text = "replica %s of consumer %s has ended, and counts as away, since nobody could be told: %s"
             logger.info(text, replica.replica, replica.consumer, error.details())
+
+
+def say_why(requests: Requests, call: Any, error: Exception, seconds: float) -> None:
+    """Say on a stream why the replica stops, and wait so many seconds at most until the service has read it."""
+    say(requests, subscribe_pb2.Ack(stopped=printable(f"{type(error).__name__}: {error}", _LONGEST_WHY)))
+    requests.put(None)
+    ended = threading.Event()
+    call.add_done_callback(lambda _: ended.set())
+    ended.wait(seconds)

@@ -15,7 +15,7 @@ from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.connection import Connection, Connectivity
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.goodbye import say_goodbye
+from deltasync.client.goodbye import say_goodbye, say_why
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
 from deltasync.client.route import Route
@@ -237,6 +237,10 @@ class Subscriber:
                 hang_up(requests)
             try:
                 self._take(self._call, requests)
+            except Exception as error:
+                if not isinstance(error, grpc.RpcError):  # Of these the service, or the network, knows.
+                    say_why(requests, self._call, error, _GOODBYE_SECONDS)
+                raise
             finally:
                 requests.put(None)
                 self._call.cancel()

@@ -44,6 +44,10 @@ class Replica:
         unbound: tables that the consumer follows and that it does not hold.
         damaged: tables of which it holds other bits than it was sent; sent again, the rows or all.
         rewind: until it holds what it is given instead of rows of a discarded past; None if it came with none.
+        damages: how often it was found to hold other bits than it was sent, since it is known here.
+        damaged_ns: when that was last, by `steady_ns`.
+        unacked: how many releases were sent to it that it has not acknowledged.
+        unacked_ns: when the first of these was sent, by `steady_ns`.
         verification: its rows, read again when somebody asks.
         has_held: whether it has ever acknowledged a version, as far as that is known.
         guest: whether it is forgotten once its stream has ended, and never written down, and counts nowhere.
@@ -65,7 +69,15 @@ class Replica:
     rewind: Rewind | None = None
     has_held: bool = False
     guest: bool = False
+    damages: int = 0
+    damaged_ns: int = 0
+    unacked: int = 0
+    unacked_ns: int = 0
     verification: Verification = field(default_factory=Verification)
+
+    def note_damage(self, tables: tuple[str, ...]) -> None:
+        """Note of which tables it holds other bits than it was sent."""
+        self.damaged, self.damages, self.damaged_ns = tables, self.damages + 1, steady_ns()
 
 
 @dataclass(frozen=True)

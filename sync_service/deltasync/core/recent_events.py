@@ -44,24 +44,25 @@ class RecentEvents:
 
     Attributes:
         signal: wakes who waits for the next one.
+        last: the number of the last one; 0 before there is one.
     """
 
     def __init__(self, process: Callable[[], str], now_unix_ns: Callable[[], int] = time.time_ns) -> None:
         self.signal, self._process = Signal(), process
-        self._now, self._last, self._lost = now_unix_ns, 0, 0
+        self._now, self.last, self._lost = now_unix_ns, 0, 0
         self._events = deque[RecentEvent](maxlen=KEPT_EVENTS)
 
     def add(self, event: Event, repeats: int = 0) -> None:
         """Have one more, and how often it was since the one before that says the same."""
         now = self._now()
         # Where the clock was set back, numbers go on all the same.
-        self._last = max(self._last + 1, now // 1000)
+        self.last = max(self.last + 1, now // 1000)
         subject = {name: printable(str(value), _LONGEST_NAME) for name, value in event.subject.items()}
         level = logging.getLevelName(event.kind.level).lower()
         kind, text = event.kind.value, text_of(event)
         if len(self._events) == KEPT_EVENTS:
             self._lost = self._events[0].number
-        self._events.append(RecentEvent(self._process(), self._last, now, kind, level, subject, text, repeats))
+        self._events.append(RecentEvent(self._process(), self.last, now, kind, level, subject, text, repeats))
         self.signal.wake()
 
     def lacks(self, number: int) -> bool:
@@ -75,7 +76,7 @@ class RecentEvents:
     def before(self, count: int) -> int:
         """The number after which so many of the last ones come."""
         found = self.newest(count)
-        return found[0].number - 1 if found else self._last
+        return found[0].number - 1 if found else self.last
 
     def after(self, number: int) -> list[RecentEvent]:
         """Those with greater numbers, the oldest first."""

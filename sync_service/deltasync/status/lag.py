@@ -15,6 +15,8 @@ from deltasync.feeds.statistics import Backlog
 
 # A replica that lacks something for longer is named among those that somebody should look after.
 _LATE_SECONDS = 10.0
+# A release that is acknowledged later than this is told of; and for so long that a replica was damaged again.
+_SLOW_SECONDS, _AGAIN_SECONDS = 2.0, 600.0
 
 State = Literal[
     "in sync",
@@ -95,6 +97,10 @@ class ReplicaLag:
         rewound: where it came with rows of a discarded past, until it holds others.
         since_seconds: for how long it has been connected, or away; at most since the service started.
         left: why its last stream ended; empty where it has had none since.
+        unacked: how many releases were sent to it that it has not acknowledged.
+        unacked_seconds: how long ago the first of these was; 0 if there is none.
+        damages: how often it was found to hold other rows than it was sent.
+        damaged_seconds_ago: when that was last; None if it never was.
         late: whether it lacks something that was sent, or is to be: what a policy or a pause holds back is not.
         waits_for: what keeps the service from sending it what it lacks; empty if nothing does.
         reason: all of this that is wrong, in words; empty if nothing is.
@@ -113,6 +119,10 @@ class ReplicaLag:
     rewound: RewindLag | None = None
     since_seconds: float = 0.0
     left: str = ""
+    unacked: int = 0
+    unacked_seconds: float = 0.0
+    damages: int = 0
+    damaged_seconds_ago: float | None = None
     late: bool = False
     waits_for: str = ""
     reason: str = ""
@@ -233,7 +243,10 @@ def replica_reason(line: ReplicaLag) -> str:
         found.append(f"came with {held.held} of a discarded past, {duration(held.seconds)} ago")
     if line.connected and line.late:
         heard = f"last heard {duration(line.seconds_since_ack)} ago"
-        found.append(f"lacks {counted(line.lag.versions, 'version')}, {heard}")
+        found.append(f"lacks {counted(line.lag.versions, 'version')}, {heard}{_slowness(line)}")
+    if _damaged_again(line):
+        times, ago = counted(line.damages, "time"), duration(line.damaged_seconds_ago or 0.0)
+        found.append(f"held other rows than it was sent {times}, last {ago} ago: something else writes to it")
     if line.waits_for:
         found.append(f"waits for {line.waits_for}")
     if line.unbound:
@@ -243,9 +256,22 @@ def replica_reason(line: ReplicaLag) -> str:
     return "; ".join(found)
 
 
+def _slowness(line: ReplicaLag) -> str:
+    """Whether what a replica lacks is under way to it."""
+    if line.unacked_seconds < _SLOW_SECONDS:
+        return ""
+    sent = f"{counted(line.unacked, 'release')} sent to it"
+    return f"; {sent}, and not acknowledged for {duration(line.unacked_seconds)}: it is slow to take or apply them"
+
+
+def _damaged_again(line: ReplicaLag) -> bool:
+    ago = line.damaged_seconds_ago
+    return line.damages > 1 and ago is not None and ago < _AGAIN_SECONDS
+
+
 def needs_somebody(line: ReplicaLag) -> bool:
     """Whether an operator should know of a replica: each of them lacks the newest version for a moment."""
-    wrong = line.damaged or line.unbound or line.rewound or line.waits_for
+    wrong = line.damaged or line.unbound or line.rewound or line.waits_for or _damaged_again(line)
     return bool(not line.connected or wrong or (line.late and line.lag.seconds >= _LATE_SECONDS))
 
 

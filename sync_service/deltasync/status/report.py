@@ -139,11 +139,19 @@ def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int,
         rewound=_rewound(replica.rewind, now_ns) if replica.rewind else None,
         since_seconds=round((now_ns - replica.since_ns) / 1e9, 3),
         left=replica.left,
+        unacked=replica.unacked if replica.stream else 0,
+        unacked_seconds=_ago(replica.unacked_ns, now_ns) if replica.stream and replica.unacked else 0.0,
+        damages=replica.damages,
+        damaged_seconds_ago=_ago(replica.damaged_ns, now_ns) if replica.damages else None,
         late=lag.versions > 0 and offset != standing.newest_release and not held_back,
         waits_for=f"room on disk: {standing.crowded}" if replica.waits and standing.crowded else "",
         guest=replica.guest,
     )
     return replace(line, reason=replica_reason(line))
+
+
+def _ago(then_ns: int, now_ns: int) -> float:
+    return round(max(0, now_ns - then_ns) / 1e9, 3)
 
 
 def _rewound(rewind: Rewind, now_ns: int) -> RewindLag:

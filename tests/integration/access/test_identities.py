@@ -32,9 +32,12 @@ def test_a_token_that_is_not_known_is_found_without_the_audit(service: GuardedSe
     """By page, `curl` and command: a replica whose token was taken away, or never was one, names no consumer."""
     with Conversation(service, "nobody", "subscribe", subscribe_open(consumer="predictors")) as stream:
         assert stream.end()[0] is DENIED
-    status, said = service.ask("GET", "/events", "watcher")
-    assert status == 200
-    (refused,) = (each for each in json.loads(said) if each["event"] == "call_refused")
+    found = list[Any]()
+    while not found:  # It is noted once the stream is over, on the service's side.
+        status, said = service.ask("GET", "/events", "watcher")
+        assert status == 200
+        found = [each for each in json.loads(said) if each["event"] == "call_refused"]
+    (refused,) = found
     assert refused["subject"]["call"] == "Subscribe"
     assert refused["subject"]["address"].startswith("127.0.0.1:")
     assert (refused["level"], "role subscribe" in refused["text"]) == ("warning", True)

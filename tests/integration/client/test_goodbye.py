@@ -4,6 +4,7 @@ import logging
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import repeat
@@ -12,14 +13,14 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from tests.support.fleet import Recorder, Trainer, follow, wait_for_lag, wait_until_in_sync
+from tests.support.fleet import Recorder, Trainer, follow, lost, wait_for_lag, wait_until_in_sync
 from tests.support.metrics import samples_of
 from tests.support.process import environment
 from tests.support.proxy import Proxy
 from tests.support.server import RunningService
 from tests.support.wire import RankStream, ReplicaStream, ack, chunk, close, subscribe_open
 
-from deltasync.client import Contradiction, NumpyTarget, Shard, Subscriber, TableSpec
+from deltasync.client import Contradiction, NumpyTarget, Release, Shard, Subscriber, TableSpec
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.wire.messages import position_from_message
 
@@ -47,6 +48,56 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def events(service: RunningService, kind: str) -> float:
     return samples_of(service)["deltasync_events_total", (("event", kind),)]
+
+
+class Lost(NumpyTarget):
+    """Cannot apply anything more."""
+
+    def apply(self, release: Release) -> None:
+        raise RuntimeError("cannot write: the GPU is lost")
+
+
+def test_a_replica_that_stops_says_why(tmp_path: Path) -> None:
+    """So that it is not taken for one that was killed."""
+    with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        with lost(follow(service, "predictors", "p", Lost())) as replica:
+            lag = wait_for_lag(service, "predictors", lambda lag: any(each["left"] for each in lag["replicas"]))
+            (line,) = lag["replicas"]
+            assert line["left"] == "it has stopped: RuntimeError: cannot write: the GPU is lost"
+            assert line["left"] in line["reason"]
+            assert not line["connected"]
+            with pytest.raises(RuntimeError, match="the GPU is lost"):
+                replica.check()
+        (told,) = (each for each in service.get_json("/events") if each["event"] == "replica_lost")
+        assert told["text"] == line["left"]
+
+
+class Slow(NumpyTarget):
+    """Takes as long as a test wants for a release."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def apply(self, release: Release) -> None:
+        self.goes_on.wait(60)
+        super().apply(release)
+
+
+def test_a_replica_that_is_slow_is_not_taken_for_one_that_is_sent_nothing(tmp_path: Path) -> None:
+    with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
+        target = Slow()
+        with follow(service, "predictors", "p", target):
+            sealed = trainer.publish_all()
+            wait_for_lag(
+                service,
+                "predictors",
+                lambda lag: any("it is slow to take" in each["reason"] for each in lag["replicas"]),
+            )
+            target.goes_on.set()
+            (line,) = wait_until_in_sync(service, "predictors", sealed)["replicas"]
+            assert (line["unacked"], line["unacked_seconds"], line["reason"]) == (0, 0.0, "")
 
 
 def test_a_replica_that_says_goodbye_is_forgotten(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import USER, changed, run
 
 from deltasync.api.delivery_times import DeliveryTimes
-from deltasync.consumers.consumer import Consumer
+from deltasync.consumers.consumer import Consumer, Replica
 
 
 def deliver(times: DeliveryTimes, local: LocalModel, version: int) -> None:
@@ -25,7 +25,7 @@ def test_who_comes_later_says_nothing_of_how_long_the_way_of_earlier_versions_is
 
     async def scenario(local: LocalModel) -> None:
         consumer = Consumer("predictors", "clicks", 0)
-        times = DeliveryTimes(consumer)
+        times = DeliveryTimes(consumer, Replica("a"))
         deliver(times, local, 1)
         assert counts(consumer) == (0, 0)
         await local.cut(changed(1, USER, 3))
@@ -39,7 +39,7 @@ def test_who_comes_later_says_nothing_of_how_long_the_way_of_earlier_versions_is
 def test_guests_count_nowhere(tmp_path: Path, guest: bool) -> None:
     async def scenario(local: LocalModel) -> None:
         consumer = Consumer("predictors", "clicks", 0)
-        times = DeliveryTimes(consumer, guest=guest)
+        times = DeliveryTimes(consumer, Replica("a", guest=guest))
         await local.cut(changed(1, USER, 3))
         deliver(times, local, 2)
         assert counts(consumer) == ((0, 0) if guest else (1, 1))

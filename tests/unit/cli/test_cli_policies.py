@@ -382,6 +382,21 @@ GOOD = ReplicaLag(
         ({"waits_for": "room on disk: it is full"}, "waits for room on disk: it is full"),
         ({"unbound": ["item"]}, "does not hold item"),
         ({"checked": False}, "has not shown by checksums what it holds"),
+        (
+            {"lag": KNOWN, "late": True, "unacked": 12, "unacked_seconds": 25.0},
+            "lacks 3 versions, last heard 1 s ago; 12 releases sent to it, and not acknowledged for 25 s: it is "
+            "slow to take or apply them",
+        ),
+        (
+            {"lag": KNOWN, "late": True, "unacked": 1, "unacked_seconds": 0.3},
+            "lacks 3 versions, last heard 1 s ago",
+        ),
+        (
+            {"damages": 10, "damaged_seconds_ago": 3.0},
+            "held other rows than it was sent 10 times, last 3 s ago: something else writes to it",
+        ),
+        ({"damages": 10, "damaged_seconds_ago": 900.0}, ""),
+        ({"damages": 1, "damaged_seconds_ago": 3.0}, ""),
         ({"checked": False, "damaged": ["u"]}, "holds other rows than it was sent in u, and is sent them again"),
         (
             {"unbound": ["item"], "lag": KNOWN, "late": True},

@@ -85,7 +85,7 @@ def test_everything_stays_up_to_be_looked_at_and_broken_until_ctrl_c() -> None:
         ExitStack() as stack,
     ):
         stack.callback(demo.kill)  # Or whatever goes wrong here would wait for it.
-        found = _said(demo, r"everything stays up until Ctrl-C: (http://\S+)/ shows it")
+        found = _said(demo, r"all else stays up until Ctrl-C: (http://\S+)/ shows it")
         status = json.loads(
             urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{found[1]}/status").read()
         )

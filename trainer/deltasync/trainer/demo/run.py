@@ -202,7 +202,7 @@ class _DemoRun:
         return Brokers(self._folder / "brokers", count) if count else nullcontext()
 
     def _start_service(self, processes: Processes, brokers: Brokers | None, progress: DemoProgress) -> Services:
-        progress.say("starting the service; the first time its kernels are compiled, which takes half a minute")
+        progress.say("starting the service; the first time its kernels are compiled, half a minute or more")
         where = shared_log(brokers, self._folder) if brokers else []
         service = self._credentials.start(processes, self._options.services, where)
         for fleet in self._fleets:
@@ -252,7 +252,8 @@ class _DemoRun:
         """
         names = [*self._followers, *service.names]
         pids = ", ".join(f"{name} {processes.pid(name)}" for name in names)
-        progress.say(f"everything stays up until Ctrl-C: {service.http.partition(',')[0]}/ shows it")
+        address = service.http.partition(",")[0]
+        progress.say(f"the trainer has ended; all else stays up until Ctrl-C: {address}/ shows it")
         progress.say(f"  break what you like, by its pid: {pids}")
         ended = hold(processes, names, progress.say)
         if lost := lost_of(processes, self._followers):
