@@ -1,5 +1,6 @@
 """Models of which this process knows, and for which nobody answers now."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deltasync.service.service import Service
@@ -14,6 +15,7 @@ class Absence:
     why: str
 
 
+_COMING = Absence("waiting", "this process is about to take it over")
 _LOST = Absence("failed", "no process that is known to be alive has this model")
 
 
@@ -28,7 +30,14 @@ def absences(service: Service) -> dict[str, Absence]:
     return dict.fromkeys(lost, _LOST) | dict.fromkeys(service.recovering, here)
 
 
-def consumers_of(service: Service, model: str) -> list[str]:
-    """The names of a model's consumers, as far as they are known here."""
-    here = {each.name for each in service.registry.of_model(model)}
-    return sorted(here.union(service.owners.consumers_of(model)))
+def absent_consumers(service: Service) -> Iterator[tuple[str, str, Absence]]:
+    """Consumers of models for which nobody answers: name, model and absence. In the event loop."""
+    for model, absence in absences(service).items():
+        here = {each.name for each in service.registry.of_model(model)}
+        for name in here.union(service.owners.consumers_of(model)):
+            yield name, model, absence
+    for model in service.owners.models():
+        owner = service.owners.owner_of(model)
+        if owner and owner.process == service.owners.me.name:
+            for name in set(service.owners.consumers_of(model)) - service.registry.consumers.keys():
+                yield name, model, _COMING

@@ -10,7 +10,7 @@ from deltasync.core.recent_events import RecentEvent
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.words import utc
 from deltasync.service.service import Service
-from deltasync.status.absence import Absence, absences, consumers_of
+from deltasync.status.absence import Absence, absences, absent_consumers
 from deltasync.status.lag import ConsumerLag, State, needs_somebody
 from deltasync.status.readiness import Check, checks
 from deltasync.status.trainers import TrainerLine
@@ -152,9 +152,8 @@ def consumer_overviews(service: Service, lags: Iterable[ConsumerLag]) -> list[Co
     In the event loop.
     """
     lines = {each.consumer: _consumer(service, each) for each in lags}
-    for model, absence in absences(service).items():
-        for name in consumers_of(service, model):
-            lines.setdefault(name, _absent(name, model, absence))
+    for name, model, absence in absent_consumers(service):
+        lines.setdefault(name, _absent(name, model, absence))
     return [lines[name] for name in sorted(lines)]
 
 

@@ -178,7 +178,10 @@ def test_a_process_that_does_not_answer_is_named(cluster: Cluster) -> None:
         assert lines or answer.headers["deltasync-missing"]
     status = other.get_json("/status")
     assert status["models"] or status["missing"] == [name]
-    while name in status["missing"]:  # Until its lease is over: then it is nobody's, or has been taken over.
+    deadline = time.monotonic() + TIMEOUT
+    # Until its lease is over: it is nobody's then, or has been taken over, of which who has it may hear later.
+    while name in status["missing"] or not status["consumers"]:
+        assert time.monotonic() < deadline, status
         status = other.get_json("/status")
     (line,) = status["consumers"]
     assert (line["consumer"], line["model"]) == ("predictors", "clicks")
