@@ -501,8 +501,9 @@ def test_under_a_steady_stream_of_cuts_a_replica_that_is_always_behind_is_ready(
         for _ in range(10):
             turns.release()
         replica.wait_for(head, WAIT)
-    assert target.ready[0] is False
-    assert all(target.ready[3:]), target.ready
+        ready = list(target.ready)  # Before it is closed: rows that a policy has left may still come.
+    assert ready[0] is False
+    assert all(ready[3:]), ready
 
 
 def opened_limit(service: Reachable, consumer: str) -> float:
