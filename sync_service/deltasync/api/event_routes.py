@@ -37,8 +37,8 @@ def event_routes(service: Service) -> APIRouter:
         recent, named = service.recent_events, request.headers.get("last-event-id", "")
         number = int(named) if named.isascii() and named.isdigit() and len(named) <= _DIGITS else None
         # One that is later than all is of a clock that was ahead.
-        known = number is not None and number <= recent.last
-        return event_stream(_messages(service, number if number is not None and known else recent.before(last)))
+        seen = number if number is not None and number <= recent.last else recent.before(last)
+        return event_stream(_messages(service, seen))
 
     return router
 

@@ -57,17 +57,12 @@ def lag(consumers: tuple[str, ...], http: Endpoint, max_seconds: float | None, w
     missing = show(text, http, watch=watch).missing
     if max_seconds is not None:
         late = [each for each in answers if too_far(each, max_seconds)]
-        _say_late(late if answers else None)
+        for each in late:
+            click.echo(f"consumer {each['consumer']} is {each['state']}: {each['reason']}", err=True)
+        if not answers:
+            click.echo("there are no consumers", err=True)
         if late or missing or not answers:
             sys.exit(BEHIND)
-
-
-def _say_late(late: list[Any] | None) -> None:
-    """Say who is too far behind; None where there is nobody who could be."""
-    for each in late or ():
-        click.echo(f"consumer {each['consumer']} is {each['state']}: {each['reason']}", err=True)
-    if late is None:
-        click.echo("there are no consumers", err=True)
 
 
 def too_far(answer: dict[str, Any], most: float) -> bool:
