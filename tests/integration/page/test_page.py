@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from tests.integration.page.conftest import NARROW, WAIT_MS, WIDE
 from tests.support.cluster import Cluster
 from tests.support.fleet import ITEM, Trainer, admin_of, follow, wait_until_delivered, wait_until_in_sync
@@ -207,11 +207,11 @@ def test_it_shows_nothing_that_a_role_may_not_see(tmp_path: Path, opened: Open) 
     )
     with RunningService(tmp_path / "data", admin_token=None, roles=roles) as service:
         page = opened(service.http)
-        for token in ("", "wrong", "pub"):
+        for token, refusal in (("", "no token"), ("pub", "'publisher' has no role read"), ("wrong", "no token")):
             if token:
                 page.get_by_label("Token").fill(token)
                 page.keyboard.press("Enter")
-            expect(page.locator("#refusal")).to_contain_text("read")
+            expect(page.locator("#refusal")).to_contain_text(refusal)
             expect(page.locator("main")).to_be_empty()
             assert "predictors" not in page.content()
         page.get_by_label("Token").fill("see")
@@ -219,6 +219,28 @@ def test_it_shows_nothing_that_a_role_may_not_see(tmp_path: Path, opened: Open) 
         live(page)
         expect(page.get_by_role("link", name="predictors", exact=True)).to_be_visible()
         assert "see" not in page.url
+
+
+def test_the_token_that_was_shown_last_counts(tmp_path: Path, opened: Open) -> None:
+    roles = tmp_path / "roles.toml"
+    roles.write_text(f'[tokens.watcher]\nsha256 = "{token_digest("see").hex()}"\nroles = ["read"]\n')
+    unanswered = list[Route]()
+
+    def let_wrong_wait(route: Route) -> None:
+        wrong = route.request.headers.get("authorization") == "Bearer wrong"
+        unanswered.append(route) if wrong else route.continue_()
+
+    with RunningService(tmp_path / "data", admin_token=None, roles=roles) as service:
+        page = opened(service.http)
+        expect(page.locator("#refusal")).not_to_be_empty()
+        page.route("**/status", let_wrong_wait)
+        for token in ("wrong", "see"):
+            page.get_by_label("Token").fill(token)
+            page.keyboard.press("Enter")
+            page.wait_for_function("sessionStorage.getItem('token') === " + repr(token))
+        unanswered.pop().continue_()
+        live(page)
+        expect(page.locator("#refusal")).to_be_hidden()
 
 
 def test_it_is_used_by_keyboard_alone(service: RunningService, opened: Open) -> None:

@@ -18,7 +18,7 @@ const STALE_MS = 10_000;
 let view = null;
 let newest = null;
 let heardMs = 0;
-let hearing = false;
+let hearing = new AbortController();
 let asking = false;
 
 function viewOf(hash) {
@@ -124,17 +124,17 @@ async function hearPart(status) {
   }
 }
 
+// Anew where a token is shown: what an earlier one is answered counts no more.
 async function hear() {
-  if (hearing) return;
-  hearing = true;
-  for (;;) {
+  hearing.abort();
+  hearing = new AbortController();
+  const { signal } = hearing;
+  while (!signal.aborted) {
     try {
-      await follow("/status", hearPart);
+      await follow("/status", hearPart, signal);
     } catch (error) {
-      if (error instanceof Refused && (error.status === 401 || error.status === 403)) {
-        hearing = false;
-        return lock(error);
-      }
+      if (signal.aborted) return;
+      if (error instanceof Refused && (error.status === 401 || error.status === 403)) return lock(error);
       const why = error instanceof Refused ? error.message : "trying again";
       const since = newest ? `; what is shown is of ${clock(newest.unix_ms)}` : "";
       say(connection, `Connection lost: ${why}${since}`, "bad lost");

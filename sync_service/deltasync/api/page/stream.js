@@ -27,12 +27,13 @@ export async function getJson(path) {
   return (await answer(path, {}, AbortSignal.timeout(SILENT_MS))).json();
 }
 
-// Calls `heard` with each event's data, until the connection ends; then throws.
-export async function follow(path, heard) {
+// Calls `heard` with each event's data, until the connection ends or `signal` ends it; then throws.
+export async function follow(path, heard, signal) {
   const abort = new AbortController();
+  const either = AbortSignal.any([signal, abort.signal]);
   let timer = setTimeout(() => abort.abort(), SILENT_MS);
   try {
-    const found = await answer(path, { Accept: "text/event-stream" }, abort.signal);
+    const found = await answer(path, { Accept: "text/event-stream" }, either);
     const reader = found.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let kept = ""; ; ) {
       const { value, done } = await reader.read();
