@@ -80,10 +80,15 @@ def _columns(lines: list[Line]) -> list[str]:
     return [f"{line[0]!s:<{width}}" + "".join(f"{cell!s:>14}" for cell in line[1:]) for line in lines]
 
 
+def state_of(replica: Lag) -> str:
+    """The state of a replica, also as a service of before says it."""
+    state: str = replica.get("state", "connected" if replica["connected"] else "away")
+    return state
+
+
 def _name(replica: Lag) -> str:
-    if replica.get("guest"):  # A service of before lacks it.
-        return f"{replica['replica']} (guest)"
-    return replica["replica"] if replica["connected"] else f"{replica['replica']} (away)"
+    state = state_of(replica)
+    return replica["replica"] if state == "connected" else f"{replica['replica']} ({state})"
 
 
 def _numbers(lag: Lag) -> Line:

@@ -7,6 +7,7 @@ import click
 from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.cli.lag_text import state_of
 from deltasync.cli.text_table import seconds, text_table
 from deltasync.cli.watching import as_json_text, json_option, show, watch_option
 from deltasync.client.admin import Admin
@@ -28,7 +29,8 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
     """List the replicas of each CONSUMER, or of all.
 
     \b
-    state     connected, or away; a guest is connected, only looks, and counts nowhere
+    state     connected; or away, damaged, rewound (it came with rows of a discarded past), waiting (for room on
+              disk), late (for 10 seconds), partial (it lacks tables); a guest only looks, and counts nowhere
     since     for how long
     offset    the last version, or release, that it has applied
     versions  sealed versions that it has not applied
@@ -51,18 +53,12 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
     show(text, http, watch=watch)
 
 
-def _state(replica: dict[str, Any]) -> str:
-    if replica.get("guest"):  # A service of before lacks it.
-        return "guest"
-    return "connected" if replica["connected"] else "away"
-
-
 def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
     lag = replica["lag"]
     return (
         consumer,
         replica["replica"],
-        _state(replica),
+        state_of(replica),
         seconds(replica["since_seconds"]),
         replica["offset"],
         lag["versions"],

@@ -9,14 +9,9 @@ from deltasync.consumers.consumer import Replica
 from deltasync.consumers.fleet import offset_in
 from deltasync.core.event_time import seconds_behind
 from deltasync.core.seal import Seal, event_time_of, seconds_since_sealed
-from deltasync.core.words import are, counted, duration, listed
+from deltasync.core.words import are, counted, listed
 from deltasync.feeds.standing import Standing
 from deltasync.feeds.statistics import Backlog
-
-# A replica that lacks something for longer is named among those that somebody should look after.
-_LATE_SECONDS = 10.0
-# A release that is acknowledged later than this is told of; and for so long that a replica was damaged again.
-_SLOW_SECONDS, _AGAIN_SECONDS = 2.0, 600.0
 
 State = Literal[
     "in sync",
@@ -31,6 +26,7 @@ State = Literal[
     "empty",
     "paused",
 ]
+ReplicaState = Literal["connected", "guest", "partial", "late", "waiting", "rewound", "damaged", "away"]
 
 
 @dataclass(frozen=True)
@@ -101,8 +97,9 @@ class ReplicaLag:
         unacked_seconds: how long ago the first of these was; 0 if there is none.
         damages: how often it was found to hold other rows than it was sent.
         damaged_seconds_ago: when that was last; None if it never was.
-        late: whether it lacks something that was sent, or is to be: what a policy or a pause holds back is not.
+        behind: whether it lacks something that was sent, or is to be: what a policy or a pause holds back is not.
         waits_for: what keeps the service from sending it what it lacks; empty if nothing does.
+        state: the worst of this, in one word; "connected" and "guest" are not wrong.
         reason: all of this that is wrong, in words; empty if nothing is.
         guest: whether it only looks, and counts neither in the consumer's offset, lag and state nor among its
             replicas.
@@ -123,8 +120,9 @@ class ReplicaLag:
     unacked_seconds: float = 0.0
     damages: int = 0
     damaged_seconds_ago: float | None = None
-    late: bool = False
+    behind: bool = False
     waits_for: str = ""
+    state: ReplicaState = "connected"
     reason: str = ""
     guest: bool = False
 
@@ -226,53 +224,6 @@ def unsent(backlogs: Sequence[Backlog]) -> tuple[float, float]:
     norm = math.hypot(*(each.amount.norm for each in backlogs))
     whole = math.hypot(*(each.table_norm for each in backlogs))
     return norm, norm / whole if whole else 0.0
-
-
-def replica_reason(line: ReplicaLag) -> str:
-    """What is wrong with a replica, in words; empty if nothing is, and of a guest: nobody counts on that."""
-    if line.guest:
-        return ""
-    found = []
-    if not line.connected:
-        found.append(
-            f"away for {duration(line.since_seconds)}: {line.left or 'not seen since the service started'}"
-        )
-    if line.damaged:
-        found.append(f"holds other rows than it was sent in {', '.join(line.damaged)}, and is sent them again")
-    if held := line.rewound:
-        found.append(f"came with {held.held} of a discarded past, {duration(held.seconds)} ago")
-    if line.connected and line.late:
-        heard = f"last heard {duration(line.seconds_since_ack)} ago"
-        found.append(f"lacks {counted(line.lag.versions, 'version')}, {heard}{_slowness(line)}")
-    if _damaged_again(line):
-        times, ago = counted(line.damages, "time"), duration(line.damaged_seconds_ago or 0.0)
-        found.append(f"held other rows than it was sent {times}, last {ago} ago: something else writes to it")
-    if line.waits_for:
-        found.append(f"waits for {line.waits_for}")
-    if line.unbound:
-        found.append(f"does not hold {', '.join(line.unbound)}")
-    if line.connected and not line.checked and not line.damaged:
-        found.append("has not shown by checksums what it holds")
-    return "; ".join(found)
-
-
-def _slowness(line: ReplicaLag) -> str:
-    """Whether what a replica lacks is under way to it."""
-    if line.unacked_seconds < _SLOW_SECONDS:
-        return ""
-    sent = f"{counted(line.unacked, 'release')} sent to it"
-    return f"; {sent}, and not acknowledged for {duration(line.unacked_seconds)}: it is slow to take or apply them"
-
-
-def _damaged_again(line: ReplicaLag) -> bool:
-    ago = line.damaged_seconds_ago
-    return line.damages > 1 and ago is not None and ago < _AGAIN_SECONDS
-
-
-def needs_somebody(line: ReplicaLag) -> bool:
-    """Whether an operator should know of a replica: each of them lacks the newest version for a moment."""
-    wrong = line.damaged or line.unbound or line.rewound or line.waits_for or _damaged_again(line)
-    return bool(not line.connected or wrong or (line.late and line.lag.seconds >= _LATE_SECONDS))
 
 
 def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int) -> tuple[State, str]:

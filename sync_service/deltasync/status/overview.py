@@ -11,8 +11,9 @@ from deltasync.core.steady_clock import steady_ns
 from deltasync.core.words import utc
 from deltasync.service.service import Service
 from deltasync.status.absence import Absence, absences, absent_consumers
-from deltasync.status.lag import ConsumerLag, State, needs_somebody
+from deltasync.status.lag import ConsumerLag, State
 from deltasync.status.readiness import Check, checks
+from deltasync.status.replica_state import needs_somebody
 from deltasync.status.trainers import TrainerLine
 from deltasync.status.versions import VersionLine
 from deltasync.storage.volume import Volume

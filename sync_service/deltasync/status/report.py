@@ -19,10 +19,10 @@ from deltasync.status.lag import (
     RewindLag,
     TableLag,
     measure,
-    replica_reason,
     state,
     unsent,
 )
+from deltasync.status.replica_state import replica_reason, replica_state
 
 
 def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> ConsumerLag:
@@ -143,11 +143,11 @@ def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int,
         unacked_seconds=_ago(replica.unacked_ns, now_ns) if replica.stream and replica.unacked else 0.0,
         damages=replica.damages,
         damaged_seconds_ago=_ago(replica.damaged_ns, now_ns) if replica.damages else None,
-        late=lag.versions > 0 and offset != standing.newest_release and not held_back,
+        behind=lag.versions > 0 and offset != standing.newest_release and not held_back,
         waits_for=f"room on disk: {standing.crowded}" if replica.waits and standing.crowded else "",
         guest=replica.guest,
     )
-    return replace(line, reason=replica_reason(line))
+    return replace(line, state=replica_state(line), reason=replica_reason(line))
 
 
 def _ago(then_ns: int, now_ns: int) -> float:

@@ -67,7 +67,7 @@ def test_who_is_one_release_behind_after_a_restart_lacks_one_version(tmp_path: P
         assert view.position.number == before + 1
         lag = await lag_at(view, before)
         assert (lag.lag.versions, lag.lag.rows, lag.state) == (1, 2, "behind")
-        assert lag.replicas[0].late
+        assert lag.replicas[0].behind
 
     run(tmp_path, scenario)
     run_again(tmp_path, again)
@@ -126,7 +126,9 @@ def test_who_has_every_release_is_as_late_as_what_was_published_since(
         await local.cut(changed(2, USER, 9))
         lag = await lag_at(view, view.position.number)
         assert lag.lag.versions == 1
-        assert [(each.late, each.reason) for each in lag.replicas] == [(False, "")]  # Nothing of it was released.
+        assert [(each.behind, each.reason) for each in lag.replicas] == [
+            (False, "")
+        ]  # Nothing of it was released.
         assert 0 < lag.lag.seconds <= lag.oldest_row_seconds
 
     run(tmp_path, scenario)

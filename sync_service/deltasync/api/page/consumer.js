@@ -6,14 +6,7 @@ import { getJson } from "./stream.js";
 import { bytes, count, mood, norm, percent, seconds } from "./text.js";
 
 const SHOWN = 200;
-// Each replica lacks the newest version for a moment.
-const LATE_SECONDS = 10;
-
-function stateOf(replica) {
-  if (!replica.connected) return "away";
-  if (replica.damaged.length) return "damaged";
-  return replica.waits_for || (replica.late && replica.lag.seconds >= LATE_SECONDS) ? "late" : "connected";
-}
+const FINE = new Set(["connected", "guest"]);
 
 export function consumerView(name) {
   const path = `/consumers/${encodeURIComponent(name)}`;
@@ -29,7 +22,7 @@ export function consumerView(name) {
   const filter = new Filter("Table", SHOWN, () => latest && fillTables(latest));
   const replicas = new Table("Replicas", [
     { title: "replica", cell: (line) => line.replica },
-    { title: "state", cell: (line) => ({ text: stateOf(line), className: stateOf(line) === "connected" ? "good" : "bad" }) },
+    { title: "state", cell: (line) => ({ text: line.state, className: FINE.has(line.state) ? "good" : "bad" }) },
     { title: "since", number: true, cell: (line) => seconds(line.since_seconds) },
     { title: "why", words: true, cell: (line) => line.reason },
     { title: "offset", number: true, cell: (line) => count(line.offset) },
@@ -58,7 +51,7 @@ export function consumerView(name) {
     say(reason, lag.reason);
     say(facts, `model ${lag.model}, version ${count(lag.head)}, offset ${count(lag.offset)}; ${count(lag.lag.rows)} rows, ${bytes(lag.lag.bytes)} behind`, "soft");
     for (const [chart, column] of charts) chart.draw(history.unix_ms, history[column]);
-    const needy = [...lag.replicas].sort((one, other) => Number(one.connected) - Number(other.connected) || other.lag.versions - one.lag.versions);
+    const needy = [...lag.replicas].sort((one, other) => FINE.has(one.state) - FINE.has(other.state) || other.lag.versions - one.lag.versions);
     replicas.fill(needy);
     fillTables(lag);
   }
