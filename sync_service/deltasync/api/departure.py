@@ -15,9 +15,6 @@ from deltasync.core.errors import (
 from deltasync.core.events import EventKind, described
 from deltasync.core.words import printable
 
-# Of what a replica says.
-_LONGEST = 400
-
 # What a replica has itself to do with; all else is the service's, and may be over when it comes again.
 _OF_PEERS = (InvalidInput, NotFound, NotPermitted, Contradiction, LimitReached)
 
@@ -60,7 +57,7 @@ def departure(
         text = str(error) if isinstance(error, DeltasyncError) else "a newer stream has taken over"
         return Departure(EventKind.REPLICA_REPLACED, text)
     if stopped:
-        return Departure(EventKind.REPLICA_LOST, f"it has stopped: {printable(stopped, _LONGEST)}", expected=True)
+        return Departure(EventKind.REPLICA_LOST, f"it has stopped: {printable(stopped)}", expected=True)
     if given_up:
         return Departure(EventKind.REPLICA_LEFT, given_up, expected=True)
     if isinstance(error, StreamEnded):

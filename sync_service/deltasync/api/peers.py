@@ -26,10 +26,9 @@ from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.words import listed
 from deltasync.service.service import Service
 from deltasync.status.merged import Merge, merge_of
+from deltasync.wire.protocol import MISSING_HEADER
 
 PASSED_ON = "deltasync-passed-on"
-# Of a list: the processes that did not answer.
-MISSING = "deltasync-missing"
 
 # Of these it says what it has itself also while it may answer for no model.
 _OWN = frozenset({"/status", "/events"})
@@ -88,7 +87,7 @@ class PeersMiddleware:
         good = [each for each in (own, *found.values()) if isinstance(each, Answer) and each.status == 200]
         response = _response(await asyncio.to_thread(_merged, merge, good, missing) if good else own)
         if missing:
-            response.headers[MISSING] = listed(missing)
+            response.headers[MISSING_HEADER] = listed(missing)
         await response(scope, receive, send)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,8 +14,6 @@ from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_WHY = 400
-
 
 def say_goodbye(endpoint: Endpoint, replica: subscribe_pb2.LeaveRequest, seconds: float) -> None:
     """Tell a service, once and for at most so many seconds, that a replica has ended."""
@@ -29,7 +27,7 @@ def say_goodbye(endpoint: Endpoint, replica: subscribe_pb2.LeaveRequest, seconds
 
 def say_why(requests: Requests, call: Any, error: Exception, seconds: float) -> None:
     """Say on a stream why the replica stops, and wait so many seconds at most until the service has read it."""
-    say(requests, subscribe_pb2.Ack(stopped=printable(f"{type(error).__name__}: {error}", _LONGEST_WHY)))
+    say(requests, subscribe_pb2.Ack(stopped=printable(f"{type(error).__name__}: {error}")))
     requests.put(None)
     ended = threading.Event()
     call.add_done_callback(lambda _: ended.set())

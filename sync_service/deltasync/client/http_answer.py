@@ -17,12 +17,11 @@ from typing import Any
 from deltasync.client.tls_troubles import meaning
 from deltasync.core.errors import DeltasyncError, NotFound, NotOwner, NotPermitted, ServiceUnavailable
 from deltasync.core.owner import Owner
+from deltasync.wire.protocol import MISSING_HEADER
 
 # The lag of a hundred thousand replicas takes less.
 _MOST_BYTES = 256 << 20
 _MOST_ERROR_BYTES = 16 << 20
-# The header that names who had no part in an answer.
-_MISSING = "deltasync-missing"
 # What is no trouble of the connection.
 _KINDS: Mapping[int, type[DeltasyncError]] = {401: NotPermitted, 403: NotPermitted, 404: NotFound}
 
@@ -68,7 +67,7 @@ def get_answer(url: str, headers: Mapping[str, str], timeout_seconds: float, tls
     request = urllib.request.Request(url, headers=dict(headers))  # noqa: S310  # the endpoint has seen it
     try:
         with _opener(tls).open(request, timeout=timeout_seconds) as answer:
-            return JsonAnswer(json.loads(_body(answer, _MOST_BYTES)), answer.headers.get(_MISSING, ""))
+            return JsonAnswer(json.loads(_body(answer, _MOST_BYTES)), answer.headers.get(MISSING_HEADER, ""))
     except urllib.error.HTTPError as error:
         raise _refused(error, url) from error
     except (OSError, http.client.HTTPException, ValueError) as error:

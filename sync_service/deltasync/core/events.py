@@ -15,9 +15,6 @@ from deltasync.core.words import printable
 
 logger = logging.getLogger("deltasync.events")
 
-# What peers say of themselves is part of some events: a line of the log stays one line, of bounded length.
-_LONGEST_TEXT = 400
-
 
 class EventKind(Enum):
     """What can happen. The value is its name for logs and metrics, the level how loud the log says it."""
@@ -292,12 +289,12 @@ def line_of(event: Event) -> str:
     """An event as one line: `replica joined: consumer=c replica=r the replica holds nothing`."""
     subject = [f"{name}={value}" for name, value in event.subject.items()]
     words = " ".join([*subject, _words(event)])
-    return f"{event.kind.value.replace('_', ' ')}: {printable(words.strip(), _LONGEST_TEXT)}"
+    return f"{event.kind.value.replace('_', ' ')}: {printable(words.strip())}"
 
 
 def text_of(event: Event) -> str:
     """Why an event has happened, or what came of it, on one line of bounded length."""
-    return printable(_words(event), _LONGEST_TEXT)
+    return printable(_words(event))
 
 
 def _words(event: Event) -> str:

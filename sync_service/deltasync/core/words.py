@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
+# Of what somebody says, characters.
+LONGEST_TEXT = 400
+
 
 def counted(number: int, noun: str) -> str:
     """So many of something whose plural ends in -s: `1 row`, `2 rows`."""
@@ -39,7 +42,7 @@ def listed(names: Iterable[str], most: int = 10) -> str:
     return ", ".join(found[:most]) + left
 
 
-def printable(text: str, longest: int) -> str:
+def printable(text: str, longest: int = LONGEST_TEXT) -> str:
     """What somebody has said, on one line: of at most so many characters, with those escaped that do not print."""
     shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[: longest + 1])
     return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."

@@ -20,6 +20,8 @@ WHOLE_PROTOCOL = 5
 SEALS_PROTOCOL = 6
 # The first whose replicas read all that they hold again when they are asked to.
 READ_AGAIN_PROTOCOL = 7
+# Of an HTTP answer of all processes: names those that had no part in it.
+MISSING_HEADER = "deltasync-missing"
 
 _KEY = "deltasync-protocol"
 _FORM = re.compile(r"([1-9][0-9]{0,8})-([1-9][0-9]{0,8})", re.ASCII)
