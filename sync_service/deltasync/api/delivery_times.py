@@ -1,4 +1,4 @@
-"""How long releases take from the model's tables to one replica.
+"""Which releases are under way to one replica, and how long they take from the model's tables to it.
 
 A version counts if it was sealed while the replica was connected. What somebody who comes later lacks is lag: an
 old version that a new replica is given says nothing of how long the way is. Guests only look.
@@ -6,12 +6,18 @@ old version that a new replica is given says nothing of how long the way is. Gue
 
 import time
 from collections import deque
+from collections.abc import Awaitable
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.seal import seal_of
+from deltasync.core.signals import Signal
 from deltasync.core.steady_clock import steady_ns
 from deltasync.feeds.model import Model
 
+# So many are sent ahead. What changes until the first is held comes in one: a replica that applies slowly is sent
+# each row once, however often that has changed, and is not further behind with each release.
+_AHEAD = 4
+# Of a replica that says nothing of what it holds, and is damaged again and again, no more are known.
 _MOST = 1000
 
 
@@ -26,9 +32,18 @@ class DeliveryTimes:
         self.held = 0
         self._consumer, self._replica = consumer, replica
         self._begun_ns = steady_ns()
-        # Of a replica that says nothing of what it holds, no more are kept.
+        self._held_more = Signal()
         self._sent = deque[tuple[int, int, int]](maxlen=_MOST)  # Number and version, and when by `steady_ns`.
         self._note_unacked()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the replica has as many to apply as are sent ahead."""
+        return len(self._sent) >= _AHEAD
+
+    def held_more(self) -> Awaitable[object]:
+        """To be awaited: that the replica holds one more, from this call on."""
+        return self._held_more.changed()
 
     def note_sent(self, number: int, version: int) -> None:
         """Note that a release of a version was sent."""
@@ -41,6 +56,8 @@ class DeliveryTimes:
         while self._sent and self._sent[0][0] <= number:
             newest = self._sent.popleft()
         self._note_unacked()
+        if newest:
+            self._held_more.wake()
         if model and newest and newest[1] > self.held:
             before, (_, self.held, sent_ns) = self.held, newest
             sealed_ns = model.succession.since_ns(self.held)

@@ -14,6 +14,8 @@ from deltasync.wire.messages import (
     mode_to_message,
     position_to_message,
 )
+from deltasync.wire.protocol import WHOLE_PROTOCOL
+from deltasync.wire.row_messages import fits_message
 
 
 def opened(
@@ -48,6 +50,13 @@ def no_news(
         read_again=read_again,
     )
     return subscribe_pb2.SubscribeResponse(progress=progress)
+
+
+def goes_whole(release: FrozenRelease, budget: int, protocol: int) -> bool:
+    """Whether a release has rows, and so few that they go with its end, to a replica of such a budget."""
+    if protocol < WHOLE_PROTOCOL or release.nbytes > budget:
+        return False
+    return bool(release.chunks) and fits_message(release.nbytes)
 
 
 def release_end(

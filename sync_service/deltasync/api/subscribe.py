@@ -12,7 +12,7 @@ from deltasync.api.delivery_times import DeliveryTimes
 from deltasync.api.departure import StreamEnded, departure, superseded
 from deltasync.api.protocol import check_known
 from deltasync.api.reading_again import ReadingAgain
-from deltasync.api.replica_messages import no_news, opened, release_end
+from deltasync.api.replica_messages import goes_whole, no_news, opened, release_end
 from deltasync.api.sending import Sending
 from deltasync.consumers.consumer import Consumer, Replica, Rewind
 from deltasync.core.damage import ranges
@@ -29,8 +29,8 @@ from deltasync.feeds.replica_audit import ReplicaAudit
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import position_from_message, position_to_message
-from deltasync.wire.protocol import DELETES_PROTOCOL, WHOLE_PROTOCOL, Protocols
-from deltasync.wire.row_messages import fits_message, whole_release
+from deltasync.wire.protocol import DELETES_PROTOCOL, Protocols
+from deltasync.wire.row_messages import whole_release
 
 _PROGRESS_SECONDS = 5.0
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
@@ -131,8 +131,8 @@ class ReplicaStream:
             if self._asked and (number := self._reading_again.due):
                 yield self._read_again(number)
                 continue
-            if self._consumer.pause and self._feed.position != self._sent:
-                await self._wait_for_end_of_pause(acks)
+            if self._holds_back:
+                await self._wait_to_go_on(acks)
                 yield self._no_news()
                 continue
             repair = self._audit.begin_repair(time.monotonic())
@@ -146,18 +146,24 @@ class ReplicaStream:
             async for response in self._send(self._feed.release(self._sent.number, repair), acks):
                 yield response
 
-    async def _wait_for_end_of_pause(self, acks: asyncio.Task[None]) -> None:
-        await self._wait(acks, self._consumer.brake.changed())
-        if self._consumer.pause is None and not self._feed.may_serve(self._consumer.policy):
+    @property
+    def _holds_back(self) -> bool:
+        """Whether nothing new is sent now: the consumer is paused, or the replica has enough to apply."""
+        paused = self._consumer.pause is not None and self._feed.position != self._sent
+        return paused or (self._times.busy and not self._audit.damaged)
+
+    async def _wait_to_go_on(self, acks: asyncio.Task[None]) -> None:
+        paused = self._consumer.pause
+        await self._wait(acks, self._consumer.brake.changed(), self._times.held_more(), self._damaged.wait())
+        if paused and self._consumer.pause is None and not self._feed.may_serve(self._consumer.policy):
             raise Superseded(f"consumer {self._consumer.name!r} got another policy while it was paused; reconnect")
 
-    def _no_news(self) -> subscribe_pb2.SubscribeResponse:
-        return no_news(self._feed, self._sent, self._token, self._behind_ns(self._sent.number))
+    def _no_news(self, read_again: int = 0) -> subscribe_pb2.SubscribeResponse:
+        return no_news(self._feed, self._sent, self._token, self._behind_ns(self._sent.number), read_again)
 
     def _read_again(self, number: int) -> subscribe_pb2.SubscribeResponse:
-        version = self._feed.version_of(self._sent.number)
-        self._reading_again.ask(number, version, self._audit.expected)
-        return no_news(self._feed, self._sent, self._token, self._behind_ns(self._sent.number), number)
+        self._reading_again.ask(number, self._feed.version_of(self._sent.number), self._audit.expected)
+        return self._no_news(number)
 
     def _behind_ns(self, number: int) -> int:
         """For how long a number has not been the newest that replicas are given: a pause does not count."""
@@ -215,7 +221,7 @@ class ReplicaStream:
             return
         self._asked = True
         with self._sending.of(release):
-            if release.head and self._fits_message(release):
+            if release.head and goes_whole(release, self._credit.budget, self._protocols.newest):
                 await self._take_credit(release.nbytes, release, acks)
                 end = self._end(release, release.head)
                 yield whole_release([chunk.sent(deletes=True)[0] for chunk in release.chunks], end)
@@ -240,12 +246,6 @@ class ReplicaStream:
                     yield subscribe_pb2.SubscribeResponse(progress=subscribe_pb2.Progress(head=head))
         finally:
             self._replica.waits = False
-
-    def _fits_message(self, release: FrozenRelease) -> bool:
-        """Whether a release has rows, and so few that they go with its end."""
-        if self._protocols.newest < WHOLE_PROTOCOL or release.nbytes > self._credit.budget:
-            return False
-        return bool(release.chunks) and fits_message(release.nbytes)
 
     async def _take_credit(self, size: int, release: FrozenRelease, acks: asyncio.Task[None]) -> None:
         """Wait until so many bytes of a release may be sent, and count them as sent."""

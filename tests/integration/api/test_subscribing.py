@@ -31,6 +31,7 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.frozen_release import FrozenRelease, freeze
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire import row_messages as wire_rows
+from deltasync.wire.messages import position_from_message
 from deltasync.wire.protocol import OURS, Protocols
 
 ONE = np.full((1, 4), 5, "<f4")
@@ -266,7 +267,7 @@ def test_a_replica_that_never_acks_slows_only_itself(
             head = publish(rank, step, step)
             rows, end = fast.release()
             assert (ids_of(rows), end.position.version) == ([step], head.number)
-        fast.send(ack(0, head))
+            fast.send(ack(0, head))
         offset_reached(running, "fast", 11)
         # It was never given more than its budget while the other had ten releases.
         assert outstanding <= 250
@@ -296,6 +297,52 @@ def test_a_subscriber_of_any_budget_gets_everything(
         replica.wait_for(2, 20)
     for table, expected in zip((USER, ITEM), rows, strict=True):
         np.testing.assert_array_equal(target.tables[table.name], expected)
+
+
+def test_what_comes_while_a_replica_is_busy_comes_as_one_release(
+    running: RunningService, rank: RankStream
+) -> None:
+    """It has four to apply: what changes meanwhile waits, and goes to it once, however often it has changed."""
+    with ReplicaStream(running.grpc) as replica:
+        first = be_busy(rank, replica)
+        for step in range(5, 10):
+            publish(rank, step, 1, step)
+        replica.send(ack(0, first))
+        rows, end = replica.release()
+        assert (ids_of(rows), end.position.version) == ([1, *range(5, 10)], 9)
+
+
+def test_a_busy_replica_is_told_that_there_is_more(
+    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
+    with ReplicaStream(running.grpc) as replica:
+        first = be_busy(rank, replica)
+        publish(rank, 5, 5)
+        while not (progress := replica.until("progress")).behind_ns:
+            pass
+        assert progress.head.version == 4
+        replica.send(ack(0, first))
+        rows, end = replica.release()
+        assert (ids_of(rows), end.position.version) == ([5], 5)
+
+
+def test_a_busy_replica_that_is_damaged_is_repaired(running: RunningService, rank: RankStream) -> None:
+    with ReplicaStream(running.grpc) as replica:
+        message = ack(EVERYTHING, be_busy(rank, replica))
+        message.ack.sums.add(slot=0, sum=1)
+        replica.send(message)
+        rows, end = replica.release()
+        assert (len(ids_of(rows)), end.position.version) == (USER.rows, 4)
+
+
+def be_busy(rank: RankStream, replica: ReplicaStream) -> Position:
+    """Have a replica take as many releases as it may without an ack; the position of the first."""
+    _, first = replica.release()
+    for step in range(2, 5):
+        publish(rank, step, step)
+        replica.release()
+    return position_from_message(first.position)
 
 
 def test_a_repeated_ack_is_harmless(running: RunningService, rank: RankStream) -> None:
