@@ -13,7 +13,7 @@ import grpc
 from deltasync.client.endpoint_settings import endpoint_settings, file_settings
 from deltasync.client.http_answer import JsonAnswer, Tls, get_answer
 from deltasync.client.tls_files import TlsFiles
-from deltasync.client.tls_troubles import meaning
+from deltasync.client.troubles import meaning
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotOwner, ServiceUnavailable
 from deltasync.core.exposure import is_loopback
 from deltasync.core.owner import Owner

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from deltasync.client.tls_troubles import meaning
+from deltasync.client.troubles import meaning
 from deltasync.core.errors import DeltasyncError, NotFound, NotOwner, NotPermitted, ServiceUnavailable
 from deltasync.core.owner import Owner
 from deltasync.wire.protocol import MISSING_HEADER
@@ -176,5 +176,5 @@ def _owner(location: str) -> Owner | None:
 
 def _printable(error: Exception) -> str:
     """An error's text, unless that holds the raw bytes of an answer that is no HTTP."""
-    text = str(error).strip()
+    text = str(error.reason if isinstance(error, urllib.error.URLError) else error).strip()
     return text if text.isprintable() else f"{type(error).__name__}: no HTTP answer"

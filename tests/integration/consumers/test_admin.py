@@ -247,10 +247,14 @@ def test_the_command_line_shows_lag(running: RunningService) -> None:
 def test_the_command_line_says_what_is_wrong(running: RunningService) -> None:
     code, _, said = deltasync("lag", "nobody", "--http", running.http)
     assert (code, said) == (1, "Error: no consumer 'nobody'; consumers: predictors, probes\n")
-    for wrong in ("http://127.0.0.1:1", f"http://{running.grpc}"):
-        code, _, said = deltasync("lag", "predictors", "--http", wrong)
-        assert code == 1
-        assert "is the service running, and is this its HTTP address?" in said
+    hint = "is the service running, and is this its"
+    for wrong in (
+        ("--http", "http://127.0.0.1:1"),
+        ("--http", f"http://{running.grpc}"),
+        ("--service", "127.0.0.1:1"),
+    ):
+        code, _, said = deltasync("lag", "predictors", *wrong)
+        assert (code, hint in said, said.count("\n")) == (1, True, 1)
     assert deltasync("lag", "predictors", "--http", running.grpc)[0] == 2
     code, _, said = deltasync("consumers", "list", "--service", "127.0.0.1:1")
     assert code == 1

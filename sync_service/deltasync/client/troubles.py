@@ -1,4 +1,4 @@
-"""What may be wrong between a client and a service that cannot agree on TLS, as far as their libraries tell."""
+"""What may be wrong between a client and a service that do not connect, as far as their libraries tell."""
 
 _OTHER_NAME = "its certificate is for another name, which server_name may say"
 # What gRPC or OpenSSL says of it, and what that means; the first that fits.
@@ -10,6 +10,8 @@ _MEANINGS = {
     "certificate is not yet valid": "its certificate, or its CA's, is of later, or this machine's clock is wrong",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that was given, or, where none was, from "
     "those of this machine: give its ca",
+    "Connection refused": "nothing listens there: is the service running, and is this its address?",
+    **dict.fromkeys(("lookup failed", "not known", "No address associated"), "is the name of its host right?"),
     "WRONG_VERSION_NUMBER": "it does not speak TLS there: give no CA, and http://, or the port that does",
 }
 # An alert that the other side has sent.
