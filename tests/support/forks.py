@@ -1,113 +1,216 @@
-"""Python programs as forks of a process that has imported TorchRec, which takes 3 s of a core each time.
+"""Python programs as forks of a process that has imported what they need, which takes 2 s to 3 s of a core.
 
-Our own modules are imported by each program itself.
+`python -m tests.support.forks FD MODULE...` is that process: it imports the modules, and of whatever it is told by
+way of a socket it bears a child that becomes that.
 """
 
-import multiprocessing
-import multiprocessing.forkserver
+import atexit
+import importlib
+import json
 import os
 import random
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from tests.support.programs import ROOT, cleaned
 
 # What the interpreter and libraries look at before there is a program.
 AT_START = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+_MOST_BYTES = 1 << 20
+
+
+class Nursery:
+    """Where programs are started that need some modules, which are imported in `environment`."""
+
+    def __init__(self, *modules: str, environment: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            command = [sys.executable, "-m", "tests.support.forks", str(other.fileno()), *modules]
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                start_new_session=True,
+            )
+        atexit.register(self._close)
+
+    def start(self, *arguments: str, environment: Mapping[str, str], out: int = 1, err: int = 2) -> "Fork":
+        """Start `python ARGUMENTS` in a session of its own, from this repository's folder, with such output."""
+        request = {"arguments": arguments, "environment": dict(environment)}
+        return Fork(self, self._ask(request, out, err))
+
+    def status_of(self, pid: int) -> int:
+        """The exit status of a program that has ended, as `subprocess` has it; once."""
+        return self._ask({"ended": pid})
+
+    def _ask(self, request: Mapping[str, Any], *descriptors: int) -> int:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            answer: int = json.loads(self._socket.recv(_MOST_BYTES))
+        return answer
+
+    def _close(self) -> None:
+        self._socket.close()
+        self._process.wait()
 
 
 class Fork:
-    """A program that was started, with the methods of `subprocess.Popen`."""
+    """A program that was started, with methods of `subprocess.Popen`.
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
-        self._output = output
-        self._process = _server().Process(target=_run, args=(arguments, environment, output))
-        self._process.start()
-        assert self._process.pid
-        self._pid = self._process.pid
+    Attributes:
+        returncode: how it has ended, as far as it was asked. None = not yet.
+    """
 
-    @property
-    def returncode(self) -> int | None:
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self._nursery, self.pid = nursery, pid
+        self._descriptor = os.pidfd_open(pid)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
         """How it has ended. None = not yet."""
-        return self._process.exitcode
+        return self._ended_within(0)
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
-        """What it has said until its end."""
-        self._process.join(timeout)
-        said = self._output.read_text(errors="replace")
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout, said)
-        return said, ""
+    def wait(self, timeout: float | None = None) -> int:
+        """How it ends."""
+        status = self._ended_within(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it has not ended."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._descriptor, number)
 
     def kill(self) -> None:
         """End it."""
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
 
     def end(self) -> None:
-        """End what it has left behind, too."""
+        """End it, with all that it has left in its session."""
         self.kill()
-        self._process.join()
+        self.wait()
         with suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _ended_within(self, seconds: float | None) -> int | None:
+        if self.returncode is None:
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLIN)
+            if poll.poll(None if seconds is None else seconds * 1000):
+                self.returncode = self._nursery.status_of(self.pid)
+                os.close(self._descriptor)
+        return self.returncode
+
+
+@dataclass(frozen=True)
+class Program:
+    """A fork whose output is kept, with methods of `subprocess.Popen`."""
+
+    fork: Fork
+    output: Path
+
+    @property
+    def returncode(self) -> int | None:
+        """How it has ended, as far as it was asked. None = not yet."""
+        return self.fork.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it has said until its end."""
+        try:
+            self.fork.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            error.output = self.output.read_text(errors="replace")
+            raise
+        return self.output.read_text(errors="replace"), ""
+
+    def kill(self) -> None:
+        """End it."""
+        self.fork.kill()
 
 
 @contextmanager
-def forked(*arguments: str, environment: Mapping[str, str]) -> Iterator[Fork]:
-    """`python ARGUMENTS` in a session of its own, from this repository's folder; ended when the block ends."""
-    with tempfile.TemporaryDirectory() as folder:
-        process = Fork(arguments, cleaned() | dict(environment), Path(folder, "output"))
+def forked(*arguments: str, environment: Mapping[str, str]) -> Iterator[Program]:
+    """`python ARGUMENTS`, which needs TorchRec; ended when the block ends."""
+    with tempfile.NamedTemporaryFile() as output:
+        said = output.fileno()
+        fork = _torchrec().start(*arguments, environment=cleaned() | dict(environment), out=said, err=said)
         try:
-            yield process
+            yield Program(fork, Path(output.name))
         finally:
-            process.end()
+            fork.end()
 
 
 @cache
-def _server() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tensordict", "torchrec"])
-    before = {name: os.environ.get(name) for name in AT_START}
-    os.environ.update(AT_START)
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    return context
+def _torchrec() -> Nursery:
+    """Our own modules are imported by each program itself."""
+    return Nursery("tensordict", "torchrec", environment=os.environ | AT_START)
 
 
-def _run(arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
+@cache
+def services() -> Nursery:
+    """Where services are started: of today's package, with what they compile."""
+    return Nursery("tests.support.service_start", environment=cleaned())
+
+
+def _bear(channel: socket.socket) -> Sequence[str]:
+    """Serve whoever has the other end of a socket; returns in each program, with its arguments."""
+    while True:
+        said, descriptors, _, _ = socket.recv_fds(channel, _MOST_BYTES, 2)
+        if not said:
+            sys.exit()
+        request = json.loads(said)
+        if "ended" in request:
+            _, status = os.waitpid(request["ended"], 0)
+            answer = os.waitstatus_to_exitcode(status)
+        elif not (answer := os.fork()):
+            channel.close()
+            _settle(request["environment"], descriptors)
+            arguments: Sequence[str] = request["arguments"]
+            return arguments
+        for each in descriptors:
+            os.close(each)
+        channel.send(json.dumps(answer).encode())
+
+
+def _settle(environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
     os.setsid()
-    os.chdir(ROOT)
-    with output.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    for ours, wanted in zip(descriptors, (1, 2), strict=True):
+        os.dup2(ours, wanted)
+        os.close(ours)
     os.environ.clear()
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
-    np.random.seed()
-    _run_program(*arguments)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
 
 
-def _run_program(first: str, *rest: str) -> None:
+def _run(first: str, *rest: str) -> None:
     if first == "-m":
-        sys.path.insert(0, str(ROOT))
         sys.argv = list(rest)
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(first).parent))
         sys.argv = [first, *rest]
         runpy.run_path(first, run_name="__main__")
+
+
+if __name__ == "__main__":
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    _run(*_bear(socket.socket(fileno=int(sys.argv[1]))))

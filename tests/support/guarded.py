@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -55,7 +54,7 @@ class GuardedService(ServiceProcess):
 
     def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(self._command(), env=self._environment, stderr=log)
+            self.process = self._started(self._command(), log.fileno())
         self.wait_until_announced()
 
     def lines(self, pattern: str) -> list[str]:

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 import urllib.error
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.support.forks import Fork, services
 from tests.support.http import HttpStatus
 from tests.support.programs import cleaned
 
@@ -76,7 +78,7 @@ class ServiceProcess(HttpStatus):
         self.arguments = arguments
         self._files = ["prlimit", f"--nofile={files}"] if files else []
         self._ports = tuple(map(str, free_ports(2, _is_ours)))
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Fork | None = None
 
     def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:
         """Start; it listens, unless it cannot have `announced` that: then it does once it answers.
@@ -86,9 +88,15 @@ class ServiceProcess(HttpStatus):
         with suppress(IsADirectoryError):
             (self.data_dir / "endpoints.json").unlink(missing_ok=True)
         limit = [] if largest_file is None else ["prlimit", f"--fsize={largest_file}:"]
-        self.process = subprocess.Popen([*limit, *self._command()], env=self._environment)
+        self.process = self._started([*limit, *self._command()])
         if announced:
             self.wait_until_announced()
+
+    def _started(self, command: Sequence[str], err: int = 2) -> "subprocess.Popen[bytes] | Fork":
+        """A fork, where it is the interpreter of now that runs the package of today, without options."""
+        if command[:3] != [sys.executable, "-m", "deltasync"] or "PYTHONPATH" in self._environment:
+            return subprocess.Popen(command, env=self._environment, stderr=err)
+        return services().start(*command[1:], environment=self._environment, err=err)
 
     def wait_until_announced(self) -> None:
         """Wait until it says where it listens."""

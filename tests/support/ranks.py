@@ -10,11 +10,11 @@ from datetime import timedelta
 from typing import TypeAlias, Union
 
 import torch
-from tests.support.forks import AT_START, Fork, forked
+from tests.support.forks import AT_START, Program, forked
 from tests.support.programs import LONGEST_SECONDS, ROOT, run_program, started
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-Rank: TypeAlias = Union["subprocess.Popen[str]", Fork]
+Rank: TypeAlias = Union["subprocess.Popen[str]", Program]
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> str:

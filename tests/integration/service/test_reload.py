@@ -1,5 +1,6 @@
 """SIGHUP reads the consumers of the configuration again, and never ends the service."""
 
+import os
 import re
 import signal
 import subprocess
@@ -7,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.process import ServiceProcess, environment
+from tests.support.forks import Fork
+from tests.support.process import ServiceProcess
 
 FIRST = """
 [consumers.one]
@@ -39,22 +41,21 @@ class Logged(ServiceProcess):
     """A service whose log can be read."""
 
     def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:
-        self.process = subprocess.Popen(self._command(), env=environment(), stderr=subprocess.PIPE, text=True)  # type: ignore[assignment]
+        reading, writing = os.pipe()
+        self.process = self._started(self._command(), writing)
+        os.close(writing)
+        self._log = os.fdopen(reading)
         self.until("listening")
 
     def until(self, pattern: str) -> str:
-        assert self.process
-        assert self.process.stderr
-        for line in self.process.stderr:
-            if re.search(pattern, str(line)):
-                return str(line)
+        for line in self._log:
+            if re.search(pattern, line):
+                return line
         raise AssertionError(f"the service has ended without {pattern!r}")
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        assert self.process
-        assert self.process.stderr
-        self.process.stderr.close()
+        self._log.close()
 
     def hang_up(self) -> None:
         assert self.process
@@ -108,13 +109,13 @@ def test_without_a_file_it_says_so(tmp_path: Path) -> None:
 def test_it_does_not_end_a_service_that_is_ending(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data") as service:
         assert service.process
-        service.process.terminate()
+        service.process.send_signal(signal.SIGTERM)
         while not ended(service.process):
             service.process.send_signal(signal.SIGHUP)
         assert service.process.returncode == 0
 
 
-def ended(process: subprocess.Popen[bytes]) -> bool:
+def ended(process: subprocess.Popen[bytes] | Fork) -> bool:
     """Whether it ends within the moment between two signals: without one, it would do nothing but handle them."""
     try:
         process.wait(timeout=0.01)

@@ -1,0 +1,7 @@
+"""What every service imports and compiles when it starts."""
+
+import deltasync.api.server
+import deltasync.cli.serve  # noqa: F401
+from deltasync.kernels.compiled import warm
+
+warm()
