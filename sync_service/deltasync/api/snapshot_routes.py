@@ -7,19 +7,21 @@ from fastapi import APIRouter
 
 from deltasync.service.service import Service
 
+_NONE_ARE_MADE = "none are made: deltasync serve --snapshots URL says where they go"
+
 
 @dataclass(frozen=True)
 class SnapshotLine:
     """The newest snapshot of a model, in a list.
 
-    `version` is the one that it is of, 0 where there is none, and `behind_versions` how many came since; `failure`
-    says why the last try to make one has failed, if it has.
+    `version` is the one that it is of, 0 where there is none, with null for its age. `behind_versions` is how many
+    came since; `failure` says why none is made, or why the last try to make one has failed, if it has.
     """
 
     model: str
     version: int
     behind_versions: int
-    age_seconds: float
+    age_seconds: float | None
     bytes: int
     new_bytes: int
     failure: str
@@ -40,9 +42,9 @@ def snapshot_routes(service: Service) -> APIRouter:
 def _line(service: Service, name: str) -> SnapshotLine:
     newest = service.snapshots.newest(name) if service.snapshots else None
     head = service.models[name].seals.newest_version
-    failure = service.snapshots.failure(name) if service.snapshots else ""
+    failure = service.snapshots.failure(name) if service.snapshots else _NONE_ARE_MADE
     if newest is None:
-        return SnapshotLine(name, 0, head, 0.0, 0, 0, failure)
+        return SnapshotLine(name, 0, head, None, 0, 0, failure)
     age = round(max(0, time.time_ns() - newest.made_unix_ns) / 1e9, 3)
     behind = max(0, head - newest.version)
     return SnapshotLine(name, newest.version, behind, age, newest.bytes, newest.new_bytes(), failure)

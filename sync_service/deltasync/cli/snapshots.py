@@ -2,12 +2,14 @@
 
 import json
 import time
+from typing import Any
 
 import click
 
 from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.cli.text_table import seconds, size, text_table
 from deltasync.cli.waiting import waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
@@ -37,10 +39,12 @@ def snapshots(model: str, http: Endpoint, as_json: bool, url: str, check: bool) 
     """Show the newest snapshot of MODEL, or of each model.
 
     \b
-    version   that it is of; 0 where there is none
+    version   that it is of; empty where there is none
     behind    versions that came since
-    age       seconds since it was complete
-    bytes     of all that it has; new: of what no snapshot before had
+    age       since it was complete
+    bytes     of all that it has
+    new       of what no snapshot before had
+    why       none is made, or the last try has failed
 
     With --at, all that are there; the exit status is 1 where one cannot be read or, with --check, is damaged.
     """
@@ -55,11 +59,14 @@ def snapshots(model: str, http: Endpoint, as_json: bool, url: str, check: bool) 
     if as_json:
         click.echo(json.dumps(lines, indent=2))
         return
-    for line in lines:
-        text = f"{line['model']:20}  version {line['version']}  behind {line['behind_versions']}"
-        size = f"age {line['age_seconds']:.0f} s  {line['bytes']} bytes  {line['new_bytes']} new"
-        failure = f"  failed: {line['failure']}" if line["failure"] else ""
-        click.echo(f"{text}  {size}{failure}")
+    titles = ("model", "version", "behind", "age", "bytes", "new", "why")
+    click.echo(text_table(titles, map(_row, lines)) if lines else "no models")
+
+
+def _row(line: dict[str, Any]) -> tuple[Any, ...]:
+    amounts = (size(line["bytes"]), size(line["new_bytes"])) if line["version"] else ("", "")
+    behind = line["behind_versions"]
+    return line["model"], line["version"] or "", behind, seconds(line["age_seconds"]), *amounts, line["failure"]
 
 
 def _show_stored(url: str, model: str, check: bool) -> None:
@@ -73,8 +80,8 @@ def _show_stored(url: str, model: str, check: bool) -> None:
             problems += found.problems
             for each in found.manifests:
                 age = (time.time_ns() - each.made_unix_ns) / 1e9
-                size = f"age {age:.0f} s  {each.bytes} bytes  {each.new_bytes()} new"
-                click.echo(f"{name:20}  version {each.version}  {size}  {each.name}")
+                amount = f"age {age:.0f} s  {each.bytes} bytes  {each.new_bytes()} new"
+                click.echo(f"{name:20}  version {each.version}  {amount}  {each.name}")
                 problems += check_snapshot(place, each) if check else []
     for problem in dict.fromkeys(problems):
         click.echo(problem, err=True)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from deltasync.cli.lag import BEHIND
 from deltasync.client import NumpyTarget
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
+from deltasync.service.snapshots import SnapshotOptions
 
 
 @pytest.fixture
@@ -49,6 +51,26 @@ def test_one_address_does_for_all(service: RunningService, kind: str) -> None:
     assert "rank joined" in shown("events", *at)
     code, _, said = deltasync("consumers", "pause", "nobody", *at, admin_token="secret")  # noqa: S106
     assert (code, "no consumer 'nobody'" in said) == (1, True)
+
+
+def test_a_service_that_makes_no_snapshots_says_so(service: RunningService) -> None:
+    titles, line = shown("snapshots", "--service", service.grpc).splitlines()
+    assert titles.split() == ["model", "version", "behind", "age", "bytes", "new", "why"]
+    assert line.split()[:2] == ["clicks", "2"]
+    assert "none are made: deltasync serve --snapshots" in line
+    (found,) = json.loads(shown("snapshots", "--json", "--service", service.grpc))
+    assert (found["version"], found["age_seconds"]) == (0, None)
+
+
+def test_the_newest_snapshots_are_listed(tmp_path: Path) -> None:
+    service = RunningService(tmp_path / "data")
+    service.options = replace(service.options, snapshots=SnapshotOptions(url=str(tmp_path / "at"), seconds=3600))
+    with service, Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        code, _, _ = deltasync("snapshot", "clicks", "--service", service.grpc, admin_token="secret")  # noqa: S106
+        trainer.publish_all()
+        _, line = shown("snapshots", "--service", service.grpc).splitlines()
+        assert (code, line.split()[:3]) == (0, ["clicks", "1", "1"])
 
 
 @pytest.mark.parametrize(
