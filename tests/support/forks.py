@@ -29,13 +29,14 @@ from tests.support.programs import ROOT, cleaned
 # What the interpreter and libraries look at before there is a program.
 AT_START = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 _MOST_BYTES = 1 << 20
+_ENDING_SECONDS = 10.0
 
 
 class Nursery:
     """Where programs are started that need some modules, which are imported in `environment`."""
 
     def __init__(self, *modules: str, environment: Mapping[str, str]) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._requests = threading.Lock(), 0
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             command = [sys.executable, "-m", "tests.support.forks", str(other.fileno()), *modules]
@@ -49,9 +50,11 @@ class Nursery:
             )
         atexit.register(self._close)
 
-    def start(self, *arguments: str, environment: Mapping[str, str], out: int = 1, err: int = 2) -> "Fork":
-        """Start `python ARGUMENTS` in a session of its own, from this repository's folder, with such output."""
-        request = {"arguments": arguments, "environment": dict(environment)}
+    def start(
+        self, *arguments: str, environment: Mapping[str, str], folder: str, out: int = 1, err: int = 2
+    ) -> "Fork":
+        """Start `python ARGUMENTS` in a session of its own, from a folder, with such output."""
+        request = {"arguments": arguments, "environment": dict(environment), "folder": folder}
         return Fork(self, self._ask(request, out, err))
 
     def status_of(self, pid: int) -> int:
@@ -60,13 +63,21 @@ class Nursery:
 
     def _ask(self, request: Mapping[str, Any], *descriptors: int) -> int:
         with self._lock:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-            answer: int = json.loads(self._socket.recv(_MOST_BYTES))
-        return answer
+            self._requests += 1
+            said = json.dumps({"number": self._requests, **request}).encode()
+            socket.send_fds(self._socket, [said], descriptors)
+            while said := self._socket.recv(_MOST_BYTES):
+                number, answer = json.loads(said)
+                if number == self._requests:  # Who asked before may have been interrupted.
+                    return int(answer)
+        raise ChildProcessError("the process that starts others has ended")
 
     def _close(self) -> None:
         self._socket.close()
-        self._process.wait()
+        try:
+            self._process.wait(_ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
 
 class Fork:
@@ -78,7 +89,7 @@ class Fork:
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery, self.pid = nursery, pid
-        self._descriptor = os.pidfd_open(pid)
+        self._descriptor, self._lock = os.pidfd_open(pid), threading.Lock()
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -113,9 +124,14 @@ class Fork:
             poll = select.poll()
             poll.register(self._descriptor, select.POLLIN)
             if poll.poll(None if seconds is None else seconds * 1000):
+                self._note_end()
+        return self.returncode
+
+    def _note_end(self) -> None:
+        with self._lock:
+            if self.returncode is None:
                 self.returncode = self._nursery.status_of(self.pid)
                 os.close(self._descriptor)
-        return self.returncode
 
 
 @dataclass(frozen=True)
@@ -149,7 +165,8 @@ def forked(*arguments: str, environment: Mapping[str, str]) -> Iterator[Program]
     """`python ARGUMENTS`, which needs TorchRec; ended when the block ends."""
     with tempfile.NamedTemporaryFile() as output:
         said = output.fileno()
-        fork = _torchrec().start(*arguments, environment=cleaned() | dict(environment), out=said, err=said)
+        settings = cleaned() | dict(environment)
+        fork = _torchrec().start(*arguments, environment=settings, folder=str(ROOT), out=said, err=said)
         try:
             yield Program(fork, Path(output.name))
         finally:
@@ -170,26 +187,34 @@ def services() -> Nursery:
 
 def _bear(channel: socket.socket) -> Sequence[str]:
     """Serve whoever has the other end of a socket; returns in each program, with its arguments."""
+    running = set[int]()  # Which do not outlive it.
     while True:
         said, descriptors, _, _ = socket.recv_fds(channel, _MOST_BYTES, 2)
         if not said:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
             sys.exit()
         request = json.loads(said)
         if "ended" in request:
-            _, status = os.waitpid(request["ended"], 0)
+            pid, status = os.waitpid(request["ended"], 0)
+            running.remove(pid)
             answer = os.waitstatus_to_exitcode(status)
-        elif not (answer := os.fork()):
+        elif answer := os.fork():
+            running.add(answer)
+        else:
             channel.close()
-            _settle(request["environment"], descriptors)
+            _settle(request["environment"], request["folder"], descriptors)
             arguments: Sequence[str] = request["arguments"]
             return arguments
         for each in descriptors:
             os.close(each)
-        channel.send(json.dumps(answer).encode())
+        channel.send(json.dumps([request["number"], answer]).encode())
 
 
-def _settle(environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
+def _settle(environment: Mapping[str, str], folder: str, descriptors: Sequence[int]) -> None:
     os.setsid()
+    os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for ours, wanted in zip(descriptors, (1, 2), strict=True):
         os.dup2(ours, wanted)
         os.close(ours)

@@ -62,15 +62,22 @@ class ServiceProcess(HttpStatus):
     Its admin token is `ADMIN_TOKEN`.
 
     Unless its tables are `private`, as if there were too little memory for that. It may have so many `files`
-    open, if that is said.
+    open, if that is said. It is a fork of a process that has imported what it needs, unless it is `fresh`.
 
     Attributes:
         ahead_seconds: by so much its clock is ahead of this process's, from its next start on.
     """
 
     def __init__(
-        self, data_dir: Path, *arguments: str, code: Path | None = None, private: bool = True, files: int = 0
+        self,
+        data_dir: Path,
+        *arguments: str,
+        code: Path | None = None,
+        private: bool = True,
+        files: int = 0,
+        fresh: bool = False,
     ) -> None:
+        self.fresh = fresh or bool(code)
         self.data_dir = data_dir
         self.ahead_seconds = 0
         self.program = ["-m", "deltasync"] if private else ["-c", _WITH_SHARED_FILES]
@@ -93,10 +100,9 @@ class ServiceProcess(HttpStatus):
             self.wait_until_announced()
 
     def _started(self, command: Sequence[str], err: int = 2) -> "subprocess.Popen[bytes] | Fork":
-        """A fork, where it is the interpreter of now that runs the package of today, without options."""
-        if command[:3] != [sys.executable, "-m", "deltasync"] or "PYTHONPATH" in self._environment:
+        if self.fresh or command[:3] != [sys.executable, "-m", "deltasync"]:
             return subprocess.Popen(command, env=self._environment, stderr=err)
-        return services().start(*command[1:], environment=self._environment, err=err)
+        return services().start(*command[1:], environment=self._environment, folder=str(Path.cwd()), err=err)
 
     def wait_until_announced(self) -> None:
         """Wait until it says where it listens."""

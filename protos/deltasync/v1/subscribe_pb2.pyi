@@ -152,7 +152,8 @@ class Ack(_message.Message):
     """
     @_builtins.property
     def applied(self) -> _tables_pb2.Position:
-        """applied is the position the replica's tables are at; unset while nothing new was applied.
+        """applied is the position the replica's tables are at; unset while nothing new was applied. Who does not say so gets
+        four releases, and then no more.
         It belongs to the last release of that position whose bytes are within received_bytes.
         """
 
@@ -452,7 +453,7 @@ Global___WholeRelease: _TypeAlias = WholeRelease  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """Progress is sent while there is nothing to release."""
+    """Progress is sent while there is nothing to release, or the replica has enough to apply."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -485,7 +486,9 @@ class Progress(_message.Message):
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
-        """head is the newest position; its history is empty while the model has no tables yet."""
+        """head is what was sent last, or the newest position where there is no room for a release yet; its history is empty
+        while the model has no tables yet.
+        """
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ def opened(
 def no_news(
     feed: Feed, held: Position, token: int, behind_ns: int, read_again: int = 0
 ) -> subscribe_pb2.SubscribeResponse:
-    """That there is nothing to send to who holds what it was sent last; and what it is to read again."""
+    """That nothing is sent now to who holds what it was sent last; and what it is to read again."""
     version = feed.version_of(held.number)
     progress = subscribe_pb2.Progress(
         head=position_to_message(held),

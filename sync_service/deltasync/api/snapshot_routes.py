@@ -15,7 +15,7 @@ class SnapshotLine:
     """The newest snapshot of a model, in a list.
 
     `version` is the one that it is of, 0 where there is none, with null for its age. `behind_versions` is how many
-    came since; `failure` says why none is made, or why the last try to make one has failed, if it has.
+    came since; `reason` says why none is made, or why the last try to make one has failed, if it has.
     """
 
     model: str
@@ -24,7 +24,7 @@ class SnapshotLine:
     age_seconds: float | None
     bytes: int
     new_bytes: int
-    failure: str
+    reason: str
 
 
 def snapshot_routes(service: Service) -> APIRouter:
@@ -42,9 +42,9 @@ def snapshot_routes(service: Service) -> APIRouter:
 def _line(service: Service, name: str) -> SnapshotLine:
     newest = service.snapshots.newest(name) if service.snapshots else None
     head = service.models[name].seals.newest_version
-    failure = service.snapshots.failure(name) if service.snapshots else _NONE_ARE_MADE
+    reason = service.snapshots.failure(name) if service.snapshots else _NONE_ARE_MADE
     if newest is None:
-        return SnapshotLine(name, 0, head, None, 0, 0, failure)
+        return SnapshotLine(name, 0, head, None, 0, 0, reason)
     age = round(max(0, time.time_ns() - newest.made_unix_ns) / 1e9, 3)
     behind = max(0, head - newest.version)
-    return SnapshotLine(name, newest.version, behind, age, newest.bytes, newest.new_bytes(), failure)
+    return SnapshotLine(name, newest.version, behind, age, newest.bytes, newest.new_bytes(), reason)

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 from deltasync.api.acks import check_ack, rows_of, unbound
 from deltasync.api.caller import caller, current_call
 from deltasync.api.credit import Credit
-from deltasync.api.delivery_times import DeliveryTimes
 from deltasync.api.departure import StreamEnded, departure, superseded
 from deltasync.api.protocol import check_known
 from deltasync.api.reading_again import ReadingAgain
 from deltasync.api.replica_messages import goes_whole, no_news, opened, release_end
 from deltasync.api.sending import Sending
+from deltasync.api.sent_releases import SentReleases
 from deltasync.consumers.consumer import Consumer, Replica, Rewind
 from deltasync.core.damage import ranges
 from deltasync.core.delivery import Delivery
@@ -60,7 +60,7 @@ class ReplicaStream:
             self._consumer, message.replica, self._ended, self._instance, caller().name
         )
         self._replica.guest = message.guest
-        self._audit, self._times = ReplicaAudit(), DeliveryTimes(self._consumer, self._replica)
+        self._audit, self._unacked = ReplicaAudit(), SentReleases(self._consumer, self._replica)
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
         budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
@@ -92,12 +92,11 @@ class ReplicaStream:
 
     def _leave(self, error: BaseException) -> None:
         """Note that the stream is over, and tell why."""
-        replaced = self._replica.stream is not self._ended
         left = departure(
             current_call().error or error,
             goodbye=self._goodbye,
             instance=self._instance,
-            replaced=replaced,
+            replaced=self._replica.stream is not self._ended,
             given_up=self._given_up,
             stopped=self._stopped,
         )
@@ -133,7 +132,8 @@ class ReplicaStream:
                 continue
             if self._holds_back:
                 await self._wait_to_go_on(acks)
-                yield self._no_news()
+                if self._holds_back:
+                    yield self._no_news()
                 continue
             repair = self._audit.begin_repair(time.monotonic())
             if self._feed.position == self._sent and not repair.slots and self._asked:
@@ -150,12 +150,12 @@ class ReplicaStream:
     def _holds_back(self) -> bool:
         """Whether nothing new is sent now: the consumer is paused, or the replica has enough to apply."""
         paused = self._consumer.pause is not None and self._feed.position != self._sent
-        return paused or (self._times.busy and not self._audit.damaged)
+        return paused or self._unacked.full
 
     async def _wait_to_go_on(self, acks: asyncio.Task[None]) -> None:
-        paused = self._consumer.pause
-        await self._wait(acks, self._consumer.brake.changed(), self._times.held_more(), self._damaged.wait())
-        if paused and self._consumer.pause is None and not self._feed.may_serve(self._consumer.policy):
+        pause, asked = self._consumer.pause, self._replica.verification.signal.changed()
+        await self._wait(acks, self._consumer.brake.changed(), asked, self._unacked.room())
+        if pause and self._consumer.pause is None and not self._feed.may_serve(self._consumer.policy):
             raise Superseded(f"consumer {self._consumer.name!r} got another policy while it was paused; reconnect")
 
     def _no_news(self, read_again: int = 0) -> subscribe_pb2.SubscribeResponse:
@@ -192,7 +192,7 @@ class ReplicaStream:
         # Only what the replica is known to hold may become its offset, not what it claims.
         decision, self._sent = self._feed.resume(self._claim, self._replica.applied)
         self._replica.checked, self._replica.unbound = False, ()
-        self._times.held = self._feed.version_of(self._sent.number)
+        self._unacked.held = self._feed.version_of(self._sent.number)
         self._note_rewind(resumes=decision.yes)
         self._registry.acknowledge(self._consumer, self._replica, self._sent)
         self._say(EventKind.REPLICA_JOINED, decision.reason)
@@ -261,7 +261,7 @@ class ReplicaStream:
         """The end of a release whose rows are sent, or are sent with it."""
         self._sent = Position(self._feed.history, head.number, head.seal)
         self._audit.expect(release, self._credit.sent_bytes)
-        self._times.note_sent(head.number, head.version)
+        self._unacked.note_sent(head.number, head.version)
         self._consumer.released_rows += release.rows
         return release_end(self._feed, release, head, self._token, self._behind_ns(head.number))
 
@@ -299,6 +299,7 @@ class ReplicaStream:
         checksums = {each.slot: each.sum for each in ack.sums}
         rows = {each.table: ids for each in ack.wanted if len(ids := rows_of(each, self._deliveries))}
         damaged = self._audit.check(applied.number, checksums, ack.received_bytes, rows)
+        self._unacked.note_ack(applied.number, self._service.models.get(self._consumer.model), held=not damaged)
         if damaged:
             self._report(damaged, rows)
             return
@@ -311,7 +312,6 @@ class ReplicaStream:
         # With the seal that this history has, whatever the replica says.
         sealed = Position(applied.history, applied.number, self._feed.seal_of(applied.number))
         self._registry.acknowledge(self._consumer, self._replica, sealed)
-        self._times.note_held(applied.number, self._service.models.get(self._consumer.model))
 
     def _note_shown(self, ack: subscribe_pb2.Ack) -> None:
         """Note what a replica has shown that it holds: nothing else than it was sent."""

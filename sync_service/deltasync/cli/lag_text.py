@@ -82,7 +82,8 @@ def _columns(lines: list[Line]) -> list[str]:
 
 def state_of(replica: Lag) -> str:
     """The state of a replica, also as a service of before says it."""
-    state: str = replica.get("state", "connected" if replica["connected"] else "away")
+    before = "guest" if replica.get("guest") else "connected" if replica["connected"] else "away"
+    state: str = replica.get("state", before)
     return state
 
 

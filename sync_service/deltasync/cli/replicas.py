@@ -30,7 +30,8 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
 
     \b
     state     connected; or away, damaged, rewound (it came with rows of a discarded past), waiting (for room on
-              disk), late (for 10 seconds), partial (it lacks tables); a guest only looks, and counts nowhere
+              disk), late (it lacks what is 10 seconds old), partial (it lacks tables); a guest only looks, and
+              counts nowhere
     since     for how long
     offset    the last version, or release, that it has applied
     versions  sealed versions that it has not applied

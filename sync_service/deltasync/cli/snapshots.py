@@ -66,7 +66,7 @@ def snapshots(model: str, http: Endpoint, as_json: bool, url: str, check: bool) 
 def _row(line: dict[str, Any]) -> tuple[Any, ...]:
     amounts = (size(line["bytes"]), size(line["new_bytes"])) if line["version"] else ("", "")
     behind = line["behind_versions"]
-    return line["model"], line["version"] or "", behind, seconds(line["age_seconds"]), *amounts, line["failure"]
+    return line["model"], line["version"] or "", behind, seconds(line["age_seconds"]), *amounts, line["reason"]
 
 
 def _show_stored(url: str, model: str, check: bool) -> None:

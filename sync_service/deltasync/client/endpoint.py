@@ -14,10 +14,10 @@ from deltasync.client.endpoint_settings import endpoint_settings, file_settings
 from deltasync.client.http_answer import JsonAnswer, Tls, get_answer
 from deltasync.client.tls_files import TlsFiles
 from deltasync.client.troubles import meaning
-from deltasync.core.errors import DeltasyncError, InvalidInput, NotOwner, ServiceUnavailable
+from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.core.exposure import is_loopback
 from deltasync.core.owner import Owner
-from deltasync.wire.error_codes import from_rpc_error
+from deltasync.wire.error_codes import from_rpc_error, of_connection
 from deltasync.wire.protocol import OURS, protocols_to_metadata
 
 _Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -226,7 +226,7 @@ class Endpoint:
         what that may mean.
         """
         error = from_rpc_error(failure, self.address)
-        if isinstance(error, ServiceUnavailable) and not isinstance(error, NotOwner):
+        if isinstance(error, ServiceUnavailable) and of_connection(failure):
             means = meaning(str(error), tls=self.tls, certificate=self.cert is not None)
             return ServiceUnavailable(f"{error}: {means}") if means else error
         return error

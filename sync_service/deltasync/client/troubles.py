@@ -1,6 +1,7 @@
 """What may be wrong between a client and a service that do not connect, as far as their libraries tell."""
 
 _OTHER_NAME = "its certificate is for another name, which server_name may say"
+_OTHER_HOST = "is the name of its host right, and can this machine look it up?"
 # What gRPC or OpenSSL says of it, and what that means; the first that fits.
 _MEANINGS = {
     "Hostname Verification Check failed": _OTHER_NAME,
@@ -11,7 +12,10 @@ _MEANINGS = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that was given, or, where none was, from "
     "those of this machine: give its ca",
     "Connection refused": "nothing listens there: is the service running, and is this its address?",
-    **dict.fromkeys(("lookup failed", "not known", "No address associated"), "is the name of its host right?"),
+    "lookup failed": _OTHER_HOST,
+    "service not known": _OTHER_HOST,
+    "No address associated": _OTHER_HOST,
+    "name resolution": _OTHER_HOST,
     "WRONG_VERSION_NUMBER": "it does not speak TLS there: give no CA, and http://, or the port that does",
 }
 # An alert that the other side has sent.

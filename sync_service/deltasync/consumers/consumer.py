@@ -76,8 +76,10 @@ class Replica:
     verification: Verification = field(default_factory=Verification)
 
     def note_damage(self, tables: tuple[str, ...]) -> None:
-        """Note of which tables it holds other bits than it was sent."""
-        self.damaged, self.damages, self.damaged_ns = tables, self.damages + 1, steady_ns()
+        """Note of which tables it holds other bits than it was sent: anew, where these were right in between."""
+        if not self.damaged:
+            self.damages, self.damaged_ns = self.damages + 1, steady_ns()
+        self.damaged = tables
 
 
 @dataclass(frozen=True)

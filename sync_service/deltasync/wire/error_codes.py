@@ -101,6 +101,11 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> DeltasyncError:
     return kind(f"{target}: {details}" if kind in (ServiceFailed, ServiceUnavailable) else details)
 
 
+def of_connection(error: grpc.RpcError) -> bool:
+    """Whether a failed call tells of the way to the service: of nothing that the service itself has raised."""
+    return not isinstance(error, grpc.Call) or ERROR_KEY not in dict(error.trailing_metadata() or ())
+
+
 def is_final(error: DeltasyncError) -> bool:
     """Whether repeating the call cannot help."""
     return not isinstance(error, Superseded | Damaged | LimitReached | StorageFailed | ServiceUnavailable)

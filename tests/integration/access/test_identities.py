@@ -248,6 +248,9 @@ def test_a_flood_of_refusals_is_counted_not_written(service: GuardedService) -> 
 
 
 def test_nothing_secret_is_where_others_look(service: GuardedService) -> None:
+    service.terminate()
+    service.fresh = True
+    service.start()
     assert service.process
     pid = service.process.pid
     assert service.ask("GET", "/metrics", "operator")[0] == 200

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from tests.support.fleet import admin_of
 from tests.support.server import RunningService
 from tests.support.state import lag_of, rows_of
 from tests.support.wire import (
@@ -25,6 +26,7 @@ from tests.support.wire import (
     size_of,
 )
 
+from deltasync.api.sent_releases import AHEAD
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
@@ -300,16 +302,18 @@ def test_a_subscriber_of_any_budget_gets_everything(
 
 
 def test_what_comes_while_a_replica_is_busy_comes_as_one_release(
-    running: RunningService, rank: RankStream
+    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has four to apply: what changes meanwhile waits, and goes to it once, however often it has changed."""
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
     with ReplicaStream(running.grpc) as replica:
-        first = be_busy(rank, replica)
+        first, *_ = be_busy(rank, replica)
         for step in range(5, 10):
             publish(rank, step, 1, step)
         replica.send(ack(0, first))
-        rows, end = replica.release()
-        assert (ids_of(rows), end.position.version) == ([1, *range(5, 10)], 9)
+        while (message := replica.receive()).WhichOneof("message") != "release_end":
+            assert message.progress.head.version != AHEAD  # It would look into what it holds.
+        assert (message.release_end.rows, message.release_end.position.version) == (6, 9)
 
 
 def test_a_busy_replica_is_told_that_there_is_more(
@@ -317,7 +321,7 @@ def test_a_busy_replica_is_told_that_there_is_more(
 ) -> None:
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
     with ReplicaStream(running.grpc) as replica:
-        first = be_busy(rank, replica)
+        first, *_ = be_busy(rank, replica)
         publish(rank, 5, 5)
         while not (progress := replica.until("progress")).behind_ns:
             pass
@@ -327,22 +331,50 @@ def test_a_busy_replica_is_told_that_there_is_more(
         assert (ids_of(rows), end.position.version) == ([5], 5)
 
 
-def test_a_busy_replica_that_is_damaged_is_repaired(running: RunningService, rank: RankStream) -> None:
+def test_a_busy_replica_that_is_damaged_is_repaired_and_damaged_once(
+    running: RunningService, rank: RankStream
+) -> None:
+    """By every release under way it holds other rows than it was sent, for one reason."""
     with ReplicaStream(running.grpc) as replica:
-        message = ack(EVERYTHING, be_busy(rank, replica))
-        message.ack.sums.add(slot=0, sum=1)
-        replica.send(message)
+        for applied in be_busy(rank, replica):
+            replica.send(wrong_ack(applied))
         rows, end = replica.release()
         assert (len(ids_of(rows)), end.position.version) == (USER.rows, 4)
+        (line,) = lag_of(running)["replicas"]
+        assert (line["state"], line["damages"]) == ("damaged", 1)
 
 
-def be_busy(rank: RankStream, replica: ReplicaStream) -> Position:
-    """Have a replica take as many releases as it may without an ack; the position of the first."""
-    _, first = replica.release()
-    for step in range(2, 5):
+def be_busy(rank: RankStream, replica: ReplicaStream) -> list[Position]:
+    """Have a replica take as many releases as it may without an ack; their positions."""
+    ends = [replica.release()[1]]
+    for step in range(2, AHEAD + 1):
         publish(rank, step, step)
-        replica.release()
-    return position_from_message(first.position)
+        ends.append(replica.release()[1])
+    return [position_from_message(end.position) for end in ends]
+
+
+def wrong_ack(applied: Position) -> subscribe_pb2.SubscribeRequest:
+    """Of a replica that holds other rows of its first table."""
+    message = ack(EVERYTHING + sum(4 * 4 + 8 for _ in range(1, applied.number)), applied)
+    message.ack.sums.add(slot=0, sum=1)
+    return message
+
+
+def test_while_it_is_paused_a_damaged_replica_is_told_nothing_that_it_would_look_into(
+    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would find the same again, and tell so, as fast as both sides can."""
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
+    with ReplicaStream(running.grpc) as replica:
+        _, end = replica.release()
+        admin_of(running).pause_consumer("predictors")
+        publish(rank, 2, 2)
+        replica.send(wrong_ack(position_from_message(end.position)))
+        while not lag_of(running)["replicas"][0]["damages"]:
+            pass
+        admin_of(running).resume_consumer("predictors")
+        while (message := replica.receive()).WhichOneof("message") != "release_end":
+            assert message.progress.head.version != end.position.version
 
 
 def test_a_repeated_ack_is_harmless(running: RunningService, rank: RankStream) -> None:

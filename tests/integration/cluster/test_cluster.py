@@ -224,7 +224,7 @@ def test_a_process_is_drained_through_any_other(cluster: Cluster) -> None:
     check(trainer, replicas)
     assert cluster.owner() is not owner
     (line,) = other.get_json("/snapshots")
-    assert (line["model"], line["failure"]) == ("clicks", "")
+    assert (line["model"], line["reason"]) == ("clicks", "")
     draining = {each["process"]: each["draining"] for each in other.get_json("/processes")}
     assert draining[cluster.name_of(owner)]
 

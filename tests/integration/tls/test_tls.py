@@ -285,7 +285,7 @@ def test_peers_that_fail_in_the_handshake_leave_no_line_in_the_log(
 ) -> None:
     options = pki.options
     files = ("--tls-cert", str(options.cert), "--tls-key", str(options.key), "--tls-client-ca")
-    with ServiceProcess(tmp_path / "data", *files, str(options.client_ca)) as service:
+    with ServiceProcess(tmp_path / "data", *files, str(options.client_ca), fresh=True) as service:
         ask(pki.endpoint(service.grpc))
         capfd.readouterr()
         for address in (service.grpc, service.http.removeprefix("https://")):

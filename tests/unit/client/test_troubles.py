@@ -21,7 +21,8 @@ CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.
             "nothing listens there",
         ),
         ("[Errno 111] Connection refused", False, False, "nothing listens there"),
-        ("[Errno -2] Name or service not known", False, False, "is the name of its host right?"),
+        ("[Errno -3] Temporary failure in name resolution", False, False, "is the name of its host right"),
+        ("[Errno -2] Name or service not known", False, False, "is the name of its host right"),
         (
             "errors resolving a:1: address lookup failed for a:1: Domain name not found",
             False,

@@ -19,7 +19,7 @@ let view = null;
 let newest = null;
 let heardMs = 0;
 let hearing = new AbortController();
-let asking = false;
+let asking = null;
 
 function viewOf(hash) {
   const [, kind, name] = /^#\/(\w+)(?:\/(.*))?$/.exec(hash) ?? [];
@@ -113,14 +113,15 @@ function sayStale() {
 }
 
 // A stream has what its process has; of several, the whole is asked for as often.
-async function hearPart(status) {
+async function hearPart(status, signal) {
   if (!status.missing.length) return hold(status);
-  if (asking) return;
-  asking = true;
+  if (asking === signal) return;
+  asking = signal;
   try {
-    hold(await getJson("/status").catch(() => status));
+    const whole = await getJson("/status").catch(() => status);
+    if (!signal.aborted) hold(whole);
   } finally {
-    asking = false;
+    if (asking === signal) asking = null;
   }
 }
 
@@ -131,7 +132,7 @@ async function hear() {
   const { signal } = hearing;
   while (!signal.aborted) {
     try {
-      await follow("/status", hearPart, signal);
+      await follow("/status", (status) => hearPart(status, signal), signal);
     } catch (error) {
       if (signal.aborted) return;
       if (error instanceof Refused && (error.status === 401 || error.status === 403)) return lock(error);

@@ -30,10 +30,11 @@ export async function getJson(path) {
 // Calls `heard` with each event's data, until the connection ends or `signal` ends it; then throws.
 export async function follow(path, heard, signal) {
   const abort = new AbortController();
-  const either = AbortSignal.any([signal, abort.signal]);
+  const stop = () => abort.abort();
+  signal.addEventListener("abort", stop);
   let timer = setTimeout(() => abort.abort(), SILENT_MS);
   try {
-    const found = await answer(path, { Accept: "text/event-stream" }, either);
+    const found = await answer(path, { Accept: "text/event-stream" }, abort.signal);
     const reader = found.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let kept = ""; ; ) {
       const { value, done } = await reader.read();
@@ -49,6 +50,7 @@ export async function follow(path, heard, signal) {
     }
   } finally {
     clearTimeout(timer);
+    signal.removeEventListener("abort", stop);
     abort.abort();
   }
 }

@@ -1,4 +1,4 @@
-"""Which releases are under way to one replica, and how long they take from the model's tables to it.
+"""Releases that were sent to one replica, until it says what became of them: how many, and how long they take.
 
 A version counts if it was sealed while the replica was connected. What somebody who comes later lacks is lag: an
 old version that a new replica is given says nothing of how long the way is. Guests only look.
@@ -14,15 +14,13 @@ from deltasync.core.signals import Signal
 from deltasync.core.steady_clock import steady_ns
 from deltasync.feeds.model import Model
 
-# So many are sent ahead. What changes until the first is held comes in one: a replica that applies slowly is sent
-# each row once, however often that has changed, and is not further behind with each release.
-_AHEAD = 4
-# Of a replica that says nothing of what it holds, and is damaged again and again, no more are known.
-_MOST = 1000
+# So many are sent ahead. What changes until the first is acknowledged comes in one: a replica that applies slowly
+# is sent each row once, however often that has changed, and is not further behind with each release.
+AHEAD = 4
 
 
-class DeliveryTimes:
-    """When each release was sent whole on a stream, until its replica says that it holds it.
+class SentReleases:
+    """When each release was sent whole on a stream, until its replica acknowledges it.
 
     Attributes:
         held: the version that the replica holds.
@@ -32,33 +30,35 @@ class DeliveryTimes:
         self.held = 0
         self._consumer, self._replica = consumer, replica
         self._begun_ns = steady_ns()
-        self._held_more = Signal()
-        self._sent = deque[tuple[int, int, int]](maxlen=_MOST)  # Number and version, and when by `steady_ns`.
+        self._room = Signal()
+        self._sent = deque[tuple[int, int, int]]()  # Number and version, and when by `steady_ns`.
         self._note_unacked()
 
     @property
-    def busy(self) -> bool:
+    def full(self) -> bool:
         """Whether the replica has as many to apply as are sent ahead."""
-        return len(self._sent) >= _AHEAD
+        return len(self._sent) >= AHEAD
 
-    def held_more(self) -> Awaitable[object]:
-        """To be awaited: that the replica holds one more, from this call on."""
-        return self._held_more.changed()
+    def room(self) -> Awaitable[object]:
+        """To be awaited: that it has not as many any more, from this call on."""
+        return self._room.changed()
 
     def note_sent(self, number: int, version: int) -> None:
         """Note that a release of a version was sent."""
         self._sent.append((number, version, steady_ns()))
         self._note_unacked()
 
-    def note_held(self, number: int, model: Model | None) -> None:
-        """Note that the replica holds a release."""
-        newest = None
+    def note_ack(self, number: int, model: Model | None, *, held: bool) -> None:
+        """Note that the replica has applied a release, and whether it then holds what it was sent."""
+        full, newest = self.full, None
         while self._sent and self._sent[0][0] <= number:
             newest = self._sent.popleft()
+        if newest is None:
+            return
         self._note_unacked()
-        if newest:
-            self._held_more.wake()
-        if model and newest and newest[1] > self.held:
+        if full:
+            self._room.wake()
+        if held and model and newest[1] > self.held:
             before, (_, self.held, sent_ns) = self.held, newest
             sealed_ns = model.succession.since_ns(self.held)
             if not self._replica.guest and sealed_ns is not None and sealed_ns >= self._begun_ns:
