@@ -1,12 +1,18 @@
 """The documentation of the HTTP API as a page, made of its OpenAPI document: nothing is fetched from elsewhere."""
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from html import escape
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.routing import Route
+
+from deltasync.api.http_errors import document_errors
 
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
@@ -20,13 +26,33 @@ nav ul { columns: 18rem; padding-left: 1rem; }
 _METHODS = ("get", "put", "post", "delete")
 
 
-def documentation(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
-    """What answers with the page."""
+def documentation_routes(app: FastAPI) -> list[Route]:
+    """The OpenAPI document of an application, and the page that is made of it: when somebody asks for them, in a
+    thread, for that takes as long as all else that is made when a service starts.
+    """
+    document = app.openapi = _documented(app)  # type: ignore[method-assign]
+
+    async def openapi(_request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(document))
 
     async def docs(_request: Request) -> Response:
-        return HTMLResponse(documentation_page(app.openapi()))
+        return HTMLResponse(await asyncio.to_thread(lambda: documentation_page(document())))
 
-    return docs
+    return [
+        Route("/openapi.json", openapi, include_in_schema=False),
+        Route("/docs", docs, include_in_schema=False),
+    ]
+
+
+def _documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    build, lock = app.openapi, threading.Lock()
+    made = cache(lambda: document_errors(build()))
+
+    def document() -> dict[str, Any]:
+        with lock:
+            return made()
+
+    return document
 
 
 def documentation_page(document: Mapping[str, Any]) -> str:

@@ -6,9 +6,9 @@ from deltasync.api.access import Access
 from deltasync.api.access_routes import AccessMiddleware
 from deltasync.api.consumer_routes import consumer_routes
 from deltasync.api.delete_routes import delete_routes
-from deltasync.api.documentation import documentation
+from deltasync.api.documentation import documentation_routes
 from deltasync.api.event_routes import event_routes
-from deltasync.api.http_errors import answer_errors, document_errors, error_responses
+from deltasync.api.http_errors import answer_errors
 from deltasync.api.lag_routes import lag_routes
 from deltasync.api.log_routes import log_routes
 from deltasync.api.model_routes import model_routes
@@ -42,9 +42,9 @@ def create_app(
         title="deltasync",
         version=built_version() or "unknown",
         description=_DESCRIPTION,
+        openapi_url=None,
         docs_url=None,  # It would be fetched from elsewhere.
         redoc_url=None,
-        responses=error_responses(),
         redirect_slashes=False,  # Which would send who asks, and their token, to the host that they have named.
     )
     app.add_middleware(PeersMiddleware, service=service, tls=tls)
@@ -52,19 +52,21 @@ def create_app(
     answer_errors(app)
     sampler = sampler or Sampler(service, Answers(service))
     answers = sampler.answers
-    app.include_router(overview_routes(service, access, answers, sampler))
-    app.include_router(consumer_routes(service))
-    app.include_router(lag_routes(service, answers, sampler.histories))
-    app.include_router(table_routes(service, answers))
-    app.include_router(model_routes(service))
-    app.include_router(trainer_routes(service))
-    app.include_router(event_routes(service))
-    app.include_router(delete_routes(service))
-    app.include_router(process_routes(service))
-    app.include_router(snapshot_routes(service))
-    app.include_router(log_routes(service))
+    routers = (
+        overview_routes(service, access, answers, sampler),
+        consumer_routes(service),
+        lag_routes(service, answers, sampler.histories),
+        table_routes(service, answers),
+        model_routes(service),
+        trainer_routes(service),
+        event_routes(service),
+        delete_routes(service),
+        process_routes(service),
+        snapshot_routes(service),
+        log_routes(service),
+    )
+    # Included, each route would be made twice.
+    app.router.routes += [route for router in routers for route in router.routes]
     app.router.routes += page_routes()
-    app.add_route("/docs", documentation(app))
-    document = document_errors(app.openapi())
-    app.openapi = lambda: document  # type: ignore[method-assign]
+    app.router.routes += documentation_routes(app)
     return app

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 
 from deltasync.api.call_errors import error_response
@@ -25,27 +26,35 @@ class ErrorBody:
     message: str
 
 
-def error_responses() -> dict[int | str, dict[str, Any]]:
-    """What any route may answer instead, for the OpenAPI document."""
-    named = {405: [_OF_ROUTES[405]]} | http_errors()
-    return {
-        status: {"model": ErrorBody, "description": " or ".join(names)} for status, names in sorted(named.items())
-    }
-
-
 def document_errors(document: dict[str, Any]) -> dict[str, Any]:
     """An OpenAPI document with the errors that are answered: JSON also where the answer is not, and none of those
     that FastAPI has of its own.
+
+    Told FastAPI, the errors of each route would be models, which take most of the time in which a service starts.
     """
+    schemas, errors = document["components"]["schemas"], _errors()
+    schemas["ErrorBody"] = TypeAdapter(ErrorBody).json_schema()
     for path in document["paths"].values():
         for operation in path.values():
-            operation["responses"].pop("422", None)
-            for status, response in operation["responses"].items():
-                if status >= "400" and (content := response.get("content")):
-                    response["content"] = {"application/json": next(iter(content.values()))}
+            told = operation["responses"]
+            told.pop("422", None)
+            own = {status: _as_json(each) if status >= "400" else each for status, each in told.items()}
+            operation["responses"] = dict(sorted((errors | own).items()))
     for name in ("HTTPValidationError", "ValidationError"):
-        document["components"]["schemas"].pop(name, None)
+        schemas.pop(name, None)
     return document
+
+
+def _errors() -> dict[str, Any]:
+    """What any route may answer instead, by status."""
+    named = {405: [_OF_ROUTES[405]]} | http_errors()
+    body = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    return {str(status): {"description": " or ".join(names), "content": body} for status, names in named.items()}
+
+
+def _as_json(response: dict[str, Any]) -> dict[str, Any]:
+    content = response.get("content")
+    return response | {"content": {"application/json": next(iter(content.values()))}} if content else response
 
 
 def path_of(request: Request) -> str:
