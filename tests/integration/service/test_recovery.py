@@ -179,6 +179,7 @@ def test_whenever_it_dies_every_acknowledged_version_comes_back(
         camera.after(patch, MappedTable, "apply", lambda _: camera.both("apply"))
         camera.after(patch, Mapping, "flush", camera.keep)
         camera.after(patch, TouchedArray, "write", lambda _: camera.take("write of one array"))
+        camera.after(patch, MappedTable, "remove_stale", lambda _: None)
         patch.setattr(mapping, "PRIVATE", PrivateMemory(1 << 40 if private else 0))
         asyncio.run(train(tmp_path / "data", versions, camera))
     assert {image.moment for image in camera.images} == {
