@@ -311,9 +311,8 @@ def test_what_comes_while_a_replica_is_busy_comes_as_one_release(
         for step in range(5, 10):
             publish(rank, step, 1, step)
         replica.send(ack(0, first))
-        while (message := replica.receive()).WhichOneof("message") != "release_end":
-            assert message.progress.head.version != AHEAD  # It would look into what it holds.
-        assert (message.release_end.rows, message.release_end.position.version) == (6, 9)
+        end = end_without_news(replica, AHEAD)
+        assert (end.rows, end.position.version) == (6, 9)
 
 
 def test_a_busy_replica_is_told_that_there_is_more(
@@ -353,9 +352,19 @@ def be_busy(rank: RankStream, replica: ReplicaStream) -> list[Position]:
     return [position_from_message(end.position) for end in ends]
 
 
+def end_without_news(replica: ReplicaStream, held: int) -> subscribe_pb2.ReleaseEnd:
+    """The end of the next release, before which nobody says that there is no news for who holds that version: the
+    replica would look into what it holds.
+    """
+    while (message := replica.receive()).WhichOneof("message") != "release_end":
+        assert message.progress.head.version != held
+    end: subscribe_pb2.ReleaseEnd = message.release_end
+    return end
+
+
 def wrong_ack(applied: Position) -> subscribe_pb2.SubscribeRequest:
     """Of a replica that holds other rows of its first table."""
-    message = ack(EVERYTHING + sum(4 * 4 + 8 for _ in range(1, applied.number)), applied)
+    message = ack(EVERYTHING + (applied.number - 1) * USER.row_bytes, applied)
     message.ack.sums.add(slot=0, sum=1)
     return message
 
@@ -373,8 +382,7 @@ def test_while_it_is_paused_a_damaged_replica_is_told_nothing_that_it_would_look
         while not lag_of(running)["replicas"][0]["damages"]:
             pass
         admin_of(running).resume_consumer("predictors")
-        while (message := replica.receive()).WhichOneof("message") != "release_end":
-            assert message.progress.head.version != end.position.version
+        end_without_news(replica, end.position.version)
 
 
 def test_a_repeated_ack_is_harmless(running: RunningService, rank: RankStream) -> None:

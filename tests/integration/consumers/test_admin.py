@@ -247,14 +247,16 @@ def test_the_command_line_shows_lag(running: RunningService) -> None:
 def test_the_command_line_says_what_is_wrong(running: RunningService) -> None:
     code, _, said = deltasync("lag", "nobody", "--http", running.http)
     assert (code, said) == (1, "Error: no consumer 'nobody'; consumers: predictors, probes\n")
-    hint = "is the service running, and is this its"
-    for wrong in (
-        ("--http", "http://127.0.0.1:1"),
-        ("--http", f"http://{running.grpc}"),
-        ("--service", "127.0.0.1:1"),
+    for wrong, hint in (
+        (
+            ("--http", "http://127.0.0.1:1"),
+            "nothing listens there: is the service running, and is this its address?",
+        ),
+        (("--http", f"http://{running.grpc}"), "is the service running, and is this its HTTP address?"),
+        (("--service", "127.0.0.1:1"), "nothing listens there: is the service running, and is this its address?"),
     ):
         code, _, said = deltasync("lag", "predictors", *wrong)
-        assert (code, hint in said, said.count("\n")) == (1, True, 1)
+        assert (code, hint in said, said.count("\n")) == (1, True, 1), said
     assert deltasync("lag", "predictors", "--http", running.grpc)[0] == 2
     code, _, said = deltasync("consumers", "list", "--service", "127.0.0.1:1")
     assert code == 1

@@ -32,7 +32,7 @@ export async function follow(path, heard, signal) {
   const abort = new AbortController();
   const stop = () => abort.abort();
   signal.addEventListener("abort", stop);
-  let timer = setTimeout(() => abort.abort(), SILENT_MS);
+  let timer = setTimeout(stop, SILENT_MS);
   try {
     const found = await answer(path, { Accept: "text/event-stream" }, abort.signal);
     const reader = found.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -40,7 +40,7 @@ export async function follow(path, heard, signal) {
       const { value, done } = await reader.read();
       if (done) throw new Error("the service has ended the connection");
       clearTimeout(timer);
-      timer = setTimeout(() => abort.abort(), SILENT_MS);
+      timer = setTimeout(stop, SILENT_MS);
       const events = (kept + value).split("\n\n");
       kept = events.pop();
       for (const event of events) {
@@ -51,6 +51,6 @@ export async function follow(path, heard, signal) {
   } finally {
     clearTimeout(timer);
     signal.removeEventListener("abort", stop);
-    abort.abort();
+    stop();
   }
 }
