@@ -135,11 +135,10 @@ class ReplicaStream:
                 if self._holds_back:
                     yield self._no_news()
                 continue
-            repair = self._audit.begin_repair(time.monotonic())
+            repair = self._audit.due_repair(time.monotonic())
             if self._feed.position == self._sent and not repair.slots and self._asked:
-                await self._wait(
-                    acks, self._feed.changed(), self._damaged.wait(), self._replica.verification.signal.changed()
-                )
+                asked = self._replica.verification.signal.changed()
+                await self._wait(acks, self._feed.changed(), self._damaged.wait(), asked)
                 if self._feed.position == self._sent and not (self._audit.damaged or self._reading_again.due):
                     yield self._no_news()
                 continue
@@ -216,8 +215,9 @@ class ReplicaStream:
             yield progress
         release = frozen.result()
         self._check_deliveries()
-        if self._kept_from(release):
-            await self._wait(acks, self._feed.changed())  # Paused while it was frozen: it is dropped.
+        if self._kept_from(release):  # It is dropped, and with its rows comes again what it repairs.
+            if self._feed.position == self._sent:  # Or the feed has changed already, and the pause is waited for.
+                await self._wait(acks, self._feed.changed(), self._consumer.brake.changed())
             return
         self._asked = True
         with self._sending.of(release):
@@ -260,7 +260,7 @@ class ReplicaStream:
     def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
         """The end of a release whose rows are sent, or are sent with it."""
         self._sent = Position(self._feed.history, head.number, head.seal)
-        self._audit.expect(release, self._credit.sent_bytes)
+        self._audit.expect(release, self._credit.sent_bytes, time.monotonic())
         self._unacked.note_sent(head.number, head.version)
         self._consumer.released_rows += release.rows
         return release_end(self._feed, release, head, self._token, self._behind_ns(head.number))

@@ -39,7 +39,6 @@ class ReplicaAudit:
     def __init__(self) -> None:
         self.damaged = _NO_SLOTS
         self.compared = False
-        self._repairing = _NO_SLOTS
         self._rows: Mapping[int, Ids] = {}  # Of damaged tables, the damaged rows, where these are known.
         self._by_rows = _NO_SLOTS  # Of which the damaged rows were sent again.
         self._sent: deque[_Sent] = deque(maxlen=_KEPT_RELEASES)
@@ -47,12 +46,17 @@ class ReplicaAudit:
         self._repairs = 0
         self._repaired_at = -math.inf
 
-    def expect(self, release: FrozenRelease, end_bytes: int) -> None:
-        """Note that a release was sent; `end_bytes` is what the stream has carried with it, from its beginning."""
-        self._repairing = _NO_SLOTS
+    def expect(self, release: FrozenRelease, end_bytes: int, now: float) -> None:
+        """Note that a release was sent, and with it what it repairs.
+
+        `end_bytes` is what the stream has carried with it, from its beginning; `now` is in seconds, by any clock.
+        """
+        repair = release.repair
         if release.head:
-            slots = release.repair.slots
-            self._sent.append(_Sent(release.head.number, release.checksums, slots, end_bytes))
+            self._sent.append(_Sent(release.head.number, release.checksums, repair.slots, end_bytes))
+        if repair.slots:
+            self.damaged, self._by_rows = self.damaged - repair.slots, self._by_rows | repair.rows.keys()
+            self._repairs, self._repaired_at = self._repairs + 1, now
 
     @property
     def expected(self) -> tuple[int, ...]:
@@ -60,18 +64,15 @@ class ReplicaAudit:
         last = self._sent[-1] if self._sent else self._acknowledged
         return last.checksums if last else ()
 
-    def begin_repair(self, now: float) -> Repair:
-        """What to send again with the next release; from now on it is being repaired.
+    def due_repair(self, now: float) -> Repair:
+        """What to send again with the next release: it is due until it was sent.
 
-        Nothing during the pause after a repair that did not help. `now` is in seconds, by any clock.
+        Nothing during the pause after a repair that did not help. `now` is of the same clock.
         """
         if not self.damaged or now < self._repaired_at + _PAUSE_SECONDS * self._repairs:
             return NO_REPAIR
         by_rows = self.damaged & self._rows.keys() - self._by_rows  # If that does not help, the whole table.
-        repair = Repair(self.damaged - by_rows, {slot: self._rows[slot] for slot in by_rows})
-        self._repairing, self.damaged, self._by_rows = self.damaged, _NO_SLOTS, self._by_rows | by_rows
-        self._repairs, self._repaired_at = self._repairs + 1, now
-        return repair
+        return Repair(self.damaged - by_rows, {slot: self._rows[slot] for slot in by_rows})
 
     def check(
         self,
@@ -87,7 +88,7 @@ class ReplicaAudit:
         those that the replica knows to be damaged, by slot.
         """
         sent = self._take(applied, received_bytes)
-        repairing = self._repairing.union(*(each.repaired for each in self._sent))
+        repairing = _NO_SLOTS.union(*(each.repaired for each in self._sent))
         if sent is None:
             if pending := self.damaged | repairing:
                 return pending

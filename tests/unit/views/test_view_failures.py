@@ -253,7 +253,7 @@ def test_versions_of_releases_are_found_while_others_are_made(tmp_path: Path) ->
 def test_of_a_table_that_came_after_a_release_was_frozen_there_are_no_rows() -> None:
     def proof() -> ReplicaAudit:
         sent = ReplicaAudit()
-        sent.expect(FrozenRelease(Head(1, 1, 0, 0), checksums=(10,)), 0)
+        sent.expect(FrozenRelease(Head(1, 1, 0, 0), checksums=(10,)), 0, 0.0)
         return sent
 
     assert proof().check(1, {0: 10, 1: 0}, 0) == frozenset()
