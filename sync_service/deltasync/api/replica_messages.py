@@ -36,7 +36,7 @@ def opened(
 
 
 def no_news(
-    feed: Feed, held: Position, token: int, behind_ns: int, read_again: int = 0
+    feed: Feed, consumer: Consumer, held: Position, token: int, read_again: int = 0
 ) -> subscribe_pb2.SubscribeResponse:
     """That nothing is sent now to who holds what it was sent last; and what it is to read again."""
     version = feed.version_of(held.number)
@@ -45,7 +45,7 @@ def no_news(
         version=version,
         event_time_unix_ns=feed.event_time_of(version) or 0,
         token=token,
-        behind_ns=behind_ns,
+        behind_ns=_behind_ns(feed, consumer, held.number),
         version_seal=feed.model_position(version).seal,
         read_again=read_again,
     )
@@ -60,7 +60,7 @@ def goes_whole(release: FrozenRelease, budget: int, protocol: int) -> bool:
 
 
 def release_end(
-    feed: Feed, release: FrozenRelease, head: Head, token: int, behind_ns: int
+    feed: Feed, consumer: Consumer, release: FrozenRelease, head: Head, token: int
 ) -> subscribe_pb2.ReleaseEnd:
     """The end of a release that leads to `head`."""
     return subscribe_pb2.ReleaseEnd(
@@ -73,6 +73,14 @@ def release_end(
         sums=checksums_to_message(dict(enumerate(release.checksums))),
         event_time_unix_ns=head.event_time_unix_ns or 0,
         token=token,
-        behind_ns=behind_ns,
+        behind_ns=_behind_ns(feed, consumer, head.number),
         version_seal=feed.model_position(head.version).seal,
     )
+
+
+def _behind_ns(feed: Feed, consumer: Consumer, number: int) -> int:
+    """For how long a number has not been the newest that replicas are given: a pause does not count."""
+    policy, pause = consumer.policy, consumer.pause
+    if pause:
+        return pause.behind_ns(feed.outdated(number), policy.min_interval_seconds)
+    return feed.behind_ns(number, policy)

@@ -1,38 +1,56 @@
-"""Releases that were sent to one replica, until it says what became of them: how many, and how long they take.
+"""Releases that were sent on a replica's stream, until the replica says what became of them."""
 
-A version counts if it was sealed while the replica was connected. What somebody who comes later lacks is lag: an
-old version that a new replica is given says nothing of how long the way is. Guests only look.
-"""
-
-import time
 from collections import deque
 from collections.abc import Awaitable
+from dataclasses import dataclass
 
-from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.core.seal import seal_of
+from deltasync.consumers.consumer import Replica
 from deltasync.core.signals import Signal
 from deltasync.core.steady_clock import steady_ns
-from deltasync.feeds.model import Model
+from deltasync.feeds.frozen_release import FrozenRelease, Head
 
 # So many are sent ahead. What changes until the first is acknowledged comes in one: a replica that applies slowly
 # is sent each row once, however often that has changed, and is not further behind with each release.
 AHEAD = 4
 
 
-class SentReleases:
-    """When each release was sent whole on a stream, until its replica acknowledges it.
+@dataclass(frozen=True)
+class SentRelease:
+    """A release that was sent whole.
 
     Attributes:
-        held: the version that the replica holds.
+        number: what a replica holds that has applied it. What repairs a release has the number of that.
+        version: the model's version that its rows are of.
+        checksums: of the tables as they are then, by slot.
+        repaired: slots of the tables that it repairs.
+        end_bytes: bytes of ids and values that the stream has carried with it, from its beginning.
+        sent_ns: when it was sent, by `steady_ns`.
     """
 
-    def __init__(self, consumer: Consumer, replica: Replica) -> None:
-        self.held = 0
-        self._consumer, self._replica = consumer, replica
-        self._begun_ns = steady_ns()
+    number: int
+    version: int
+    checksums: tuple[int, ...]
+    repaired: frozenset[int]
+    end_bytes: int
+    sent_ns: int
+
+
+class SentReleases:
+    """What is under way to one replica: sent, and not acknowledged yet.
+
+    Attributes:
+        acknowledged: the last that was acknowledged; None before the first.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.acknowledged: SentRelease | None = None
+        self._replica = replica
         self._room = Signal()
-        self._sent = deque[tuple[int, int, int]]()  # Number and version, and when by `steady_ns`.
+        self._sent = deque[SentRelease]()
         self._note_unacked()
+
+    def __len__(self) -> int:
+        return len(self._sent)
 
     @property
     def full(self) -> bool:
@@ -43,37 +61,45 @@ class SentReleases:
         """To be awaited: that it has not as many any more, from this call on."""
         return self._room.changed()
 
-    def note_sent(self, number: int, version: int) -> None:
-        """Note that a release of a version was sent."""
-        self._sent.append((number, version, steady_ns()))
+    @property
+    def repaired(self) -> frozenset[int]:
+        """Slots of the tables that what is under way repairs."""
+        return frozenset[int]().union(*(each.repaired for each in self._sent))
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        """Those of what was sent last, by slot."""
+        last = self._sent[-1] if self._sent else self.acknowledged
+        return last.checksums if last else ()
+
+    def note(self, release: FrozenRelease, head: Head, end_bytes: int) -> None:
+        """Note that a release was sent, with which the stream has carried so many bytes."""
+        repaired = release.repair.slots
+        sent = SentRelease(head.number, head.version, release.checksums, repaired, end_bytes, steady_ns())
+        self._sent.append(sent)
         self._note_unacked()
 
-    def note_ack(self, number: int, model: Model | None, *, held: bool) -> None:
-        """Note that the replica has applied a release, and whether it then holds what it was sent."""
-        full, newest = self.full, None
-        while self._sent and self._sent[0][0] <= number:
-            newest = self._sent.popleft()
-        if newest is None:
-            return
+    def take(self, number: int, received_bytes: int) -> SentRelease | None:
+        """What an ack of a number and of so many bytes is of: the last release of that number which these bytes
+        hold, as the protocol has it. None if that was acknowledged already. It is not under way any more, nor what
+        was sent before.
+        """
+        taken, full = None, self.full
+        while self._sent and _reaches(self._sent[0], number, received_bytes):
+            taken = self._sent.popleft()
         self._note_unacked()
-        if full:
+        if full and not self.full:
             self._room.wake()
-        if held and model and newest[1] > self.held:
-            before, (_, self.held, sent_ns) = self.held, newest
-            sealed_ns = model.succession.since_ns(self.held)
-            if not self._replica.guest and sealed_ns is not None and sealed_ns >= self._begun_ns:
-                self._count(model, before, sent_ns)
+        if taken is None or taken.number != number:
+            return None
+        self.acknowledged = taken
+        return taken
 
     def _note_unacked(self) -> None:
         self._replica.unacked = len(self._sent)
-        self._replica.unacked_ns = self._sent[0][2] if self._sent else 0
+        self._replica.unacked_ns = self._sent[0].sent_ns if self._sent else 0
 
-    def _count(self, model: Model, before: int, sent_ns: int) -> None:
-        durations, now_ns = self._consumer.durations, steady_ns()
-        release = model.recent.deliver(self._consumer.name, before, self.held, sent_ns, self._begun_ns)
-        if release is not None:
-            durations.release.add(release)
-        durations.ack.add((now_ns - sent_ns) / 1e9)
-        if model.seals and model.seals[0].version <= self.held:
-            ended = seal_of(self.held, model.seals).step_end_unix_ns
-            durations.note_freshness(max(0, time.time_ns() - ended) / 1e9)
+
+def _reaches(sent: SentRelease, number: int, received_bytes: int) -> bool:
+    """Whether an ack of that number is of this release or of a later one."""
+    return sent.number < number or (sent.number == number and sent.end_bytes <= received_bytes)

@@ -8,9 +8,11 @@ from typing import Any, TypeAlias
 from deltasync.api.acks import check_ack, rows_of, unbound
 from deltasync.api.caller import caller, current_call
 from deltasync.api.credit import Credit
+from deltasync.api.delivery_times import DeliveryTimes
 from deltasync.api.departure import StreamEnded, departure, superseded
 from deltasync.api.protocol import check_known
 from deltasync.api.reading_again import ReadingAgain
+from deltasync.api.replica_audit import ReplicaAudit
 from deltasync.api.replica_messages import goes_whole, no_news, opened, release_end
 from deltasync.api.sending import Sending
 from deltasync.api.sent_releases import SentReleases
@@ -25,7 +27,6 @@ from deltasync.core.signals import first_of
 from deltasync.core.steady_clock import steady_ns
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.frozen_release import FrozenRelease, Head
-from deltasync.feeds.replica_audit import ReplicaAudit
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import position_from_message, position_to_message
@@ -60,7 +61,9 @@ class ReplicaStream:
             self._consumer, message.replica, self._ended, self._instance, caller().name
         )
         self._replica.guest = message.guest
-        self._audit, self._unacked = ReplicaAudit(), SentReleases(self._consumer, self._replica)
+        self._unacked = SentReleases(self._replica)
+        self._audit = ReplicaAudit(self._unacked)
+        self._times = DeliveryTimes(self._consumer, guest=message.guest)
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
         budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
@@ -158,18 +161,11 @@ class ReplicaStream:
             raise Superseded(f"consumer {self._consumer.name!r} got another policy while it was paused; reconnect")
 
     def _no_news(self, read_again: int = 0) -> subscribe_pb2.SubscribeResponse:
-        return no_news(self._feed, self._sent, self._token, self._behind_ns(self._sent.number), read_again)
+        return no_news(self._feed, self._consumer, self._sent, self._token, read_again)
 
     def _read_again(self, number: int) -> subscribe_pb2.SubscribeResponse:
-        self._reading_again.ask(number, self._feed.version_of(self._sent.number), self._audit.expected)
+        self._reading_again.ask(number, self._feed.version_of(self._sent.number), self._unacked.checksums)
         return self._no_news(number)
-
-    def _behind_ns(self, number: int) -> int:
-        """For how long a number has not been the newest that replicas are given: a pause does not count."""
-        policy, pause = self._consumer.policy, self._consumer.pause
-        if pause:
-            return pause.behind_ns(self._feed.outdated(number), policy.min_interval_seconds)
-        return self._feed.behind_ns(number, policy)
 
     def _ready_feed(self) -> Feed | None:
         """What the consumer is fed from, once there is something to send; or to hold, while it is paused."""
@@ -191,7 +187,7 @@ class ReplicaStream:
         # Only what the replica is known to hold may become its offset, not what it claims.
         decision, self._sent = self._feed.resume(self._claim, self._replica.applied)
         self._replica.checked, self._replica.unbound = False, ()
-        self._unacked.held = self._feed.version_of(self._sent.number)
+        self._times.held = self._feed.version_of(self._sent.number)
         self._note_rewind(resumes=decision.yes)
         self._registry.acknowledge(self._consumer, self._replica, self._sent)
         self._say(EventKind.REPLICA_JOINED, decision.reason)
@@ -260,10 +256,10 @@ class ReplicaStream:
     def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
         """The end of a release whose rows are sent, or are sent with it."""
         self._sent = Position(self._feed.history, head.number, head.seal)
-        self._audit.expect(release, self._credit.sent_bytes, time.monotonic())
-        self._unacked.note_sent(head.number, head.version)
+        self._unacked.note(release, head, self._credit.sent_bytes)
+        self._audit.note_repair(release.repair, time.monotonic())
         self._consumer.released_rows += release.rows
-        return release_end(self._feed, release, head, self._token, self._behind_ns(head.number))
+        return release_end(self._feed, self._consumer, release, head, self._token)
 
     async def _take_acks(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> None:
         taken = 0
@@ -298,11 +294,13 @@ class ReplicaStream:
             return
         checksums = {each.slot: each.sum for each in ack.sums}
         rows = {each.table: ids for each in ack.wanted if len(ids := rows_of(each, self._deliveries))}
-        damaged = self._audit.check(applied.number, checksums, ack.received_bytes, rows)
-        self._unacked.note_ack(applied.number, self._service.models.get(self._consumer.model), held=not damaged)
+        sent = self._unacked.take(applied.number, ack.received_bytes)
+        damaged = self._audit.check(applied.number, sent, checksums, rows)
         if damaged:
             self._report(damaged, rows)
             return
+        if sent and (model := self._service.models.get(self._consumer.model)):
+            self._times.note_held(sent, model)
         if self._audit.compared:
             self._note_shown(ack)
         elif applied.number > self._replica.applied.number:

@@ -199,7 +199,7 @@ def test_a_first_release_that_arrives_damaged_is_repaired_too(
     lossy: int,
 ) -> None:
     """Again and again, while the target goes on losing rows; and no longer."""
-    monkeypatch.setattr("deltasync.feeds.replica_audit._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("deltasync.api.replica_audit._PAUSE_SECONDS", 0.01)
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
     target = Forgetful(lossy)
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
@@ -303,7 +303,7 @@ def test_rows_that_a_table_does_not_have_are_no_rows_to_repair(
 def test_one_that_stays_damaged_is_repaired_again_and_again(
     service: RunningService, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.feeds.replica_audit._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("deltasync.api.replica_audit._PAUSE_SECONDS", 0.0)
     with Trainer(service.grpc) as trainer:
         trainer.publish_all()
         position, right, whole = raw.take()

@@ -1,64 +1,57 @@
-"""Whose deliveries tell how long the way from the trainer takes."""
-
-from pathlib import Path
-
-import pytest
-from tests.support.local_model import LocalModel
-from tests.support.view_scenarios import USER, changed, run
+"""What is under way to a replica, and what its acks are of."""
 
 from deltasync.api.sent_releases import AHEAD, SentReleases
-from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.consumer import Replica
+from deltasync.feeds.frozen_release import FrozenRelease, Head
 
 
-def deliver(sent: SentReleases, local: LocalModel, version: int) -> None:
-    sent.note_sent(version, version)
-    sent.note_ack(version, local.model, held=True)
+def send(sent: SentReleases, number: int, end_bytes: int) -> None:
+    head = Head(number, number + 100, 0, 0)
+    sent.note(FrozenRelease(head, checksums=(number, end_bytes)), head, end_bytes)
 
 
-def counts(consumer: Consumer) -> tuple[int, int]:
-    found = consumer.durations
-    return (sum(found.ack.read()[0]), len(found.recent))
+def test_so_many_are_under_way_until_the_first_is_acknowledged() -> None:
+    replica = Replica("a")
+    sent = SentReleases(replica)
+    for number in range(1, AHEAD + 1):
+        assert not sent.full
+        send(sent, number, 10 * number)
+    assert (sent.full, replica.unacked, replica.unacked_ns > 0) == (True, AHEAD, True)
+    assert sent.take(1, 10)
+    assert (sent.full, replica.unacked) == (False, AHEAD - 1)
+    assert sent.take(AHEAD, 10 * AHEAD)
+    assert (replica.unacked, replica.unacked_ns) == (0, 0)
 
 
-def test_who_comes_later_says_nothing_of_how_long_the_way_of_earlier_versions_is(tmp_path: Path) -> None:
-    """Of a trainer that has been idle for an hour a new replica would count as one that took an hour."""
-
-    async def scenario(local: LocalModel) -> None:
-        consumer = Consumer("predictors", "clicks", 0)
-        sent = SentReleases(consumer, Replica("a"))
-        deliver(sent, local, 1)
-        assert counts(consumer) == (0, 0)
-        await local.cut(changed(1, USER, 3))
-        deliver(sent, local, 2)
-        assert counts(consumer) == (1, 1)
-
-    run(tmp_path, scenario)
-
-
-def test_what_is_acknowledged_is_not_under_way_also_where_it_is_damaged(tmp_path: Path) -> None:
-    async def scenario(local: LocalModel) -> None:
-        consumer, replica = Consumer("predictors", "clicks", 0), Replica("a")
-        sent = SentReleases(consumer, replica)
-        for version in range(1, AHEAD + 1):
-            assert not sent.full
-            sent.note_sent(version, version)
-        assert (sent.full, replica.unacked, replica.unacked_ns > 0) == (True, AHEAD, True)
-        sent.note_ack(1, local.model, held=False)
-        assert (sent.full, replica.unacked, sent.held) == (False, AHEAD - 1, 0)
-        sent.note_sent(1, 1)  # What repairs it has the number of what it repairs.
-        sent.note_ack(AHEAD, local.model, held=False)
-        assert (replica.unacked, replica.unacked_ns, sum(consumer.durations.ack.read()[0])) == (0, 0, 0)
-
-    run(tmp_path, scenario)
+def test_an_ack_is_of_the_last_release_of_its_number_that_its_bytes_hold() -> None:
+    """What repairs a release has its number."""
+    replica = Replica("a")
+    sent = SentReleases(replica)
+    for number, end_bytes in ((1, 10), (2, 20), (2, 50), (2, 60)):
+        send(sent, number, end_bytes)
+    assert sent.take(2, 19) is None
+    assert replica.unacked == 3
+    expected: list[tuple[int, int | None, int]] = [(20, 20, 2), (49, None, 2), (60, 60, 0), (60, None, 0)]
+    for received, found, left in expected:
+        taken = sent.take(2, received)
+        assert (taken and taken.end_bytes) == found
+        assert replica.unacked == left
+    assert sent.acknowledged
+    assert sent.acknowledged.end_bytes == 60
 
 
-@pytest.mark.parametrize("guest", [False, True])
-def test_guests_count_nowhere(tmp_path: Path, guest: bool) -> None:
-    async def scenario(local: LocalModel) -> None:
-        consumer = Consumer("predictors", "clicks", 0)
-        sent = SentReleases(consumer, Replica("a", guest=guest))
-        await local.cut(changed(1, USER, 3))
-        deliver(sent, local, 2)
-        assert counts(consumer) == ((0, 0) if guest else (1, 1))
+def test_the_checksums_are_those_of_what_was_sent_last() -> None:
+    sent = SentReleases(Replica("a"))
+    found = [sent.checksums]
+    for number in (1, 2):
+        send(sent, number, 10 * number)
+        found.append(sent.checksums)
+    sent.take(2, 20)
+    assert [*found, sent.checksums] == [(), (1, 10), (2, 20), (2, 20)]
 
-    run(tmp_path, scenario)
+
+def test_another_stream_of_the_replica_begins_with_nothing_under_way() -> None:
+    replica = Replica("a")
+    send(SentReleases(replica), 1, 10)
+    SentReleases(replica)
+    assert (replica.unacked, replica.unacked_ns) == (0, 0)

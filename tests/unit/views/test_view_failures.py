@@ -32,8 +32,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.events import Events
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.frozen_release import FrozenRelease, Head
-from deltasync.feeds.replica_audit import ReplicaAudit
+from deltasync.feeds.frozen_release import Head
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 from deltasync.views.release_loop import ReleaseLoop
@@ -248,13 +247,3 @@ def test_versions_of_releases_are_found_while_others_are_made(tmp_path: Path) ->
         assert [view.version_of(number) for number in (12, 11, 10)] == [4, 3, 2]
 
     run(tmp_path, scenario)
-
-
-def test_of_a_table_that_came_after_a_release_was_frozen_there_are_no_rows() -> None:
-    def proof() -> ReplicaAudit:
-        sent = ReplicaAudit()
-        sent.expect(FrozenRelease(Head(1, 1, 0, 0), checksums=(10,)), 0, 0.0)
-        return sent
-
-    assert proof().check(1, {0: 10, 1: 0}, 0) == frozenset()
-    assert proof().check(1, {0: 10, 1: 5}, 0) == {1}

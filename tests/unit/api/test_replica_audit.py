@@ -1,0 +1,163 @@
+"""What acks say of what a replica holds."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from deltasync.api.replica_audit import ReplicaAudit
+from deltasync.api.sent_releases import SentReleases
+from deltasync.consumers.consumer import Replica
+from deltasync.core.rows import Ids
+from deltasync.feeds.frozen_release import FrozenRelease, Head
+from deltasync.feeds.repair import NO_REPAIR, Repair
+
+RIGHT = {0: 10, 1: 20}
+WRONG = {0: 11, 1: 20}
+WHOLE = Repair(frozenset({0}))
+
+
+class Stream:
+    """What one replica is sent, and says."""
+
+    def __init__(self) -> None:
+        self._sent = SentReleases(Replica("a"))
+        self.audit = ReplicaAudit(self._sent)
+        self._bytes = 0
+
+    def send(self, number: int, repair: Repair = NO_REPAIR, *, now: float = 0.0) -> tuple[int, int]:
+        """Send a release of 50 bytes; returns its number, and how many the stream has carried with it."""
+        self._bytes, head = self._bytes + 50, Head(number, number, 0, 0)
+        self._sent.note(FrozenRelease(head, repair=repair, checksums=(10, 20)), head, self._bytes)
+        self.audit.note_repair(repair, now)
+        return number, self._bytes
+
+    def ack(
+        self,
+        release: tuple[int, int],
+        checksums: Mapping[int, int],
+        rows: Mapping[int, Ids] = MappingProxyType({}),
+    ) -> frozenset[int]:
+        """What differs, where the replica holds a release with such checksums."""
+        return self.audit.check(release[0], self._sent.take(*release), checksums, rows)
+
+    def due(self, now: float = 0.0) -> frozenset[int]:
+        """The slots that are to be repaired."""
+        return self.audit.due_repair(now).slots
+
+
+def test_right_checksums_prove_it() -> None:
+    stream = Stream()
+    assert stream.ack(stream.send(1), RIGHT) == frozenset()
+    assert stream.audit.compared
+    assert stream.due() == frozenset()
+
+
+def test_what_is_wrong_is_repaired_once() -> None:
+    stream = Stream()
+    assert stream.ack(stream.send(1), WRONG) == {0}
+    assert stream.due() == {0}
+    repair = stream.send(1, WHOLE)
+    assert stream.due() == frozenset()
+    assert stream.ack(repair, RIGHT) == frozenset()
+    assert stream.ack(repair, RIGHT) == frozenset()
+
+
+def test_a_repair_is_due_until_it_was_sent() -> None:
+    """It may be dropped before: the consumer was paused."""
+    stream = Stream()
+    stream.ack(stream.send(1), WRONG)
+    assert [stream.due(), stream.due()] == [{0}, {0}]
+    stream.send(1, WHOLE)
+    assert stream.due(1e9) == frozenset()
+
+
+def test_what_was_sent_before_the_repair_asks_for_no_other() -> None:
+    stream = Stream()
+    first, second = stream.send(1), stream.send(2)
+    assert stream.ack(first, WRONG) == {0}
+    repair = stream.send(2, WHOLE)
+    assert stream.ack(second, WRONG) == {0}
+    assert stream.due() == frozenset()
+    assert stream.ack(repair, RIGHT) == frozenset()
+
+
+def test_an_ack_that_comes_while_the_repair_is_sent_asks_for_no_other() -> None:
+    """A whole table takes a while."""
+    stream = Stream()
+    first, second = stream.send(1), stream.send(2)
+    assert stream.ack(first, WRONG) == {0}
+    repair = stream.audit.due_repair(0.0)
+    assert stream.ack(second, WRONG) == {0}
+    stream.send(2, repair)
+    assert stream.due() == frozenset()
+
+
+def test_an_ack_that_is_repeated_while_the_repair_is_sent_proves_nothing() -> None:
+    stream = Stream()
+    first = stream.send(1)
+    assert stream.ack(first, WRONG) == {0}
+    assert stream.ack(first, RIGHT) == {0}
+    repair = stream.send(1, WHOLE)
+    assert stream.ack(first, RIGHT) == {0}
+    assert stream.ack(repair, RIGHT) == frozenset()
+
+
+def test_a_repair_that_did_not_help_is_made_again_later() -> None:
+    stream = Stream()
+    assert stream.ack(stream.send(1), WRONG) == {0}
+    assert stream.ack(stream.send(1, WHOLE), {0: 10, 1: 5}) == {1}
+    assert stream.due(4.9) == frozenset()
+    assert stream.due(5.0) == {1}
+    assert stream.ack(stream.send(1, Repair(frozenset({1})), now=5.0), WRONG) == {0}
+    assert stream.due(14.9) == frozenset()
+    assert stream.due(15.0) == {0}
+
+
+def test_a_repair_that_helped_makes_the_next_one_immediate() -> None:
+    stream = Stream()
+    for number in (1, 2):
+        assert stream.ack(stream.send(number), WRONG) == {0}
+        assert stream.due() == {0}
+        assert stream.ack(stream.send(number, WHOLE), RIGHT) == frozenset()
+
+
+def test_an_ack_of_a_later_release_stands_for_those_before() -> None:
+    stream = Stream()
+    first, second, third = (stream.send(number) for number in (1, 2, 3))
+    assert stream.ack(second, RIGHT) == frozenset()
+    assert stream.ack(first, WRONG) == frozenset()
+    assert stream.ack(third, WRONG) == {0}
+
+
+def test_an_ack_that_was_repeated_before_the_repair_arrived_is_none_of_the_repair() -> None:
+    stream = Stream()
+    first = stream.send(1)
+    assert stream.ack(first, WRONG) == {0}
+    repair = stream.send(1, WHOLE)
+    for _ in range(3):
+        stream.ack(first, WRONG)
+    assert stream.due(1e9) == frozenset()
+    assert stream.ack(repair, RIGHT) == frozenset()
+
+
+def test_rows_that_the_replica_knows_to_be_damaged_are_sent_alone_and_the_table_if_that_did_not_help() -> None:
+    stream, rows = Stream(), {0: np.array([3, 7])}
+    assert stream.ack(stream.send(1), {0: 99, 1: 98}, rows) == {0, 1}
+    repair = stream.audit.due_repair(0.0)
+    assert repair.whole == {1}
+    assert repair.rows == rows
+    assert stream.ack(stream.send(1, repair), WRONG, rows) == {0}
+    again = stream.audit.due_repair(5.0)
+    assert again.whole == {0}
+    assert not again.rows
+    helped = stream.send(1, again)
+    assert stream.ack(helped, RIGHT) == frozenset()
+    assert stream.ack(helped, WRONG, rows) == {0}
+    assert stream.audit.due_repair(5.0).rows == rows, "it had helped"
+
+
+def test_of_a_table_that_came_after_a_release_was_frozen_there_are_no_rows() -> None:
+    for last, wrong in ((0, frozenset()), (5, {2})):
+        stream = Stream()
+        assert stream.ack(stream.send(1), {**RIGHT, 2: last}) == wrong
