@@ -2,7 +2,7 @@
 
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,9 @@ from deltasync.cli.waiting import waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.words import counted
+
+if TYPE_CHECKING:
+    from deltasync.snapshots.manifest import Manifest
 
 
 @click.command(context_settings=CONTEXT)
@@ -30,7 +33,7 @@ def snapshot(model: str, service: Endpoint) -> None:
 @click.command(context_settings=CONTEXT)
 @click.argument("model", default="")
 @http_options
-@click.option("--json", "as_json", is_flag=True, help="Print the service's JSON answer.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, without --at the service's answer.")
 @click.option(
     "--at", "url", default="", metavar="URL", help="Show all that are at a folder or URL, without a service."
 )
@@ -46,10 +49,11 @@ def snapshots(model: str, http: Endpoint, as_json: bool, url: str, check: bool) 
     new       of what no snapshot before had
     why       none is made, or the last try has failed
 
-    With --at, all that are there; the exit status is 1 where one cannot be read or, with --check, is damaged.
+    With --at, all that are there, each with its name; the exit status is 1 where one cannot be read or, with
+    --check, is damaged.
     """
     if url:
-        _show_stored(url, model, check)
+        _show_stored(url, model, check, as_json)
         return
     if check:
         raise click.UsageError("--check reads what is at --at URL")
@@ -69,21 +73,44 @@ def _row(line: dict[str, Any]) -> tuple[Any, ...]:
     return line["model"], line["version"] or "", behind, seconds(line["age_seconds"]), *amounts, line["reason"]
 
 
-def _show_stored(url: str, model: str, check: bool) -> None:
-    from deltasync.snapshots.place import SnapshotPlace
-    from deltasync.snapshots.reading import check_snapshot, models_of, snapshots_of
-
-    place, problems = SnapshotPlace(url), list[str]()
-    for name in models_of(place):
-        if model in ("", name):
-            found = snapshots_of(place, name)
-            problems += found.problems
-            for each in found.manifests:
-                age = (time.time_ns() - each.made_unix_ns) / 1e9
-                amount = f"age {age:.0f} s  {each.bytes} bytes  {each.new_bytes()} new"
-                click.echo(f"{name:20}  version {each.version}  {amount}  {each.name}")
-                problems += check_snapshot(place, each) if check else []
-    for problem in dict.fromkeys(problems):
+def _show_stored(url: str, model: str, check: bool, as_json: bool) -> None:
+    lines, problems = _stored(url, model, check)
+    if as_json:
+        click.echo(json.dumps(lines, indent=2))
+    else:
+        titles = ("model", "version", "age", "bytes", "new", "snapshot")
+        click.echo(text_table(titles, map(_stored_row, lines)) if lines else "no snapshots")
+    for problem in problems:
         click.echo(problem, err=True)
     if problems:
         raise SystemExit(1)
+
+
+def _stored_row(line: dict[str, Any]) -> tuple[Any, ...]:
+    amounts = size(line["bytes"]), size(line["new_bytes"])
+    return line["model"], line["version"], seconds(line["age_seconds"]), *amounts, line["name"]
+
+
+def _stored(url: str, model: str, check: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """The snapshots at a place, and what is wrong with any, in words."""
+    from deltasync.snapshots.place import SnapshotPlace
+    from deltasync.snapshots.reading import check_snapshot, models_of, snapshots_of
+
+    place, lines, problems = SnapshotPlace(url), list[dict[str, Any]](), list[str]()
+    for found in (snapshots_of(place, each) for each in models_of(place) if model in ("", each)):
+        problems += found.problems
+        for each in found.manifests:
+            lines.append(_stored_line(each))
+            problems += check_snapshot(place, each) if check else []
+    return lines, list(dict.fromkeys(problems))
+
+
+def _stored_line(manifest: "Manifest") -> dict[str, Any]:
+    return {
+        "model": manifest.model,
+        "version": manifest.version,
+        "age_seconds": (time.time_ns() - manifest.made_unix_ns) / 1e9,
+        "bytes": manifest.bytes,
+        "new_bytes": manifest.new_bytes(),
+        "name": manifest.name,
+    }

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deltasync.consumers.quarantine import LONGEST_REASON, Quarantine, quarantine_of_record, quarantine_record
+from deltasync.consumers.quarantine import Quarantine, quarantine_of_record, quarantine_record
 from deltasync.core.errors import InvalidInput
 from deltasync.core.steady_clock import Moment
-from deltasync.core.words import utc
+from deltasync.core.words import LONGEST_TEXT, utc
 
 # Who changes what nobody has asked for.
 ITSELF = "the service itself"
@@ -41,8 +41,8 @@ class Pause:
         return cls(now.unix_ns, by, reason, quarantine, now.steady_ns)
 
     def __post_init__(self) -> None:
-        if len(self.reason) > LONGEST_REASON or not self.reason.isprintable():
-            raise InvalidInput(f"reason: expected at most {LONGEST_REASON} printable characters in one line")
+        if len(self.reason) > LONGEST_TEXT or not self.reason.isprintable():
+            raise InvalidInput(f"reason: expected at most {LONGEST_TEXT} printable characters in one line")
 
     @property
     def since(self) -> str:
@@ -53,7 +53,7 @@ class Pause:
     def why(self) -> str:
         """All reasons; may be empty."""
         kept_from = self.quarantine.words if self.quarantine else ""
-        return "; ".join(filter(None, [kept_from, self.reason]))[:LONGEST_REASON]
+        return "; ".join(filter(None, [kept_from, self.reason]))[:LONGEST_TEXT]
 
     @property
     def words(self) -> str:
@@ -81,7 +81,7 @@ def joined(before: Pause | None, now: Pause) -> Pause:
     before = replace(before, quarantine=now.quarantine or before.quarantine)
     if now.reason in before.reason:
         return before
-    return replace(before, reason="; ".join(filter(None, [now.reason, before.reason]))[:LONGEST_REASON])
+    return replace(before, reason="; ".join(filter(None, [now.reason, before.reason]))[:LONGEST_TEXT])
 
 
 def pause_record(pause: Pause | None) -> dict[str, Any]:

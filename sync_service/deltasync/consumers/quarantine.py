@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-LONGEST_REASON = 400
+from deltasync.core.words import LONGEST_TEXT
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Quarantine:
             which = f"version {self.first} is"
         else:
             which = f"{self.versions} versions from {self.first} to {self.newest} are"
-        return f"{which} in quarantine: {self.reason}"[:LONGEST_REASON]
+        return f"{which} in quarantine: {self.reason}"[:LONGEST_TEXT]
 
 
 def extended(before: Quarantine | None, version: int, reason: str) -> Quarantine:
     """A quarantine with one version more; it may be in there already, where it could not be sealed at first."""
     if before is None:
-        return Quarantine(version, version, 1, reason[:LONGEST_REASON])
+        return Quarantine(version, version, 1, reason[:LONGEST_TEXT])
     if version <= before.newest:
         return before
     return replace(before, newest=version, versions=before.versions + 1)

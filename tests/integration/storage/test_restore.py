@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -136,8 +137,12 @@ def test_snapshots_are_listed_and_checked_without_a_service(tmp_path: Path) -> N
             trainer.publish_all()
             admin_of(service).make_snapshot("clicks")
     status, said, _ = deltasync("snapshots", "--at", url, "--check")
-    assert (status, said.count("clicks  ")) == (0, 2)
-    assert deltasync("snapshots", "other", "--at", url)[1] == ""
+    assert status == 0
+    assert re.sub(r"  +", "  ", said.splitlines()[0]) == "model  version  age  bytes  new  snapshot"
+    stored = json.loads(deltasync("snapshots", "--at", url, "--json")[1])
+    assert [(each["model"], each["version"]) for each in stored] == [("clicks", 2), ("clicks", 1)]
+    assert [line.split()[-1] for line in said.splitlines()[1:]] == [each["name"] for each in stored]
+    assert deltasync("snapshots", "other", "--at", url)[1] == "no snapshots\n"
     damaged = max((tmp_path / "snapshots" / "clicks" / "data").iterdir())
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert deltasync("snapshots", "--at", url)[0] == 0
