@@ -138,8 +138,8 @@ def test_a_position_from_the_future_is_not_believed_later_either(
     """The head passes what the replica claimed to hold,"""
     head = publish(rank, 2, 3)
     with ReplicaStream(running.grpc, held=Position(head.history, 3)) as replica:
-        publish(rank, 3, 4)
         assert replica.until("opened").resync
+        publish(rank, 3, 4)
         rows, _ = replica.release()
         assert len(ids_of(rows)) == USER.rows + ITEM.rows
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from tests.support.fleet import Recorder, Trainer, follow, lost, wait_for_lag, wait_until_in_sync
+from tests.support.fleet import WAIT, Recorder, Trainer, follow, lost, wait_for_lag, wait_until_in_sync
 from tests.support.metrics import samples_of
 from tests.support.process import environment
 from tests.support.proxy import Proxy
@@ -68,7 +68,7 @@ def test_a_replica_that_stops_says_why(tmp_path: Path) -> None:
             assert line["left"] in line["reason"]
             assert not line["connected"]
             with pytest.raises(RuntimeError, match="the GPU is lost"):
-                replica.check()
+                replica.wait_for(1, WAIT)  # The service may know of it first.
         (told,) = (each for each in service.get_json("/events") if each["event"] == "replica_lost")
         assert told["text"] == line["left"]
 

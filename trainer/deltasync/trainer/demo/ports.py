@@ -9,6 +9,8 @@ from deltasync.trainer.demo.processes import DemoFailed
 
 # Below those that systems give to connections, one of which could take a port before its process has it.
 _PORTS = range(15_000, 30_000)
+# That this process has given out: who has one need not listen yet.
+_reservations = set[int]()
 
 
 def is_free(port: int) -> bool:
@@ -19,16 +21,18 @@ def is_free(port: int) -> bool:
 
 
 def free_ports(count: int, fits: Callable[[int], bool] = is_free) -> list[int]:
-    """Ports that nobody listens on now and that no connection takes.
+    """Ports that nobody listens on now and that no connection takes; such as were given out before come last.
 
     Raises:
         DemoFailed: there are not so many.
     """
     found = list[int]()
-    for port in random.sample(_PORTS, len(_PORTS)):  # Others look for some at the same time.
+    tried = random.sample(_PORTS, len(_PORTS))  # Others look for some at the same time.
+    for port in sorted(tried, key=_reservations.__contains__):
         if fits(port):
             found.append(port)
         if len(found) == count:
+            _reservations.update(found)
             return found
     raise DemoFailed(f"no {count} ports from {_PORTS.start} to {_PORTS.stop - 1} are free")
 
