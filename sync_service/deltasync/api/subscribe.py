@@ -297,7 +297,7 @@ class ReplicaStream:
         sent = self._unacked.take(applied.number, ack.received_bytes)
         damaged = self._audit.check(applied.number, sent, checksums, rows)
         if damaged:
-            self._report(damaged, rows)
+            self._report(damaged, rows, sent.repaired if sent else frozenset())
             return
         if sent and (model := self._service.models.get(self._consumer.model)):
             self._times.note_held(sent, model)
@@ -318,13 +318,15 @@ class ReplicaStream:
             self._replica.damaged = ()
         self._replica.checked, self._replica.unbound = bool(ack.sums), unbound(ack, self._deliveries)
 
-    def _report(self, damaged: frozenset[int], rows: Mapping[int, Ids]) -> None:
-        """Report a replica that holds other bits than it was sent, and have these sent again."""
+    def _report(self, damaged: frozenset[int], rows: Mapping[int, Ids], repaired: frozenset[int]) -> None:
+        """Have damaged tables sent again. They are told of once, and of each repair that did not help."""
         names = {slot: self._deliveries[slot].spec.name for slot in sorted(damaged)}
-        self._consumer.damages += len(set(names.values()) - set(self._replica.damaged))
+        more = set(names.values()) - set(self._replica.damaged)
+        self._consumer.damages += len(more)
         self._replica.note_damage(tuple(names.values()))
-        found = (f"{name} ({ranges(rows[slot])})" if slot in rows else name for slot, name in names.items())
-        self._say(EventKind.REPLICA_DAMAGED, f"holds other rows than it was sent in {', '.join(found)}")
+        if more or damaged & repaired:
+            found = (f"{name} ({ranges(rows[slot])})" if slot in rows else name for slot, name in names.items())
+            self._say(EventKind.REPLICA_DAMAGED, f"holds other rows than it was sent in {', '.join(found)}")
         self._damaged.set()
 
     async def _wait(self, acks: asyncio.Task[None], *events: Awaitable[object]) -> None:

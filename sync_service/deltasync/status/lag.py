@@ -98,7 +98,8 @@ class ReplicaLag:
         damages: how often it was found to hold other rows than it was sent.
         damaged_seconds_ago: when that was last; None if it never was.
         behind: whether it lacks something that was sent, or is to be: what a policy or a pause holds back is not.
-        waits_for: what keeps the service from sending it what it lacks; empty if nothing does.
+        waits_for: what keeps the service from sending it what it should have, but for a pause where it is not
+            damaged; empty if nothing does.
         state: the worst of this, in one word; "connected" and "guest" are not wrong.
         reason: all of this that is wrong, in words; empty if nothing is.
         guest: whether it only looks, and counts neither in the consumer's offset, lag and state nor among its
@@ -247,7 +248,7 @@ def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
         return "away", f"none of {counted(len(replicas), 'replica')} is connected"
     if damaged := [replica for replica in replicas if replica.damaged]:
         names = ", ".join(f"{replica.name} ({', '.join(replica.damaged)})" for replica in damaged)
-        return "damaged", f"other rows than were sent, which are being sent again, in {names}"
+        return "damaged", f"other rows than were sent, which are sent again, in {names}"
     if standing.unfit:
         return "waiting", standing.unfit
     found, reason = _held(replicas, lag, standing, offset)

@@ -387,11 +387,18 @@ def test_while_it_is_paused_a_damaged_replica_is_told_nothing_that_it_would_look
         _, end = replica.release()
         admin_of(running).pause_consumer("predictors")
         publish(rank, 2, 2)
-        replica.send(wrong_ack(position_from_message(end.position)))
-        while not lag_of(running)["replicas"][0]["damages"]:
+        replica.send(*[wrong_ack(position_from_message(end.position))] * 3)
+        while (line := lag_of(running)["replicas"][0])["state"] != "damaged":
             pass
+        assert line["waits_for"] == "the end of the pause"
         admin_of(running).resume_consumer("predictors")
-        end_without_news(replica, end.position.version)
+        end = end_without_news(replica, end.position.version)
+        repaired = ack(EVERYTHING + USER.rows * USER.row_bytes, position_from_message(end.position))
+        repaired.ack.sums.extend(end.sums)
+        replica.send(repaired)
+        while lag_of(running)["replicas"][0]["state"] == "damaged":
+            pass
+        assert [each["event"] for each in running.get_json("/events")].count("replica_damaged") == 1
 
 
 def test_a_repair_that_a_pause_has_dropped_comes_when_it_is_over(
