@@ -242,3 +242,15 @@ def test_what_a_replica_received_is_a_share_of_what_was_published() -> None:
         "received      28.5 MB by a replica, 97 % of what was published, 1/36 of full pushes\n"
         in printed.getvalue()
     )
+
+
+def test_what_was_waited_for_in_vain_is_said_in_words() -> None:
+    """The whole answer of the service would say it too, in 40 lines for each consumer."""
+    lags = [
+        {"consumer": "predictors", "state": "empty", "reason": "no replica subscribes", "tables": [1, 2]},
+        {"consumer": "top", "state": "behind", "reason": "a lacks 2 versions", "tables": [1, 2]},
+    ]
+    assert run.hindrance(lags) == (
+        "consumer predictors is empty, no replica subscribes; consumer top is behind, a lacks 2 versions"
+    )
+    assert run.hindrance([]) == "the service does not answer"

@@ -33,7 +33,7 @@ MODEL = "clicks"
 IN_SYNC = frozenset({"in sync"})
 CURRENT = frozenset({"in sync", "current"})
 _POLL_SECONDS = 0.2
-_READY_SECONDS = 120.0
+_READY_SECONDS = 300.0  # Each of many processes imports PyTorch first, on what may be few cores.
 _CATCH_UP_SECONDS = 300.0
 _HEAD_START_SECONDS = 0.5
 _DRIVER = "driver"
@@ -279,12 +279,14 @@ class _DemoRun:
         deadline = time.monotonic() + seconds
         while True:
             lags = self._poll(processes, service)
-            if lags and all(_is_in(states, lag, fleet) for lag, fleet in self._waited_for(lags)):
+            lacking = [lag for lag, fleet in self._waited_for(lags) if not _is_in(states, lag, fleet)]
+            if lags and not lacking:
                 return lags[0]
             if lags:
                 show(lags[0])
             if time.monotonic() > deadline:
-                raise DemoFailed(f"the replicas did not hold the model within {seconds:.0f} s: {lags}")
+                text = f"the replicas did not hold the model within {seconds:.0f} s"
+                raise DemoFailed(f"{text}: {hindrance(lacking)}")
             time.sleep(_POLL_SECONDS)
 
     def _waited_for(self, lags: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Fleet]]:
@@ -308,3 +310,9 @@ class _DemoRun:
 def _is_in(states: frozenset[str], lag: dict[str, Any], fleet: Fleet) -> bool:
     whole = len(lag["replicas"]) == len(fleet.replicas)
     return bool(lag["head"]) and whole and lag["state"] in states and not lag["lag"]["versions"]
+
+
+def hindrance(lags: list[dict[str, Any]]) -> str:
+    """Why fleets do not hold the model, by their lags; none where the service does not answer."""
+    words = (f"consumer {each['consumer']} is {each['state']}, {each['reason']}" for each in lags)
+    return "; ".join(words) or "the service does not answer"

@@ -13,7 +13,7 @@ from deltasync.trainer.demo.processes import Processes
 
 logger = logging.getLogger(__name__)
 
-_DEADLINE_SECONDS = 60.0
+_DEADLINE_SECONDS = 180.0
 _POLL_SECONDS = 0.05
 _MOST_TROUBLES = 50
 
