@@ -12,16 +12,17 @@ class Credit:
     Attributes:
         budget: so many.
         sent_bytes: what was sent on the stream.
+        taken_bytes: what the replica has taken of that, as it has said.
     """
 
     def __init__(self, budget: int) -> None:
-        self.budget, self.sent_bytes = budget, 0
-        self._taken_bytes = 0
+        self.budget = budget
+        self.sent_bytes = self.taken_bytes = 0
         self._signal = Signal()
 
     def allows(self, size: int) -> bool:
         """Whether so many more may be sent. One message may whatever its size, once nothing is under way."""
-        outstanding = self.sent_bytes - self._taken_bytes
+        outstanding = self.sent_bytes - self.taken_bytes
         return outstanding <= 0 or outstanding + size <= self.budget
 
     def take_back(self, received_bytes: int) -> bool:
@@ -32,8 +33,8 @@ class Credit:
         """
         if received_bytes > self.sent_bytes:
             raise InvalidInput(f"acked {received_bytes} bytes, only {self.sent_bytes} were sent")
-        more = received_bytes > self._taken_bytes
-        self._taken_bytes = max(self._taken_bytes, received_bytes)
+        more = received_bytes > self.taken_bytes
+        self.taken_bytes = max(self.taken_bytes, received_bytes)
         self._signal.wake()
         return more
 

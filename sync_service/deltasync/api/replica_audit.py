@@ -22,12 +22,13 @@ class ReplicaAudit:
         compared: whether the last ack was of a release that it could be compared with.
     """
 
-    def __init__(self, sent: SentReleases) -> None:
+    def __init__(self, under_way: SentReleases) -> None:
         self.damaged = _NO_SLOTS
         self.compared = False
-        self._sent = sent
+        self._under_way = under_way
         self._rows: Mapping[int, Ids] = {}  # Of damaged tables, the damaged rows, where these are known.
         self._by_rows = _NO_SLOTS  # Of which the damaged rows were sent again.
+        self._wrong = _NO_SLOTS  # By the last ack that could be compared.
         self._repairs = 0
         self._repaired_at = -math.inf
 
@@ -60,23 +61,25 @@ class ReplicaAudit:
         ack is of, None if that was acknowledged before; `rows` are those that the replica knows to be damaged, by
         slot.
         """
-        repairing = self._sent.repaired
+        repairing = self._under_way.repaired
         if sent is None:
-            if pending := self.damaged | repairing:
+            if pending := (self.damaged | repairing) & self._wrong:
                 return pending
-            sent = self._again(applied) if checksums and not self._sent else None
+            sent = self._again(applied) if checksums and not self._under_way else None
         self.compared = sent is not None
         if sent is None:
             return _NO_SLOTS
         wrong = frozenset(slot for slot, checksum in checksums.items() if checksum != _at(sent.checksums, slot))
-        self.damaged, self._rows = self.damaged | wrong - repairing, rows
-        if not wrong:
+        # A later release may have had the damaged rows.
+        self.damaged, self._rows = (self.damaged - frozenset(checksums) | wrong) - repairing, rows
+        self._wrong = wrong
+        if checksums and not wrong:
             self._repairs, self._by_rows = 0, _NO_SLOTS
         return wrong
 
     def _again(self, applied: int) -> SentRelease | None:
         """The last release acknowledged, if it is of that number: the replica has looked at its rows again."""
-        last = self._sent.acknowledged
+        last = self._under_way.acknowledged
         return last if last and last.number == applied else None
 
 

@@ -77,6 +77,7 @@ class SentReleases:
         repaired = release.repair.slots
         sent = SentRelease(head.number, head.version, release.checksums, repaired, end_bytes, steady_ns())
         self._sent.append(sent)
+        self._replica.sent_number = head.number
         self._note_unacked()
 
     def take(self, number: int, received_bytes: int) -> SentRelease | None:

@@ -61,8 +61,8 @@ class ReplicaStream:
             self._consumer, message.replica, self._ended, self._instance, caller().name
         )
         self._replica.guest = message.guest
-        self._unacked = SentReleases(self._replica)
-        self._audit = ReplicaAudit(self._unacked)
+        self._under_way = SentReleases(self._replica)
+        self._audit = ReplicaAudit(self._under_way)
         self._times = DeliveryTimes(self._consumer, guest=message.guest)
         self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
@@ -152,11 +152,11 @@ class ReplicaStream:
     def _holds_back(self) -> bool:
         """Whether nothing new is sent now: the consumer is paused, or the replica has enough to apply."""
         paused = self._consumer.pause is not None and self._feed.position != self._sent
-        return paused or self._unacked.full
+        return paused or self._under_way.full
 
     async def _wait_to_go_on(self, acks: asyncio.Task[None]) -> None:
         pause, asked = self._consumer.pause, self._replica.verification.signal.changed()
-        await self._wait(acks, self._consumer.brake.changed(), asked, self._unacked.room())
+        await self._wait(acks, self._consumer.brake.changed(), asked, self._under_way.room())
         if pause and self._consumer.pause is None and not self._feed.may_serve(self._consumer.policy):
             raise Superseded(f"consumer {self._consumer.name!r} got another policy while it was paused; reconnect")
 
@@ -164,7 +164,7 @@ class ReplicaStream:
         return no_news(self._feed, self._consumer, self._sent, self._token, read_again)
 
     def _read_again(self, number: int) -> subscribe_pb2.SubscribeResponse:
-        self._reading_again.ask(number, self._feed.version_of(self._sent.number), self._unacked.checksums)
+        self._reading_again.ask(number, self._feed.version_of(self._sent.number), self._under_way.checksums)
         return self._no_news(number)
 
     def _ready_feed(self) -> Feed | None:
@@ -186,7 +186,7 @@ class ReplicaStream:
         self._limit = self._consumer.policy.ready_within_seconds
         # Only what the replica is known to hold may become its offset, not what it claims.
         decision, self._sent = self._feed.resume(self._claim, self._replica.applied)
-        self._replica.checked, self._replica.unbound = False, ()
+        self._replica.checked, self._replica.unbound, self._replica.sent_number = False, (), self._sent.number
         self._times.held = self._feed.version_of(self._sent.number)
         self._note_rewind(resumes=decision.yes)
         self._registry.acknowledge(self._consumer, self._replica, self._sent)
@@ -256,7 +256,7 @@ class ReplicaStream:
     def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
         """The end of a release whose rows are sent, or are sent with it."""
         self._sent = Position(self._feed.history, head.number, head.seal)
-        self._unacked.note(release, head, self._credit.sent_bytes)
+        self._under_way.note(release, head, self._credit.sent_bytes)
         self._audit.note_repair(release.repair, time.monotonic())
         self._consumer.released_rows += release.rows
         return release_end(self._feed, self._consumer, release, head, self._token)
@@ -294,7 +294,7 @@ class ReplicaStream:
             return
         checksums = {each.slot: each.sum for each in ack.sums}
         rows = {each.table: ids for each in ack.wanted if len(ids := rows_of(each, self._deliveries))}
-        sent = self._unacked.take(applied.number, ack.received_bytes)
+        sent = self._under_way.take(applied.number, self._credit.taken_bytes)
         damaged = self._audit.check(applied.number, sent, checksums, rows)
         if damaged:
             self._report(damaged, rows, sent.repaired if sent else frozenset())

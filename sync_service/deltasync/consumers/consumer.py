@@ -42,12 +42,13 @@ class Replica:
         waits: whether it waits for a release to be made.
         checked: whether its last ack had checksums of what it holds, and they were right.
         unbound: tables that the consumer follows and that it does not hold.
-        damaged: tables of which it holds other bits than it was sent; sent again, the rows or all.
+        damaged: tables of which it holds other bits than it was sent; to be sent again, the rows or all.
         rewind: until it holds what it is given instead of rows of a discarded past; None if it came with none.
         damages: how often it was found to hold other bits than it was sent, since it is known here.
         damaged_ns: when that was last, by `steady_ns`.
         unacked: how many releases were sent to it that it has not acknowledged.
         unacked_ns: when the first of these was sent, by `steady_ns`.
+        sent_number: that of the newest release that it was sent on its stream, or went on from.
         verification: its rows, read again when somebody asks.
         has_held: whether it has ever acknowledged a version, as far as that is known.
         guest: whether it is forgotten once its stream has ended, and never written down, and counts nowhere.
@@ -73,6 +74,7 @@ class Replica:
     damaged_ns: int = 0
     unacked: int = 0
     unacked_ns: int = 0
+    sent_number: int = 0
     verification: Verification = field(default_factory=Verification)
 
     def note_damage(self, tables: tuple[str, ...]) -> None:

@@ -88,7 +88,7 @@ class ReplicaLag:
         lag: how far that is behind.
         seconds_since_ack: when it last said so; 0 if the service's clock was set back since.
         checked: whether it then showed by checksums that it holds the right rows.
-        damaged: tables of which it holds other rows than it was sent; these are being sent to it again.
+        damaged: tables of which it holds other rows than it was sent; these are to be sent to it again.
         unbound: tables that the consumer follows and that it does not hold.
         rewound: where it came with rows of a discarded past, until it holds others.
         since_seconds: for how long it has been connected, or away; at most since the service started.
@@ -98,8 +98,8 @@ class ReplicaLag:
         damages: how often it was found to hold other rows than it was sent.
         damaged_seconds_ago: when that was last; None if it never was.
         behind: whether it lacks something that was sent, or is to be: what a policy or a pause holds back is not.
-        waits_for: what keeps the service from sending it what it should have, but for a pause where it is not
-            damaged; empty if nothing does.
+        waits_for: what keeps the service from sending it what it should have: room on disk or, where it is
+            damaged, a pause; empty if nothing does.
         state: the worst of this, in one word; "connected" and "guest" are not wrong.
         reason: all of this that is wrong, in words; empty if nothing is.
         guest: whether it only looks, and counts neither in the consumer's offset, lag and state nor among its
@@ -248,7 +248,7 @@ def state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
         return "away", f"none of {counted(len(replicas), 'replica')} is connected"
     if damaged := [replica for replica in replicas if replica.damaged]:
         names = ", ".join(f"{replica.name} ({', '.join(replica.damaged)})" for replica in damaged)
-        return "damaged", f"other rows than were sent, which are sent again, in {names}"
+        return "damaged", f"other rows than were sent, which are to be sent again, in {names}"
     if standing.unfit:
         return "waiting", standing.unfit
     found, reason = _held(replicas, lag, standing, offset)

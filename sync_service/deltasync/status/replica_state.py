@@ -39,7 +39,7 @@ def replica_reason(line: ReplicaLag) -> str:
             f"away for {duration(line.since_seconds)}: {line.left or 'not seen since the service started'}"
         )
     if line.damaged:
-        found.append(f"holds other rows than it was sent in {', '.join(line.damaged)}, and is sent them again")
+        found.append(f"holds other rows than it was sent in {', '.join(line.damaged)}, which are to be sent again")
     if held := line.rewound:
         found.append(f"came with {held.held} of a discarded past, {duration(held.seconds)} ago")
     if line.connected and line.behind:

@@ -125,7 +125,7 @@ def _table_line(table: TableStanding, rows: int, standing: Standing, now: int) -
 
 
 def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int, *, held_back: bool) -> ReplicaLag:
-    now_ns, lacks = steady_ns(), lag.versions > 0 and offset != standing.newest_release
+    now_ns = steady_ns()
     since_ack_ns = now - replica.acked_unix_ns if replica.acked_ns is None else now_ns - replica.acked_ns
     line = ReplicaLag(
         replica=replica.name,
@@ -143,8 +143,8 @@ def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int,
         unacked_seconds=_ago(replica.unacked_ns, now_ns) if replica.stream and replica.unacked else 0.0,
         damages=replica.damages,
         damaged_seconds_ago=_ago(replica.damaged_ns, now_ns) if replica.damages else None,
-        behind=lacks and not held_back,
-        waits_for=_waits_for(replica, standing, held_back=lacks and held_back),
+        behind=lag.versions > 0 and offset != standing.newest_release and not held_back,
+        waits_for=_waits_for(replica, standing, held_back=held_back),
         guest=replica.guest,
     )
     return replace(line, state=replica_state(line), reason=replica_reason(line))
@@ -152,8 +152,11 @@ def _line(replica: Replica, offset: int, lag: Lag, standing: Standing, now: int,
 
 def _waits_for(replica: Replica, standing: Standing, *, held_back: bool) -> str:
     """What keeps the service from sending a replica what it should have; empty if nothing does."""
-    if replica.damaged and held_back:
-        return "the end of the pause"
+    newest = standing.newest_release
+    if newest is None and standing.seals:
+        newest = standing.seals[-1].version
+    if replica.damaged and held_back and replica.sent_number != newest:
+        return "the end of the pause"  # What repairs it is of the newest.
     return f"room on disk: {standing.crowded}" if replica.waits and standing.crowded else ""
 
 

@@ -401,6 +401,28 @@ def test_while_it_is_paused_a_damaged_replica_is_told_nothing_that_it_would_look
         assert [each["event"] for each in running.get_json("/events")].count("replica_damaged") == 1
 
 
+def test_a_replica_that_was_sent_the_newest_waits_for_no_end_of_a_pause(
+    running: RunningService, rank: RankStream
+) -> None:
+    """What repairs it brings it no further."""
+    with ReplicaStream(running.grpc) as replica:
+        _, end = replica.release()
+        admin_of(running).pause_consumer("predictors")
+        replica.send(wrong_ack(position_from_message(end.position)))
+        rows, _ = replica.release()
+        (line,) = lag_of(running)["replicas"]
+        assert (len(ids_of(rows)), line["state"], line["waits_for"]) == (USER.rows, "damaged", "")
+
+
+def test_bytes_may_be_acknowledged_before_what_they_are_of(running: RunningService, rank: RankStream) -> None:
+    with ReplicaStream(running.grpc) as replica:
+        _, end = replica.release()
+        replica.send(ack(EVERYTHING), ack(0, position_from_message(end.position)))
+        while (line := lag_of(running)["replicas"][0])["offset"] != 1:
+            pass
+        assert line["unacked"] == 0
+
+
 def test_a_repair_that_a_pause_has_dropped_comes_when_it_is_over(
     running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -274,7 +274,7 @@ def test_a_damaged_replica_is_shown_and_does_not_advance(service: RunningService
         lag = wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
         assert lag["replicas"][0]["damaged"] == ["user"]
         assert lag["replicas"][0]["offset"] == lag["offset"] == first.number
-        assert lag["reason"] == "other rows than were sent, which are sent again, in raw (user)"
+        assert lag["reason"] == "other rows than were sent, which are to be sent again, in raw (user)"
         repair, right, whole = raw.take()
         assert (repair, whole) == (second, [0])
         # It is damaged until it has said that it is not.

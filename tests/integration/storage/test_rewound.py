@@ -2,8 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +111,22 @@ def _past(service: ServiceProcess, fleet: Fleet, copy: Path) -> None:
         assert service.terminate() == 0
 
 
-def _wait(service: ServiceProcess, followers: dict[str, Subscriber], head: Position) -> None:
+def _wait(
+    service: ServiceProcess, followers: dict[str, Subscriber], head: Position, newcomers: Sequence[str] = ()
+) -> None:
+    """Until all hold a version: the fleet, and of each of these consumers a newcomer."""
     for each in followers.values():
         each.wait_for(head.number, WAIT)
-    for consumer in ("plain", "ranked"):
-        wait_for_lag(service, consumer, lambda lag: lag["head"] >= head.number and _have_everything(lag))
+    wanted = Counter([*(CONSUMERS[name] for name in followers), *newcomers])
+    for consumer, number in wanted.items():
+        wait_for_lag(service, consumer, partial(_have_everything, head=head, number=number))
 
 
-def _have_everything(lag: dict[str, Any]) -> bool:
-    """Those who are there."""
-    there = [each["lag"] for each in lag["replicas"] if each["connected"]]
-    return bool(there) and all(each["rows"] == each["versions"] == 0 for each in there)
+def _have_everything(lag: dict[str, Any], head: Position, number: int) -> bool:
+    """So many are there, and hold nothing else; from before it went back they may hold a later version."""
+    there = [each for each in lag["replicas"] if each["connected"]]
+    lacks = [each["rewound"] or each["lag"]["rows"] or each["lag"]["versions"] for each in there]
+    return lag["head"] >= head.number and len(there) == number and not any(lacks)
 
 
 @pytest.mark.slow
@@ -144,7 +151,7 @@ def test_nobody_keeps_what_was_discarded(tmp_path: Path, go_back: GoBack, publis
         newcomers = {consumer: Recorder() for consumer in ("plain", "ranked")}
         others = {each: follow(service, each, "new", target) for each, target in newcomers.items()}
         assert head.number == 10 + published
-        _wait(service, {**followers, **others}, head)
+        _wait(service, followers, head, list(others))
         for name in fleet.targets:
             assert fleet.tables(name) == newcomers[CONSUMERS[name]].bytes()
             assert fleet.tables(name) != discarded[name]

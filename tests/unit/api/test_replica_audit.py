@@ -161,3 +161,32 @@ def test_of_a_table_that_came_after_a_release_was_frozen_there_are_no_rows() -> 
     for last, wrong in ((0, frozenset()), (5, {2})):
         stream = Stream()
         assert stream.ack(stream.send(1), {**RIGHT, 2: last}) == wrong
+
+
+def test_what_a_later_release_has_put_right_is_damaged_no_more() -> None:
+    """The damaged rows were in it, and the replica shows the same again while it is kept from more."""
+    stream = Stream()
+    first, second = stream.send(1), stream.send(2)
+    assert stream.ack(first, WRONG) == {0}
+    assert stream.ack(second, RIGHT) == frozenset()
+    assert stream.ack(second, RIGHT) == frozenset()
+    assert stream.due() == frozenset()
+
+
+def test_what_is_right_is_not_damaged_because_a_repair_is_under_way() -> None:
+    stream = Stream()
+    first, second = stream.send(1), stream.send(2)
+    assert stream.ack(first, WRONG) == {0}
+    repair = stream.send(2, WHOLE)
+    for _ in range(2):
+        assert stream.ack(second, RIGHT) == frozenset()
+    assert stream.ack(repair, RIGHT) == frozenset()
+
+
+def test_an_ack_without_checksums_makes_no_repair_immediate() -> None:
+    stream = Stream()
+    assert stream.ack(stream.send(1), WRONG) == {0}
+    assert stream.ack(stream.send(1, WHOLE), WRONG) == {0}
+    stream.ack(stream.send(2), {})
+    assert stream.due(4.9) == frozenset()
+    assert stream.due(5.0) == {0}

@@ -32,7 +32,7 @@ GOOD = ReplicaLag(
             "away for 3 s: its stream has ended",
         ),
         ({"connected": False, "since_seconds": 0.04}, "away for 40 ms: not seen since the service started"),
-        ({"damaged": ["u", "v"]}, "holds other rows than it was sent in u, v, and is sent them again"),
+        ({"damaged": ["u", "v"]}, "holds other rows than it was sent in u, v, which are to be sent again"),
         ({"rewound": RewindLag(held=20, history="h", seconds=2.5)}, "came with 20 of a discarded past, 2.5 s ago"),
         ({"lag": LACKING, "behind": True}, "lacks 3 versions, last heard 1 s ago"),
         ({"lag": LACKING}, ""),
@@ -54,7 +54,10 @@ GOOD = ReplicaLag(
         ),
         ({"damages": 10, "damaged_seconds_ago": 900.0}, ""),
         ({"damages": 1, "damaged_seconds_ago": 3.0}, ""),
-        ({"checked": False, "damaged": ["u"]}, "holds other rows than it was sent in u, and is sent them again"),
+        (
+            {"checked": False, "damaged": ["u"]},
+            "holds other rows than it was sent in u, which are to be sent again",
+        ),
         (
             {"unbound": ["item"], "lag": LACKING, "behind": True},
             "lacks 3 versions, last heard 1 s ago; does not hold item",

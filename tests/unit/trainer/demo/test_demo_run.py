@@ -17,7 +17,7 @@ from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions
 from deltasync.trainer.demo import processes, run
 from deltasync.trainer.demo.command import demo
-from deltasync.trainer.demo.options import DemoOptions
+from deltasync.trainer.demo.options import DemoOptions, Fleet
 from deltasync.trainer.demo.processes import DemoFailed, Processes
 from deltasync.trainer.demo.progress import DemoProgress
 from deltasync.trainer.demo.report import print_report
@@ -247,10 +247,12 @@ def test_what_a_replica_received_is_a_share_of_what_was_published() -> None:
 def test_what_was_waited_for_in_vain_is_said_in_words() -> None:
     """The whole answer of the service would say it too, in 40 lines for each consumer."""
     lags = [
-        {"consumer": "predictors", "state": "empty", "reason": "no replica subscribes", "tables": [1, 2]},
-        {"consumer": "top", "state": "behind", "reason": "a lacks 2 versions", "tables": [1, 2]},
+        {"replicas": [], "state": "empty", "reason": "no replica subscribes", "tables": [1, 2]},
+        {"replicas": ["x"], "state": "in sync", "reason": "all 1 hold the newest", "tables": [1, 2]},
     ]
-    assert run.hindrance(lags) == (
-        "consumer predictors is empty, no replica subscribes; consumer top is behind, a lacks 2 versions"
+    fleets = [Fleet("predictors", ("p",), Policy()), Fleet("top", ("x", "y"), Policy())]
+    assert run.hindrance(list(zip(lags, fleets, strict=True))) == (
+        "consumer predictors has 0 of 1 replica and is empty: no replica subscribes; "
+        "consumer top has 1 of 2 replicas and is in sync: all 1 hold the newest"
     )
     assert run.hindrance([]) == "the service does not answer"

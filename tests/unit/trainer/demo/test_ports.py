@@ -9,7 +9,7 @@ def anyone(_port: int) -> bool:
     return True
 
 
-def test_none_is_reservations_out_twice_while_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_is_given_out_twice_while_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was given one listens only once its process has started."""
     monkeypatch.setattr(ports, "_PORTS", range(20_000, 20_006))
     monkeypatch.setattr(ports, "_reservations", set())

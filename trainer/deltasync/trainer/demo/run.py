@@ -14,6 +14,7 @@ from rich.console import Console
 from deltasync.client import Admin
 from deltasync.client.status import fetch_lag
 from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
+from deltasync.core.words import counted
 from deltasync.trainer.clicks.stream import open_stream
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions, why_not_shared
@@ -279,7 +280,7 @@ class _DemoRun:
         deadline = time.monotonic() + seconds
         while True:
             lags = self._poll(processes, service)
-            lacking = [lag for lag, fleet in self._waited_for(lags) if not _is_in(states, lag, fleet)]
+            lacking = [(lag, fleet) for lag, fleet in self._waited_for(lags) if not _is_in(states, lag, fleet)]
             if lags and not lacking:
                 return lags[0]
             if lags:
@@ -312,7 +313,11 @@ def _is_in(states: frozenset[str], lag: dict[str, Any], fleet: Fleet) -> bool:
     return bool(lag["head"]) and whole and lag["state"] in states and not lag["lag"]["versions"]
 
 
-def hindrance(lags: list[dict[str, Any]]) -> str:
+def hindrance(lacking: Sequence[tuple[dict[str, Any], Fleet]]) -> str:
     """Why fleets do not hold the model, by their lags; none where the service does not answer."""
-    words = (f"consumer {each['consumer']} is {each['state']}, {each['reason']}" for each in lags)
+    words = (
+        f"consumer {fleet.consumer} has {len(lag['replicas'])} of {counted(len(fleet.replicas), 'replica')} "
+        f"and is {lag['state']}: {lag['reason']}"
+        for lag, fleet in lacking
+    )
     return "; ".join(words) or "the service does not answer"
