@@ -17,6 +17,8 @@ from deltasync.client.status import fetch_lag
 # States of fleets that hold what they were given, or are about to.
 _HOLDING = frozenset({"in sync", "current", "delivered", "partial", "behind", "paused"})
 BEHIND = 3
+# So many replicas are named with the reason; all are in `replicas list`.
+_MOST_WRONG = 10
 
 
 @click.command(context_settings=CONTEXT)
@@ -72,7 +74,9 @@ def too_far(answer: dict[str, Any], most: float) -> bool:
 
 
 def lines_text(lines: list[dict[str, Any]]) -> str:
-    """All consumers, a line each; those that need somebody first."""
+    """All consumers, a line each; those that need somebody first. Then the replicas that do: a consumer may be in
+    sync that has one which something else writes to.
+    """
     if not lines:
         return "no consumers: make one with deltasync consumers create NAME --model MODEL"
     titles = (
@@ -80,7 +84,17 @@ def lines_text(lines: list[dict[str, Any]]) -> str:
         *("p50", "p99", "why"),
     )
     worst_first = sorted(lines, key=lambda line: (urgency(line["state"]), line["consumer"]))
-    return text_table(titles, map(_line, worst_first))
+    return "\n".join([text_table(titles, map(_line, worst_first)), *_wrong(worst_first)])
+
+
+def _wrong(lines: list[dict[str, Any]]) -> list[str]:
+    found = [
+        f"replica {each['replica']} of {line['consumer']}: {each['reason']}"
+        for line in lines
+        for each in line.get("wrong", [])  # A service of before lacks it.
+    ]
+    more = len(found) - _MOST_WRONG
+    return found[:_MOST_WRONG] + ([f"and {more} more: deltasync replicas list"] if more > 0 else [])
 
 
 def _line(line: dict[str, Any]) -> tuple[Any, ...]:

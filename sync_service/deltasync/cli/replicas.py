@@ -32,7 +32,7 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
     state     connected; or away, damaged, rewound (it came with rows of a discarded past), waiting (for room on
               disk), late (it lacks what is 10 seconds old), partial (it lacks tables); a guest only looks, and
               counts nowhere
-    since     for how long
+    since     for how long it has been connected, or away
     offset    the last version, or release, that it has applied
     versions  sealed versions that it has not applied
     seconds   for how long the oldest of these is lacking

@@ -79,7 +79,11 @@ def _show_stored(url: str, model: str, check: bool, as_json: bool) -> None:
         click.echo(json.dumps(lines, indent=2))
     else:
         titles = ("model", "version", "age", "bytes", "new", "snapshot")
-        click.echo(text_table(titles, map(_stored_row, lines)) if lines else f"no snapshots at {url}")
+        click.echo(
+            text_table(titles, map(_stored_row, lines))
+            if lines
+            else f"no snapshots{model and f' of {model}'} at {url}"
+        )
     for problem in problems:
         click.echo(problem, err=True)
     if problems:

@@ -81,7 +81,7 @@ class Replica:
         """Note of which tables it holds other bits than it was sent: anew, where these were right in between."""
         if not self.damaged:
             self.damages, self.damaged_ns = self.damages + 1, steady_ns()
-        self.damaged = tables
+        self.damaged, self.checked = tables, False
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def test_snapshots_are_listed_and_checked_without_a_service(tmp_path: Path) -> N
     stored = json.loads(deltasync("snapshots", "--at", url, "--json")[1])
     assert [(each["model"], each["version"]) for each in stored] == [("clicks", 2), ("clicks", 1)]
     assert [line.split()[-1] for line in said.splitlines()[1:]] == [each["name"] for each in stored]
-    assert deltasync("snapshots", "other", "--at", url)[1] == f"no snapshots at {url}\n"
+    assert deltasync("snapshots", "other", "--at", url)[1] == f"no snapshots of other at {url}\n"
     damaged = max((tmp_path / "snapshots" / "clicks" / "data").iterdir())
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert deltasync("snapshots", "--at", url)[0] == 0
