@@ -1,12 +1,11 @@
 """`deltasync processes`, `move` and `drain`: processes that share a log."""
 
-import json
-
 import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
 from deltasync.cli.waiting import waiting_for
+from deltasync.cli.watching import as_json_text
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.route import Route
@@ -20,7 +19,7 @@ def processes(http: Endpoint, as_json: bool) -> None:
     """List the processes of a service that are alive, and the models that each owns."""
     lines = Route(http).get_json("/processes")
     if as_json:
-        click.echo(json.dumps(lines, indent=2))
+        click.echo(as_json_text(lines))
         return
     for line in lines:
         state = "draining" if line["draining"] else "here" if line["here"] else "alive"

@@ -1,6 +1,5 @@
 """`deltasync snapshot` and `deltasync snapshots`."""
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
 from deltasync.cli.text_table import seconds, size, text_table
 from deltasync.cli.waiting import waiting_for
+from deltasync.cli.watching import as_json_text
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.words import counted
@@ -61,7 +61,7 @@ def snapshots(model: str, http: Endpoint, as_json: bool, url: str, check: bool) 
     lines = [each for each in asking.get("/snapshots") if model in ("", each["model"])]
     asking.say_missing()
     if as_json:
-        click.echo(json.dumps(lines, indent=2))
+        click.echo(as_json_text(lines))
         return
     titles = ("model", "version", "behind", "age", "bytes", "new", "why")
     click.echo(text_table(titles, map(_row, lines)) if lines else "no models")
@@ -76,18 +76,17 @@ def _row(line: dict[str, Any]) -> tuple[Any, ...]:
 def _show_stored(url: str, model: str, check: bool, as_json: bool) -> None:
     lines, problems = _stored(url, model, check)
     if as_json:
-        click.echo(json.dumps(lines, indent=2))
+        click.echo(as_json_text(lines))
     else:
-        titles = ("model", "version", "age", "bytes", "new", "snapshot")
-        click.echo(
-            text_table(titles, map(_stored_row, lines))
-            if lines
-            else f"no snapshots{model and f' of {model}'} at {url}"
-        )
+        click.echo(_stored_text(lines) if lines else f"no snapshots{f' of {model}' if model else ''} at {url}")
     for problem in problems:
         click.echo(problem, err=True)
     if problems:
         raise SystemExit(1)
+
+
+def _stored_text(lines: list[dict[str, Any]]) -> str:
+    return text_table(("model", "version", "age", "bytes", "new", "snapshot"), map(_stored_row, lines))
 
 
 def _stored_row(line: dict[str, Any]) -> tuple[Any, ...]:

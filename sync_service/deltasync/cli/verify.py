@@ -1,6 +1,5 @@
 """`deltasync verify`."""
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from deltasync.cli.guest import goodbye_on_sigterm
 from deltasync.cli.lag import BEHIND
 from deltasync.cli.text_table import text_table
 from deltasync.cli.waiting import waiting_for
+from deltasync.cli.watching import as_json_text
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.other_side import http_of
@@ -83,7 +83,7 @@ def verify(
         found = _of_copy(service, consumer, _checkpoint(checkpoint), timeout)
     else:
         found = _of_replicas(service, consumer, replicas, timeout)
-    click.echo(json.dumps(found, indent=2) if as_json else text_table(_TITLES, map(_line, found)))
+    click.echo(as_json_text(found) if as_json else text_table(_TITLES, map(_line, found)))
     if {each["status"] for each in found} != {VerifiedStatus.EQUAL.value}:
         sys.exit(BEHIND)
 
