@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.support import examples  # noqa: F401  # registers the profiles
 from tests.support.folders import keep_folders_in_memory
 from tests.support.process import ServiceProcess
 from tests.support.programs import LONGEST_SECONDS
@@ -20,9 +21,7 @@ from tests.support.programs import LONGEST_SECONDS
 from deltasync.core.logs import levels
 from deltasync.kernels.compiled import warm
 
-# How long an example takes says nothing on a busy machine.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+settings.load_profile("default")
 
 keep_folders_in_memory()
 

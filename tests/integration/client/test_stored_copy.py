@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.command import deltasync
 from tests.support.fleet import (
@@ -111,7 +111,6 @@ def test_a_snapshot_is_equal_but_for_what_has_changed_since(
     }
 
 
-@settings(max_examples=25)
 @given(
     st.sets(st.integers(0, USER.rows - 1), max_size=8),
     st.sets(st.integers(0, USER.rows - 1), max_size=8),

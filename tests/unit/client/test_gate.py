@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.support.examples import stateful
 from tests.support.threads import WAIT, threads
 
 from deltasync.client.gate import Gate, Turns
@@ -353,3 +354,6 @@ def test_who_is_interrupted_while_it_waits_keeps_nobody_out(kind: str) -> None:
     with threads(through(gate.reading(), seen, "reader"), through(gate.writing(), seen, "writer")):
         pass
     assert sorted(seen) == ["reader", "writer"]
+
+
+TestFairness.settings = stateful()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.support.examples import stateful
 
 from deltasync.client.keyed.key_index import KeyIndex
 from deltasync.client.keyed.keyed_table import KeyedTable
@@ -154,3 +155,6 @@ def test_nothing_is_compiled_by_who_looks_up_first(monkeypatch: pytest.MonkeyPat
     index.put(ids([7]), ids([0]))
     assert index.find(ids([7, 8])).tolist() == [0, -1]
     index.remove(ids([7]))
+
+
+TestTable.settings = stateful()

@@ -12,9 +12,10 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 import pytest
-from hypothesis import assume, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.examples import stateful
 
 from deltasync.client.readiness import Evidence, Readiness, decide, newest_ns
 from deltasync.core.position import Decision
@@ -139,7 +140,7 @@ class Replication(RuleBasedStateMachine):
             assert self.now - until <= limit, f"version {self.held} was the newest until {until}, now {self.now}"
 
 
-Replication.TestCase.settings = settings(max_examples=300, stateful_step_count=40)
+Replication.TestCase.settings = stateful(stateful_step_count=40)
 TestReplication = Replication.TestCase
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.quantised_model import (
     SIZES,
@@ -78,7 +78,6 @@ def changes(draw: st.DrawFn, dim: int) -> list[tuple[dict[str, dict[int, list[fl
     )
 
 
-@settings(max_examples=40)
 @given(
     st.sampled_from([8, 4]),
     st.sampled_from([4, 8, 12, 16, 60]),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.quantised_model import TYPES, collision_sharders, on_cpu, quantised, sharded
 from tests.unit.client.test_torch_collision import (
@@ -75,7 +75,6 @@ def looked_up(model: Any, raw_ids: Sequence[int], lengths: Sequence[int] = ()) -
     return rows
 
 
-@settings(max_examples=40)
 @given(
     st.booleans(),
     st.booleans(),

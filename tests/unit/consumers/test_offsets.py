@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.local_service import publish, run
 from tests.support.log import held_up, log_of
@@ -278,7 +278,6 @@ class Steps:
     ),
     st.booleans(),
 )
-@settings(deadline=None)
 def test_the_log_has_the_newest_of_each_at_the_end_and_one_of_each_waits_at_most(
     steps: list[tuple[Callable[[Steps, str, int], None], str, int]], ends_well: bool
 ) -> None:

@@ -3,9 +3,9 @@
 from unittest import mock
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.support.examples import stateful
 
 from deltasync.core import change_index
 from deltasync.core.change_index import ChangeIndex
@@ -91,7 +91,7 @@ class Changes(RuleBasedStateMachine):
 
 
 TestChanges = Changes.TestCase
-TestChanges.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestChanges.settings = stateful(stateful_step_count=30)
 
 
 def cut(table: StampedTable, ids: Ids, number: int) -> None:

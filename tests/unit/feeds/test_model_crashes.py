@@ -227,7 +227,7 @@ def _batch(shard: Shard, ids: Ids, rng: np.random.Generator, *, deleted: bool) -
 
 @pytest.mark.parametrize("private", [True, False], ids=["private", "shared"])
 @pytest.mark.parametrize("small_bytes", [0, 1 << 24], ids=["files of their own", "a shared file"])
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(history=st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 1000)), max_size=14))
 def test_a_model_comes_back_whenever_it_ends(
     private: bool, small_bytes: int, history: list[tuple[str, int]]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel
@@ -26,7 +26,6 @@ asked = st.tuples(st.just("ask"), st.integers(0, 9))
 events = st.one_of(asked, asked, asked, changes, st.tuples(st.just("give up"), st.integers(0, 20)))
 
 
-@settings(max_examples=100)
 @given(st.lists(changes, min_size=5, max_size=9), st.lists(events, min_size=8, max_size=24))
 def test_whoever_is_sent_a_release_holds_the_tables_of_its_head(
     before: list[tuple[str, object]], events: list[tuple[str, object]]

@@ -3,8 +3,8 @@
 import asyncio
 
 import hypothesis.strategies as st
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tests.support.examples import stateful
 from tests.support.owning_process import LEASE_SECONDS, Process, World, pass_time
 
 from deltasync.core.errors import DeltasyncError, NotFound, NotOwner
@@ -133,4 +133,4 @@ def _check(model: str, everybody: list[Process], world: World) -> None:
 
 
 TestOwning = Owning.TestCase
-TestOwning.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestOwning.settings = stateful(stateful_step_count=30)

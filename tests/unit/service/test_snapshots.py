@@ -281,7 +281,7 @@ Step = tuple[str, list[int]]
         max_size=12,
     )
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_comes_between_the_rows_are_those_that_were_published(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Step]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.crashes import Crashes
 from tests.support.local_service import opened, publish, run, send
@@ -361,7 +361,6 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-@settings(deadline=None, max_examples=40)
 def test_models_are_those_that_were_sealed_in_the_shape_that_was(
     tmp_path_factory: pytest.TempPathFactory, steps: Sequence[tuple[str, str, int]]
 ) -> None:

@@ -80,7 +80,7 @@ def test_an_undamaged_one_starts(written: Written, caplog: pytest.LogCaptureFixt
 
 
 @given(st.data(), st.integers(0, 1 << 30))
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bit_of_any_value_is_missed(
     written: Written, caplog: pytest.LogCaptureFixture, data: st.DataObject, bit: int
 ) -> None:
@@ -95,7 +95,7 @@ def test_any_bit_of_any_value_is_missed(
 
 
 @given(st.data(), st.integers(0, 1 << 30))
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bit_of_any_key_is_missed(
     written: Written, caplog: pytest.LogCaptureFixture, data: st.DataObject, bit: int
 ) -> None:

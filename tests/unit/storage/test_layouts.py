@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.memory_store import MemoryDisk, MemoryStore
 
@@ -62,7 +62,6 @@ def test_it_is_known_again_after_a_restart_and_forgotten_at_a_flush(log: LmdbSto
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
-@settings(max_examples=50)
 def test_the_log_has_what_rows_after_the_last_flush_name_and_nothing_else(steps: list[tuple[int, bool]]) -> None:
     log = MemoryStore(MemoryDisk(), 1 << 20)
     layouts, named = Layouts(log, "m"), dict[int, int]()

@@ -96,7 +96,7 @@ def test_small_records_are_kept_over_a_restart(opened: Opener) -> None:
         max_size=4,
     ),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_dropped_or_truncated_is_gone_and_nothing_else(
     log: LogStore,
     records: list[tuple[str, int, int, int]],

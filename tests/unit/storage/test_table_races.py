@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.support.memory_store import MemoryDisk, MemoryStore
 
@@ -120,7 +120,6 @@ def check(story: Story) -> None:
 
 @pytest.mark.parametrize("small", [True, False])
 @given(steps=STEPS)
-@settings(max_examples=50)
 @example(steps=[("turn", (0, 4), False), ("write", (0, 2), False), ("become", (0, 4), False)])
 @example(steps=[(each, (0, 2), False) for each in ("grow", "write", "flush", "become", "flush")])
 def test_whatever_comes_before_a_crash_the_files_fit(

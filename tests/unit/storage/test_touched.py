@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.support.folders import fast_folder
@@ -178,7 +178,6 @@ class Play:
 @pytest.mark.parametrize("spec", SPECS, ids=["short rows", "long rows"])
 @pytest.mark.parametrize("private", [True, False], ids=["private", "shared"])
 @pytest.mark.parametrize("small_bytes", [0, 1 << 24], ids=["files of their own", "a shared file"])
-@settings(max_examples=25)
 @given(
     history=st.lists(
         st.tuples(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel
@@ -208,7 +208,6 @@ class Play:
             assert user[slot, 0] == wanted["user"][slot, 0], "a row of another id than the map says"
 
 
-@settings(max_examples=150, deadline=None)
 @given(POLICIES, st.lists(STEPS, min_size=3, max_size=14))
 def test_what_every_replica_holds_is_the_trainers_state_at_its_version(policy: Policy, steps: list[Step]) -> None:
     async def main(folder: Path) -> None:

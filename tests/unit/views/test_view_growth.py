@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.crashes import Crashes
 from tests.support.local_model import LocalModel
@@ -253,7 +253,6 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from([INT8, Policy(top_k=3, value_type=ValueType.INT8)]))
-@settings(deadline=None, max_examples=25)
 def test_a_replica_that_applies_all_releases_holds_what_the_model_has(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any]], policy: Policy
 ) -> None:

@@ -425,7 +425,7 @@ def play(policy: Policy, operations: list[tuple[str, Any]]) -> None:
         asyncio.run(main(Path(folder)))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(policies(), programs())
 def test_a_view_does_what_plain_dictionaries_do(policy: Policy, operations: list[tuple[str, Any]]) -> None:
     play(policy, operations)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.modules.mc_modules import LRU_EvictionPolicy, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -36,7 +36,6 @@ def look_up(model: torch.nn.Module, ids: list[int]) -> list[int]:
     return found.tolist()
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=40), st.integers(0, 7))
 def test_a_map_says_the_row_of_each_id_and_changed_hands_are_counted(ids: list[int], first_row: int) -> None:
     model = shard(5, first_row)

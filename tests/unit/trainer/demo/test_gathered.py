@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.modules.mc_modules import LRU_EvictionPolicy, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -46,7 +46,6 @@ def remap(module: torch.nn.ModuleDict, ids: Sequence[int]) -> list[int]:
     return found.tolist()
 
 
-@settings(max_examples=50, deadline=None)
 @given(raw_ids, raw_ids)
 def test_rows_of_raw_ids_are_those_of_the_rank_that_has_their_range(trained: list[int], asked: list[int]) -> None:
     modules, share = ranks(), -(-RAW_IDS // len(ROWS))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -87,7 +87,6 @@ def features(draw: st.DrawFn) -> tuple[dict[str, Examples], TensorDict]:
     return of_key, TensorDict(values, batch_size=draw(st.sampled_from([[], [size]])))
 
 
-@settings(max_examples=300, deadline=None)
 @given(features(), st.data())
 def test_any_keys_in_any_order_lying_in_any_way(
     drawn: tuple[dict[str, Examples], TensorDict], data: st.DataObject
@@ -101,7 +100,6 @@ def test_any_keys_in_any_order_lying_in_any_way(
     assert kjt.length_per_key() == [sum(map(len, of_key[key])) for key in wanted]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.lists(st.lists(st.integers(0, 50), max_size=3), min_size=2, max_size=2), min_size=1, max_size=4)
 )

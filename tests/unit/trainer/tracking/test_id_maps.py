@@ -8,7 +8,7 @@ from unittest import mock
 import fbgemm_gpu  # noqa: F401
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -285,7 +285,6 @@ MAPS = st.dictionaries(st.integers(-3, 12).filter(lambda raw: raw != -1), st.int
 PROGRAMS = st.lists(st.tuples(st.sampled_from(("keep", "lose", "resync", "reload")), MAPS), max_size=12)
 
 
-@settings(max_examples=200)
 @given(PROGRAMS)
 def test_a_copy_built_from_reads_is_the_map(program: list[tuple[str, dict[int, int]]]) -> None:
     collisions = sorted_ids()

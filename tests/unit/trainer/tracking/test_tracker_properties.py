@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from unittest import mock
 
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.support.embedding_parameters import embedding_parameters
 from tests.support.side_by_side import Operation, SideBySide, operations
@@ -82,7 +82,6 @@ def programs(*kinds: st.SearchStrategy[Operation]) -> st.SearchStrategy[list[Ope
     return st.integers(0, 25).flatmap(lambda size: st.lists(st.one_of(*kinds), min_size=size, max_size=size))
 
 
-@settings(max_examples=400)
 @given(programs(*OFTEN))
 def test_reads_and_acknowledgements(program: list[Operation]) -> None:
     run(program)
@@ -97,26 +96,22 @@ _REFUSED = [
 ]
 
 
-@settings(max_examples=300)
 @given(programs(*OFTEN, *SELDOM))
 @example(_REFUSED)
 def test_all_there_is(program: list[Operation]) -> None:
     run(program)
 
 
-@settings(max_examples=300)
 @given(programs(*OFTEN, *CHECKPOINTS))
 def test_checkpoints(program: list[Operation]) -> None:
     run(program)
 
 
-@settings(max_examples=100)
 @given(programs(*OFTEN, *SELDOM, *CHECKPOINTS), st.sampled_from(MODES))
 def test_without_first_values(program: list[Operation], mode: TrackingMode) -> None:
     run(program, mode)
 
 
-@settings(max_examples=300)
 @given(programs(*OFTEN, *SELDOM, *CHECKPOINTS, *COUNTED), st.sampled_from(MODES))
 def test_reads_that_are_launched_are_those_that_are_waited_for(
     program: list[Operation], mode: TrackingMode
@@ -124,7 +119,6 @@ def test_reads_that_are_launched_are_those_that_are_waited_for(
     run(program, mode)
 
 
-@settings(max_examples=200)
 @given(programs(*OFTEN, *SELDOM))
 def test_memory_that_is_used_again(program: list[Operation]) -> None:
     spare = mock.patch.object(Written, "bytes_under_way", 10_000)
@@ -132,7 +126,6 @@ def test_memory_that_is_used_again(program: list[Operation]) -> None:
         run(program)
 
 
-@settings(max_examples=100)
 @given(programs(*OFTEN, *SELDOM))
 def test_a_read_that_acknowledges_itself(program: list[Operation]) -> None:
     run(program, delete_on_read=True)

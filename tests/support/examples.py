@@ -1,0 +1,16 @@
+"""How many examples Hypothesis tries: few in every run, ten times as many every night.
+
+`--hypothesis-profile nightly` chooses the second profile. By day the examples are the same in each run, so that a
+failure belongs to the change at hand. By night they are new ones, and Hypothesis prints how to repeat a failure.
+"""
+
+from hypothesis import settings
+
+# A deadline would measure time, and this says nothing on a busy machine.
+settings.register_profile("default", max_examples=20, deadline=None, derandomize=True)
+settings.register_profile("nightly", max_examples=200, deadline=None, print_blob=True)
+
+
+def stateful(**others: int) -> settings:
+    """Settings of a state machine, which gets two and a half times the examples of the profile in use."""
+    return settings(max_examples=settings.default.max_examples * 5 // 2, **others)
