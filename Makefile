@@ -13,13 +13,13 @@ CUDA ?= $(if $(wildcard $(VENV)/.installed-fbgemm-gpu),1,0)
 FBGEMM := $(if $(filter 1,$(CUDA)),fbgemm-gpu,fbgemm-gpu-cpu)
 STAMP := $(VENV)/.installed-$(FBGEMM)
 # A file's tests run in one worker, which makes what they share once; files go out in their order, quick ones last.
-# A worker more than CI has cores, for tests also wait: for threads, and for processes that start and end.
+# One worker more than CI has cores, because tests also wait for threads and processes.
 WORKERS ?= 3
 # What is compiled is kept, also where the environment says otherwise: tests start hundreds of processes.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test check bench soak attacks test-gpu bench-gpu protos lock audit sbom format clean
+.PHONY: help install demo unit test nightly check bench soak attacks test-gpu bench-gpu protos lock audit sbom format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -29,11 +29,21 @@ install: $(STAMP)  ## install everything into .venv (CUDA=1 for GPUs)
 demo: install  ## run the whole path: service, trainer of two ranks, two replicas
 	$(BIN)/deltasync demo $(ARGS)
 
-unit: install  ## run the tests that start no process
+unit: install  ## run the tests that start no process and open no socket
 	$(PYTEST) tests/unit $(ARGS)
 
-test: check  ## lint, check types and layers, run all tests (WORKERS=0: in one process)
+test: check  ## lint, types, layers, unit and integration tests (WORKERS=0: in one process)
 	$(PYTEST) $(ARGS)
+
+# The trainer's tests run on the newest TorchRec, too, with the FBGEMM that fits the torch at hand.
+NIGHTLY = -m 'nightly or not nightly' --hypothesis-profile nightly
+nightly: check build/torchrec-next  ## every test, with ten times the examples, and the trainer's on the next TorchRec
+	$(PYTEST) $(NIGHTLY) $(ARGS)
+	PYTHONPATH=$(CURDIR)/build/torchrec-next $(PYTEST) -m 'nightly or not nightly' tests/unit/trainer tests/integration/trainer $(ARGS)
+
+build/torchrec-next: deploy/locks/torchrec-next.lock | $(STAMP)
+	rm -rf $@ && $(PIP) $(INSTALL) --target $@ -r $<
+	touch $@
 
 check: install  ## lint, format, types, layers
 	$(BIN)/ruff check .

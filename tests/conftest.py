@@ -16,7 +16,6 @@ from hypothesis import settings
 from tests.support import examples  # noqa: F401  # registers the profiles
 from tests.support.folders import keep_folders_in_memory
 from tests.support.process import ServiceProcess
-from tests.support.programs import LONGEST_SECONDS
 
 from deltasync.core.logs import levels
 from deltasync.kernels.compiled import warm
@@ -33,14 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is slow has longer until it counts as hanging: than a program that it has started has."""
+    """Skip tests of a GPU where there is none."""
     if on_gpu := [item for item in items if item.get_closest_marker("gpu")]:
         from tests.support.devices import skip_without_gpu  # It imports torch, which most tests do without.
 
         skip_without_gpu(on_gpu)
-    for item in items:
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.timeout(LONGEST_SECONDS + 30))
 
 
 @pytest.fixture(autouse=True)

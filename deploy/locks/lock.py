@@ -18,7 +18,11 @@ LOCKS = ROOT / "deploy/locks"
 WORK = ROOT / "build/lock"
 UV = Path(sys.executable).with_name("uv")
 HEADER = "# Made by `make lock`.\n"
-# Of the builds without CUDA, which come from the index of PyTorch, not from that of Python.
+# FBGEMM is built for one release of torch, and its metadata does not say which: these three go together.
+PINS = ("torch==2.13.0", "torchrec==1.8.0", "fbgemm-gpu==1.8.0")
+# `make nightly` runs the trainer's tests on this release, too.
+NEXT_TORCHREC = "torchrec==1.9.2"
+# Builds without CUDA come from PyTorch's own index, so uv does not find their hashes.
 CPU_BUILDS = {"2.13.0": "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"}
 
 Entries = dict[str, str]
@@ -71,17 +75,14 @@ def main(arguments: list[str]) -> None:
     """Write them all."""
     WORK.mkdir(parents=True, exist_ok=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needs = project["project"]["optional-dependencies"]["trainer"]
-    torchrec = next(need for need in needs if need.startswith("torchrec=="))
-    # They are released together.
-    fbgemm = torchrec.replace("torchrec", "fbgemm-gpu")
-    (WORK / "fbgemm.txt").write_text(fbgemm)
-    (WORK / "fbgemm-cpu.in").write_text(fbgemm.replace("gpu", "gpu-cpu"))
+    (WORK / "pins.txt").write_text("\n".join(PINS))
+    (WORK / "fbgemm-cpu.in").write_text(PINS[2].replace("gpu", "gpu-cpu"))
+    (WORK / "torchrec-next.in").write_text(NEXT_TORCHREC)
     (WORK / "build.in").write_text("\n".join(project["build-system"]["requires"]))
 
     parts = [ROOT / "requirements.lock", *(LOCKS / f"{name}.lock" for name in ("torch-cuda", "fbgemm-gpu"))]
     runtime = ["--extra", "service", "--extra", "trainer", "--extra", "s3", "--group", "torchrec-runtime"]
-    everything = [*runtime, "--group", "dev", "--constraint", str(WORK / "fbgemm.txt"), *arguments]
+    everything = [*runtime, "--group", "dev", "--constraint", str(WORK / "pins.txt"), *arguments]
     found = _compile("all", "pyproject.toml", *everything, kept="".join(map(_read, parts)))
     for path, test in zip(parts, (_is_common, _is_torch, "fbgemm-gpu".__eq__), strict=True):
         _write(path, found, test)
@@ -95,6 +96,8 @@ def main(arguments: list[str]) -> None:
 
     cpu, tools = LOCKS / "fbgemm-gpu-cpu.lock", LOCKS / "tools.lock"
     _write(cpu, _compile("fbgemm-cpu", str(WORK / "fbgemm-cpu.in"), "--no-deps", kept=""))
+    following = _compile("torchrec-next", str(WORK / "torchrec-next.in"), "--no-deps", kept="")
+    _write(LOCKS / "torchrec-next.lock", following)
     _write(tools, _compile("tools", "--group", "tools", *arguments, kept=_read(tools)))
 
 

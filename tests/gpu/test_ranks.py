@@ -24,7 +24,6 @@ needs(
     "deltasync.trainer.bench.command",
 )
 
-pytestmark = pytest.mark.slow
 RANKS = Path(__file__).with_name("ranks.py")
 
 

@@ -26,7 +26,7 @@ from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
 from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode
 
 # torch no longer likes how TorchRec wraps models in DDP.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 SIZES = Sizes(ranks=1, batch_size=8, tables=3, rows=200, dim=8, ids=3, dense=3, over=8)
 ALIKE = ("base", "base_tensordict", "sparse_dist", "sparse_dist_tensordict", "ours", "tensordict", "tracking")

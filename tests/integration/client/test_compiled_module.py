@@ -312,7 +312,7 @@ def test_small_constants_that_were_compiled_into_the_code_are_refused_by_name(tm
         TorchTarget(model).apply(release_of(1, weights(1), resync=True))
 
 
-@pytest.mark.slow  # Each is compiled.
+@pytest.mark.nightly  # Each is compiled.
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -352,7 +352,7 @@ def test_a_module_that_was_made_in_inference_mode_follows(package: Path) -> None
     assert torch.equal(output(copy.deepcopy(model)), output(as_written(2)))
 
 
-@pytest.mark.slow  # It is compiled.
+@pytest.mark.nightly  # It is compiled.
 def test_a_part_that_was_compiled_in_half_precision_holds_rounded_rows(tmp_path: Path) -> None:
     model = compiled_model(compile_over(tmp_path / "over.pt2", torch.float16, **KEEP))
     model.user.half()

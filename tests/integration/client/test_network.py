@@ -111,7 +111,7 @@ def test_what_a_connection_begins_with_comes_twice(followed: Followed, proxy: Pr
         followed.check(followed.change(20_000))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_network_that_is_gone_is_found_out_on_both_sides(
     running: RunningService, followed: Followed, proxy: Proxy
 ) -> None:

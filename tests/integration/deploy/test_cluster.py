@@ -278,7 +278,7 @@ def _get(service: Deployed, path: str, secrets: dict[str, dict[str, Path]]) -> h
         return client.get(f"https://127.0.0.1:{service.http}{path}", extensions={"sni_hostname": "localhost"})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_service_is_ready_with_brokers_that_are_believed(
     service: Deployed, secrets: dict[str, dict[str, Path]]
 ) -> None:
@@ -291,7 +291,7 @@ def test_the_service_is_ready_with_brokers_that_are_believed(
     assert (process["process"], process["grpc"]) == ("deltasync-0", "deltasync-0.deltasync:50051")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_probe_has_the_roles_it_needs(service: Deployed, secrets: dict[str, dict[str, Path]]) -> None:
     deadline = time.monotonic() + _WAIT
     while not re.search(r"(?m)^deltasync_probe_seconds ", _get(service, "/metrics", secrets).text):
@@ -301,7 +301,7 @@ def test_the_probe_has_the_roles_it_needs(service: Deployed, secrets: dict[str, 
     assert "deltasync-probe-deltasync-0" in models
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_published_is_in_a_snapshot_in_object_storage(
     service: Deployed, secrets: dict[str, dict[str, Path]]
 ) -> None:

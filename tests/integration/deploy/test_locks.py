@@ -22,6 +22,7 @@ SETS = {
     "CUDA": ("requirements.lock", "deploy/locks/torch-cuda.lock", "deploy/locks/fbgemm-gpu.lock"),
     "service": ("deploy/locks/service.lock",),
     "trainer": ("deploy/locks/trainer.lock", "deploy/locks/torch-cpu.lock", "deploy/locks/fbgemm-gpu-cpu.lock"),
+    "next TorchRec": ("deploy/locks/torchrec-next.lock",),
     "tools": ("deploy/locks/tools.lock",),
     "build": ("deploy/locks/build.lock",),
 }

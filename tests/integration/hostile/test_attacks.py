@@ -9,7 +9,7 @@ from tests.support.besieged import Besieged
 _ALLOWED = {"takeover", "joined-run"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(ATTACKS.keys() - _ALLOWED))
 def test_an_attack_leaves_nothing_behind(service: Besieged, name: str) -> None:
     """The second time: what is freed after the first one is kept for what comes next. The first lasts longer, or

@@ -45,7 +45,7 @@ def held(service: ServiceProcess) -> tuple[int, int]:
     return len(list((folder / "fd").iterdir())), len((folder / "maps").read_text().splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_many_tables_with_many_policies_start_run_and_come_back(tmp_path: Path) -> None:
     service = ServiceProcess(tmp_path, "--consumer", "plain=clicks")
     policies = {f"consumer-{number}": policy for number, policy in enumerate(POLICIES[:10])}

@@ -94,7 +94,7 @@ def held_by_newcomers(data_dir: Path, *consumers: str) -> tuple[int, list[dict[s
     return head, [target.bytes() for target in targets]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("private", [True, False])
 def test_a_backup_under_load_has_all_rows_of_one_version(tmp_path: Path, private: bool) -> None:
     service = ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks", private=private)

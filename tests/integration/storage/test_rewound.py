@@ -129,7 +129,7 @@ def _have_everything(lag: dict[str, Any], head: Position, number: int) -> bool:
     return lag["head"] >= head.number and len(there) == number and not any(lacks)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("published", [0, 10, 20])
 @pytest.mark.parametrize("go_back", [by_hand, by_restore])
 def test_nobody_keeps_what_was_discarded(tmp_path: Path, go_back: GoBack, published: int) -> None:
@@ -166,7 +166,7 @@ def test_nobody_keeps_what_was_discarded(tmp_path: Path, go_back: GoBack, publis
             each.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("go_back", [by_hand, by_restore])
 def test_who_holds_what_was_not_discarded_goes_on(tmp_path: Path, go_back: GoBack) -> None:
     """Whatever the history is called now, and with rows in proportion to what was published since."""

@@ -62,7 +62,7 @@ def scalars(folder: Path) -> set[str]:
     return set(events.Tags()["scalars"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "ways",
     [(), ("--grad-accum", "2", "--accumulate-tables"), ("--managed",)],

@@ -161,7 +161,7 @@ def test_nothing_is_lost_by_kills_in_the_middle_of_releases(tmp_path: Path, priv
     kill_and_follow(tmp_path, kills=kills, seed=1, flush_bytes=1, private=private)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [2, 3])
 def test_nothing_is_lost_by_many_kills(tmp_path: Path, seed: int) -> None:
     """Flushed at every occasion, or hardly ever."""

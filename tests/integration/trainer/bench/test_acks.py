@@ -8,7 +8,7 @@ import pytest
 from tests.support.programs import run_program
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_acknowledge_while_cuts_are_sealed(tmp_path: Path) -> None:
     found = tmp_path / "figures.json"
     options = ("--replicas", "5", "--cuts", "3", "--json", str(found))

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from deltasync.trainer.bench.command import bench
 from deltasync.trainer.bench.pause import _longest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def figures_of(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:

@@ -8,7 +8,7 @@ import pytest
 from tests.support.programs import run_program
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_owner_is_killed_and_a_model_moved(tmp_path: Path) -> None:
     found = tmp_path / "figures.json"
     options = ("--rounds", "1", "--json", str(found))

@@ -17,7 +17,7 @@ _SAID = "unknown parameter type|'Stream' object has no attribute 'device'"
 CPU = torch.device("cpu")
 NOT_ON_CPU = [name for name, variant in VARIANTS.items() if variant.not_on_cpu]
 # TorchRec wraps models in DDP as torch no longer likes.
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 @pytest.fixture

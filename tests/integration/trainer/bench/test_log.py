@@ -8,7 +8,7 @@ import pytest
 from tests.support.programs import run_program
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_records_go_to_all_logs(tmp_path: Path) -> None:
     found = tmp_path / "figures.json"
     options = ("--records", "3", "--rounds", "1", "--json", str(found))

@@ -41,7 +41,7 @@ ALIKE = {
     ("sparse_dist_preprocessing", "preprocessing"),
 }
 TENSORDICTS = ("tensordict", "base_tensordict", "sparse_dist_tensordict")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

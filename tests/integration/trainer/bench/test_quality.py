@@ -12,7 +12,7 @@ from deltasync.trainer.bench.quality import FLEETS, TITLES
 PNG = b"\x89PNG\r\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_policy_has_its_quality_and_its_bytes(tmp_path: Path) -> None:
     found, plot = tmp_path / "figures.json", tmp_path / "plot.png"
     arguments = ["--events", "2560", "--events-per-second", "400", "--json", str(found), "--plot", str(plot)]

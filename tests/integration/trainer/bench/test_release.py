@@ -20,7 +20,7 @@ from deltasync.trainer.bench.timing import spread_of
 
 KINDS = {"fp32": 4 * 8, "fp16": 2 * 8, "bf16": 2 * 8, "int8": 8 + 8, "int8-tbe": 8 + 4, "int4-tbe": 4 + 4}
 ID_BYTES = 8
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def figures_of(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:

@@ -8,7 +8,7 @@ import pytest
 from tests.support.programs import run_program
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_restart_publishes_the_rows_that_came_after_and_its_own(tmp_path: Path) -> None:
     found = tmp_path / "figures.json"
     done = run_program(

@@ -13,7 +13,7 @@ from deltasync.core.rows import Ids
 from deltasync.trainer.bench.scale import uniform, zipf
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_cost_of_a_cut_is_told_by_the_size_of_the_table(tmp_path: Path) -> None:
     found = tmp_path / "figures.json"
     sizes = ("--rows", "4000", "--small-rows", "1000", "--cut-rows", "100", "--rounds", "3")

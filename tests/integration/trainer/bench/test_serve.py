@@ -10,7 +10,7 @@ from tests.support.programs import run_program
 
 from deltasync.trainer.bench.serve import CHECKED, WAYS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_are_equal_after_micro_batches_of_tensordicts_although_the_service_is_killed(tmp_path: Path) -> None:
     found = tmp_path / "demo.json"
     # 95 steps, the last of two micro-batches.
@@ -72,7 +72,7 @@ def _said(demo: "subprocess.Popen[str]", pattern: str) -> re.Match[str]:
     pytest.fail(f"no {pattern!r} in {passed}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_everything_stays_up_to_be_looked_at_and_broken_until_ctrl_c() -> None:
     with (
         subprocess.Popen(
@@ -102,7 +102,7 @@ def test_everything_stays_up_to_be_looked_at_and_broken_until_ctrl_c() -> None:
     assert "rows equal:   yes" in rest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_everything_runs_with_mutual_tls_and_roles(tmp_path: Path) -> None:
     found = tmp_path / "demo.json"
     done = run_program(*COMMAND, *SMALL, "--events", "3000", "--secure", "--keep", "--json", str(found))
@@ -120,7 +120,7 @@ def test_everything_runs_with_mutual_tls_and_roles(tmp_path: Path) -> None:
     assert token not in log + done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_are_equal_after_steps_of_micro_batches_that_update_tables_once(tmp_path: Path) -> None:
     found = tmp_path / "demo.json"
     ways = ["--grad-accum", "4", "--amp", "--input", "tensordict", "--accumulate-tables"]
@@ -140,7 +140,7 @@ def test_rows_are_equal_after_steps_of_micro_batches_that_update_tables_once(tmp
     assert report["events_evaluated"] == 3010 - 3010 // 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_of_a_policy_reach_the_quantised_rows_although_the_service_is_killed(tmp_path: Path) -> None:
     found = tmp_path / "demo.json"
     policy = ["--top-k", "0.1", "--dtype", "int8", "--kill-service-at", "0.5"]
@@ -153,7 +153,7 @@ def test_replicas_of_a_policy_reach_the_quantised_rows_although_the_service_is_k
     assert 0 < report["bytes_received"] < report["bytes_published"] / 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_whose_rows_change_hands_is_equal_in_rows_map_buffers_and_outputs(tmp_path: Path) -> None:
     found = tmp_path / "demo.json"
     done = run_program(*COMMAND, *SMALL, "--model", "mch", "--json", str(found))
@@ -169,7 +169,7 @@ def test_a_model_whose_rows_change_hands_is_equal_in_rows_map_buffers_and_output
     assert all(used > 10 for ranks in report["rows_used"].values() for used in ranks), "ids go to all ranks"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "value_type", "managed"),
     [

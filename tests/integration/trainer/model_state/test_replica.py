@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 GROUPS = ("bags", "sequences", "raw-ids-of-bags", "raw-ids-of-sequences", "hashed-ids-of-bags")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_replica_computes_what_the_whole_model_would(service: ServiceProcess, group: str) -> None:
     cases = [name for name in CASES if name.startswith(group)]

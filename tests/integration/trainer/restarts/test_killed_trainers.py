@@ -20,7 +20,7 @@ def options(service: ServiceProcess, steps: int) -> list[str]:
     return [*stream, "--service", service.grpc, "--publish-every", "2", "--checkpoint-every", "5"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_they_publish_what_came_after_it(service: ServiceProcess, tmp_path: Path) -> None:
     target, saved = NumpyTarget(), tmp_path / "checkpoints"
     subscribed = SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0")

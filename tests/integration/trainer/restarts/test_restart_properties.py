@@ -164,7 +164,7 @@ ACTIONS = st.one_of(
 TRAIN, MORE, DELETE = ("train", [3, 4]), ("train", [4, 5]), ("delete", [4, 6])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=8, deadline=None)
 @given(st.lists(ACTIONS, min_size=6, max_size=12))
 @example([TRAIN, ("save",), MORE, ("flush",), ("crash",)])

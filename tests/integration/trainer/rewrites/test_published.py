@@ -42,13 +42,13 @@ def assert_equal(target: NumpyTarget, held: dict[str, torch.Tensor]) -> None:
             np.testing.assert_array_equal(tables[name], rows.numpy().reshape(tables[name].shape), err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tables_that_move_between_ranks(service: ServiceProcess, tmp_path: Path) -> None:
     target = replica_of(service, tmp_path, "moves", ranks=2)
     assert_equal(target, held_by(tmp_path, [0, 1]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_that_are_averaged(
     service: ServiceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

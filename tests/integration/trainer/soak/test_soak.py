@@ -9,7 +9,7 @@ from tests.support.command import deltasync
 from tests.support.programs import run_program
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_lost_in_a_short_soak(tmp_path: Path) -> None:
     found = tmp_path / "soak.json"
     arguments = ["--small", "--seconds", "15", "--seed", "5653", "--mean-gap", "0.75", "--json", str(found)]

@@ -24,13 +24,13 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return SCENARIOS.played(tmp_path_factory.mktemp("two"), ranks=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @parametrized(SCENARIOS, ranks=1)
 def test_on_one_rank(of_one_rank: Outcomes, scenario: Scenario) -> None:
     of_one_rank.check(scenario)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @parametrized(SCENARIOS, ranks=2)
 def test_on_two_ranks(of_two_ranks: Outcomes, scenario: Scenario) -> None:
     of_two_ranks.check(scenario)

@@ -14,7 +14,7 @@ BATCH = 32
 SIZES = ["--users", "500", "--items", "300", "--cross-buckets", "200", "--dim", "8", "--batch-size", str(BATCH)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trackers_state_fits_other_ranks_and_plans(tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("reshard_ranks.py"))
     run_ranks(script, "save", str(tmp_path), "rows", "columns", "quarters", "whole", ranks=2)
@@ -44,7 +44,7 @@ def changed_rows(before: Tables, after: Tables) -> int:
     return sum(changed.values()) + changed["sparse.embedding_bags.history"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_goes_on_with_other_ranks_publishes_what_it_changes(
     service: ServiceProcess, tmp_path: Path
 ) -> None:

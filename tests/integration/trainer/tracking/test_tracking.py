@@ -75,7 +75,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_copy_built_from_deltas_alone_equals_the_model(ranks: Ranks, name: str) -> None:
     problems = ranks.problems(name)
