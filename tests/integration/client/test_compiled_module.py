@@ -70,6 +70,7 @@ def rows_of(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {table_of(name, each).name: each.numpy().tobytes() for name, each in state.items()}
 
 
+@pytest.mark.nightly
 def test_outputs_are_those_of_the_model_as_written_bit_by_bit(model: Model) -> None:
     target = followed(model)
     for version in range(2, 7):
@@ -78,6 +79,7 @@ def test_outputs_are_those_of_the_model_as_written_bit_by_bit(model: Model) -> N
         assert held(target, model) == rows_of(weights(version))
 
 
+@pytest.mark.nightly
 def test_releases_that_bring_a_part_leave_the_rest_as_it_was(model: Model) -> None:
     """After a swap the other constants are those of the release before: they must not come back."""
     expected = weights(1)
@@ -91,6 +93,7 @@ def test_releases_that_bring_a_part_leave_the_rest_as_it_was(model: Model) -> No
     assert torch.equal(output(model), output(written))
 
 
+@pytest.mark.nightly
 def test_some_rows_of_a_constant(model: Model) -> None:
     target, name = followed(model), "over.layers.0.weight"
     release = release_of(2, {})
@@ -102,6 +105,7 @@ def test_some_rows_of_a_constant(model: Model) -> None:
     assert torch.equal(model.state_dict()[name], expected)
 
 
+@pytest.mark.nightly
 def test_a_release_is_not_seen_before_all_of_it_is_swapped_in(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +157,7 @@ class Serving:
             self.outputs.append((reading.version, found))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("reads", ["pause", "copies"])
 def test_while_it_serves_each_output_is_that_of_the_version_it_was_told(model: Model, reads: Reads) -> None:
     target, versions = followed(model, reads), range(2, 40)
@@ -165,6 +170,7 @@ def test_while_it_serves_each_output_is_that_of_the_version_it_was_told(model: M
     assert all(torch.equal(found, expected[version]) for version, found in serving.outputs)
 
 
+@pytest.mark.nightly
 def test_a_release_that_fails_in_a_later_table_changes_nothing(model: Model) -> None:
     target, written = TorchTarget(model), as_written(1)
     tables = sorted(tables_of(written), key=lambda table: table.name == "user")
@@ -181,6 +187,7 @@ def test_a_release_that_fails_in_a_later_table_changes_nothing(model: Model) -> 
     assert held(target, model) == rows_of(weights(1) | {"over.scale": weights(3)["over.scale"]})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("releases", [0, 1, 2])
 def test_damage_to_a_constant_shows_until_it_is_repaired(model: Model, releases: int) -> None:
     """Whichever of the two memories is served when rows are read again."""
@@ -197,6 +204,7 @@ def test_damage_to_a_constant_shows_until_it_is_repaired(model: Model, releases:
     assert held(target, model) == rows_of(weights(1))
 
 
+@pytest.mark.nightly
 def test_a_loaded_state_stays(model: Model) -> None:
     target = followed(model)
     model.load_state_dict(weights(2))
@@ -205,6 +213,7 @@ def test_a_loaded_state_stays(model: Model) -> None:
     assert torch.equal(output(model), output(as_written(2)))
 
 
+@pytest.mark.nightly
 def test_what_is_assigned_in_the_place_of_a_constant_is_not_what_is_served(model: Model) -> None:
     """Forwards do not see it: what is read back must not be taken from there."""
     target = followed(model)
@@ -216,6 +225,7 @@ def test_what_is_assigned_in_the_place_of_a_constant_is_not_what_is_served(model
     assert rows_of(state_of(model)) == held(target, model)
 
 
+@pytest.mark.nightly
 def test_a_buffer_beside_the_constants_follows_as_any_other(model: Model) -> None:
     model.over.register_buffer("level", torch.zeros(2))
     target, table = followed(model), TableSpec("over.level", 1, 2, kind=TableKind.BUFFER)
@@ -225,6 +235,7 @@ def test_a_buffer_beside_the_constants_follows_as_any_other(model: Model) -> Non
     assert model.over.get_buffer("level").tolist() == [1, 1]
 
 
+@pytest.mark.nightly
 def test_a_copy_has_the_hooks_of_the_module(model: Model) -> None:
     model.over.register_forward_hook(lambda _module, _inputs, found: 2 * found)
     target = followed(model, "copies")
@@ -246,11 +257,13 @@ assert os.path.exists(module._library.path)
 """
 
 
+@pytest.mark.nightly
 def test_a_process_that_was_forked_leaves_the_library_to_its_parent(package: Path) -> None:
     ended = run_program(sys.executable, "-W", "ignore", "-c", FORKED, str(package))
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.nightly
 def test_a_copy_has_constants_of_its_own(model: Model) -> None:
     target = followed(model)
     target.apply(release_of(2, weights(2)))
@@ -263,11 +276,13 @@ def test_a_copy_has_constants_of_its_own(model: Model) -> None:
     assert not copied.training
 
 
+@pytest.mark.nightly
 def test_constants_outlive_the_module(package: Path) -> None:
     kept = followed(compiled_model(package)).tables()["over.layers.0.weight"]
     assert torch.equal(kept, weights(1)["over.layers.0.weight"])
 
 
+@pytest.mark.nightly
 def test_constants_that_no_table_brings_are_warned_of(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     state = {name: each for name, each in weights(1).items() if name != "over.scale"}
     tables = [table_of(name, each) for name, each in state.items()]
@@ -282,6 +297,7 @@ def with_table(table: TableSpec) -> Any:
     return release_of(1, {}, resync=True, tables=[*tables, *([] if table in tables else [table])])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("table", "has"),
     [
@@ -303,6 +319,7 @@ def test_what_the_constants_do_not_fit_is_refused_by_name(model: Model, table: T
     assert torch.equal(output(model), before)
 
 
+@pytest.mark.nightly
 def test_small_constants_that_were_compiled_into_the_code_are_refused_by_name(tmp_path: Path) -> None:
     """As AOTInductor does it unless told otherwise: the model would go on with the bias of its export."""
     model = compiled_model(compile_over(tmp_path / "over.pt2"))
@@ -337,12 +354,14 @@ def test_what_is_no_package_is_refused(package: Path, tmp_path: Path) -> None:
         CompiledModule(package, name="other")
 
 
+@pytest.mark.nightly
 def test_a_conversion_is_refused_where_it_would_change_anything(model: Model) -> None:
     model.to("cpu").float()
     with pytest.raises(Contradiction, match=r"was compiled as torch\.float32 on the CPU"):
         model.half()
 
 
+@pytest.mark.nightly
 def test_a_module_that_was_made_in_inference_mode_follows(package: Path) -> None:
     with torch.inference_mode():
         model = compiled_model(package)
@@ -409,6 +428,7 @@ def expected(trainer: Trainer) -> torch.Tensor:
     return found
 
 
+@pytest.mark.nightly
 def test_a_compiled_replica_is_in_sync_and_damage_to_it_is_repaired(
     tmp_path: Path, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

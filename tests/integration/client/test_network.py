@@ -95,6 +95,7 @@ def test_a_connection_is_cut_while_a_rank_is_told_which_rows_came_after_its_vers
         assert proxy.connections == connections + 2
 
 
+@pytest.mark.nightly
 def test_a_delay_is_nothing_but_slow(followed: Followed, proxy: Proxy) -> None:
     """Also connections are made, however long a handshake takes."""
     proxy.delay_seconds = 0.3

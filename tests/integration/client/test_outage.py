@@ -78,7 +78,15 @@ def whole(step: int) -> Part:
     return Part(step=step, step_end_unix_ns=time.time_ns(), rows=[rows], full=True)
 
 
-@pytest.mark.parametrize("away", [refusing, never_accepting, never_answering], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "away",
+    [
+        refusing,
+        pytest.param(never_accepting, marks=pytest.mark.nightly),
+        pytest.param(never_answering, marks=pytest.mark.nightly),
+    ],
+    ids=lambda each: each.__name__,
+)
 def test_a_service_that_is_away_costs_a_trainer_only_lag(
     away: Callable[[], AbstractContextManager[tuple[str, Callable[[], None]]]],
     tmp_path: Path,

@@ -318,6 +318,7 @@ with Subscriber(options, NumpyTarget()) as replica:
 """
 
 
+@pytest.mark.nightly
 def test_a_process_that_was_frozen_does_not_wake_up_ready(tmp_path: Path) -> None:
     """Nobody answers it any more when it goes on: it has what had come meanwhile."""
     with RunningService(tmp_path / "data", policies=POLICIES) as service:

@@ -142,7 +142,9 @@ _SCENARIO = [
 _BACK = Change(raw_ids={0: 0, 1: 1, 2: 7, 3: None}, rows_stay=True)
 
 
-@pytest.mark.parametrize("then", [_SCENARIO[2], _BACK], ids=["on", "back"])
+@pytest.mark.parametrize(
+    "then", [_SCENARIO[2], pytest.param(_BACK, marks=pytest.mark.nightly)], ids=["on", "back"]
+)
 @pytest.mark.parametrize("resync", [False, True], ids=["release", "resync"])
 def test_a_process_killed_before_any_command_loses_nothing(
     server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch, resync: bool, then: Change

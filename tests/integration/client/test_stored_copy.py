@@ -111,6 +111,7 @@ def test_a_snapshot_is_equal_but_for_what_has_changed_since(
     }
 
 
+@pytest.mark.nightly
 @given(
     st.sets(st.integers(0, USER.rows - 1), max_size=8),
     st.sets(st.integers(0, USER.rows - 1), max_size=8),

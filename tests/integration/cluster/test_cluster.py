@@ -81,6 +81,7 @@ def test_when_the_owner_is_killed_another_goes_on(cluster: Cluster) -> None:
         owner.start()
 
 
+@pytest.mark.nightly
 def test_two_that_are_killed_at_once_leave_one_that_goes_on(cluster: Cluster) -> None:
     trainer, replicas = follow(cluster)
     killed = [cluster.owner(), next(each for each in cluster.services if each is not cluster.owner())]
@@ -99,6 +100,7 @@ def test_an_owner_that_ends_hands_its_models_over(cluster: Cluster) -> None:
     assert cluster.owner() is not owner
 
 
+@pytest.mark.nightly
 def test_the_leading_broker_may_be_killed_while_it_is_published(three: Cluster) -> None:
     trainer, replicas = follow(three)
     publish(trainer, 3)
@@ -113,6 +115,7 @@ def test_the_leading_broker_may_be_killed_while_it_is_published(three: Cluster) 
     check(trainer, replicas)
 
 
+@pytest.mark.nightly
 def test_what_a_restored_broker_has_forgotten_comes_from_snapshots_and_the_trainer(cluster: Cluster) -> None:
     trainer, replicas = follow(cluster)
     (broker,) = cluster.brokers.brokers
@@ -229,6 +232,7 @@ def test_a_process_is_drained_through_any_other(cluster: Cluster) -> None:
     assert draining[cluster.name_of(owner)]
 
 
+@pytest.mark.nightly
 def test_an_owner_that_is_cut_off_from_the_brokers_answers_for_nothing_until_it_is_back(tmp_path: Path) -> None:
     with Cluster(tmp_path, services=3, brokers=1, proxies=True) as cluster:
         trainer, replicas = follow(cluster)
@@ -249,6 +253,7 @@ def test_an_owner_that_is_cut_off_from_the_brokers_answers_for_nothing_until_it_
             check(trainer, replicas)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("with_leader", [True, False])
 def test_a_network_that_is_cut_in_two_and_heals_loses_nothing(tmp_path: Path, with_leader: bool) -> None:
     """The owner is on the smaller side, with the broker that leads its log, or with another."""

@@ -134,6 +134,7 @@ def test_a_replica_with_nothing_waits_and_lag_says_why(service: RunningService) 
         assert replica.ready
 
 
+@pytest.mark.nightly
 def test_it_outlives_the_service_with_what_replicas_hold(tmp_path: Path) -> None:
     arguments = ("--consumer", "predictors=clicks")
     target = Recorder()

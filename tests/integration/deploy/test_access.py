@@ -124,6 +124,7 @@ def _refused(endpoint: Endpoint, *, model: str = "", consumer: str = "") -> bool
     return False
 
 
+@pytest.mark.nightly
 def test_probes_of_kubernetes_are_answered_without_a_certificate(pod: Deployed, manifests: list[Doc]) -> None:
     (container,) = _pod(manifests, "StatefulSet")["containers"]
     for kind in ("startup", "liveness", "readiness"):
@@ -206,6 +207,7 @@ def unit_service(
         yield service
 
 
+@pytest.mark.nightly
 def test_the_unit_starts_with_what_the_readme_installs(unit_service: Deployed) -> None:
     etc = unit_service.places["/etc/deltasync"]
     assert _https(unit_service, "/readyz", etc / "ca.pem").status_code == 200
@@ -229,6 +231,7 @@ def compose_service(deploy: Path, compose: Doc, tmp_path_factory: pytest.TempPat
         yield running
 
 
+@pytest.mark.nightly
 def test_compose_is_healthy_with_the_certificates_that_it_makes(compose: Doc, compose_service: Deployed) -> None:
     *_, code = compose["services"]["service"]["healthcheck"]["test"]
     here = compose_service.here(code).replace(":8080", f":{compose_service.http}")

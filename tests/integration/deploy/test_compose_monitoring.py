@@ -93,6 +93,7 @@ def test_grafana_finds_the_dashboard_and_asks_prometheus(deploy: Path, monitorin
     assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == provider["options"]["path"]
 
 
+@pytest.mark.nightly
 def test_a_real_prometheus_reads_the_service_with_the_token_that_is_made(
     deploy: Path, compose: Doc, monitoring: Doc, tool: Callable[[str], str], tmp_path: Path
 ) -> None:

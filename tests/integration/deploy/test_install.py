@@ -67,6 +67,7 @@ def test_nothing_of_ours_has_a_common_name(installed: Path, tmp_path: Path, name
     assert f"No module named '{name}'" in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_trainer_beside_a_users_script_does_no_harm(installed: Path, tmp_path: Path) -> None:
     for name in ("trainer", "sync_service"):
         (tmp_path / f"{name}.py").write_text(f"MINE = {name!r}\n")

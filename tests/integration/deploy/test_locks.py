@@ -116,6 +116,7 @@ def _sbom(root: Path, lock: Path, tool: Callable[[str], str]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.nightly
 def test_the_bill_of_materials_holds_the_lock_and_is_the_same_each_time(
     root: Path, tool: Callable[[str], str]
 ) -> None:

@@ -197,6 +197,7 @@ def test_the_quantised_model_follows_a_trainer(visitor: Visitor) -> None:
     assert [float(each) for each in values.split(",")] == pytest.approx(expected.tolist(), abs=1e-3)
 
 
+@pytest.mark.nightly
 @_visits("sync_service/README.md")
 def test_the_compiled_model_follows_a_trainer_of_its_dense_part(visitor: Visitor) -> None:
     if shutil.which("g++") is None:

@@ -31,6 +31,7 @@ _CHECKS = [
 _EXAMPLES = int(os.environ.get("HOSTILE_EXAMPLES", "25"))
 
 
+@pytest.mark.nightly
 def test_every_answer_is_documented(service: Besieged) -> None:
     schema = schemathesis.openapi.from_url(service.http + "/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations() if isinstance(found, Ok)]

@@ -134,6 +134,7 @@ def streams(draw: Callable[..., Any], messages: Sequence[Message]) -> list[bytes
     return contents
 
 
+@pytest.mark.nightly
 @_many
 @given(contents=streams(PUBLISHED))
 def test_streams_of_ranks(channel: grpc.Channel, contents: list[bytes]) -> None:

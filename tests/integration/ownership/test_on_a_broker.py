@@ -141,6 +141,7 @@ def test_the_model_of_a_killed_process_is_taken_over(broker: str) -> None:
     run(broker, scenario)
 
 
+@pytest.mark.nightly
 def test_a_process_that_was_stopped_and_wakes_is_refused_and_gives_up(broker: str) -> None:
     async def scenario(client: Client) -> None:
         async with programs(broker, "ab") as running:

@@ -35,6 +35,7 @@ def live(page: Page) -> None:
     expect(page.locator("#connection.good")).to_contain_text("Live")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_it_can_be_read_by_all(service: RunningService, opened: Open, width: int, scheme: str) -> None:
@@ -77,6 +78,7 @@ def _every_part() -> re.Pattern[str]:
     return re.compile(".*".join(("gather", "send", "seal", "log", "apply", "release", "ack")))
 
 
+@pytest.mark.nightly
 def test_a_replica_that_is_away_is_named_with_the_reason(service: RunningService, opened: Open) -> None:
     with Trainer(service.grpc) as trainer:
         trainer.publish_all()
@@ -92,6 +94,7 @@ def test_a_replica_that_is_away_is_named_with_the_reason(service: RunningService
         expect(page.locator(".flow").get_by_role("link", name="predictors/p-7: away for")).to_be_visible()
 
 
+@pytest.mark.nightly
 def test_it_says_when_the_connection_is_lost_and_comes_back(tmp_path: Path, opened: Open) -> None:
     with RunningService(tmp_path / "data") as service:
         port = int(service.http.rpartition(":")[2])
@@ -102,6 +105,7 @@ def test_it_says_when_the_connection_is_lost_and_comes_back(tmp_path: Path, open
         live(page)
 
 
+@pytest.mark.nightly
 def test_it_says_when_nothing_new_comes_although_it_is_connected(
     service: RunningService, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +122,7 @@ def test_it_says_when_nothing_new_comes_although_it_is_connected(
     monkeypatch.undo()
 
 
+@pytest.mark.nightly
 def test_what_is_gone_is_shown_no_more(service: RunningService, opened: Open) -> None:
     page = opened(f"{service.http}/#/consumers/mobile")
     expect(page.locator("h2").first).to_contain_text("Consumer mobile: empty")
@@ -130,6 +135,7 @@ def test_what_is_gone_is_shown_no_more(service: RunningService, opened: Open) ->
     expect(page.locator("#trouble")).to_be_empty()
 
 
+@pytest.mark.nightly
 def test_any_name_has_a_page(service: RunningService, opened: Open) -> None:
     with Trainer(service.grpc, [TableSpec("towers/100%", 4, 2)]) as trainer:
         trainer.publish_all()
@@ -141,6 +147,7 @@ def test_any_name_has_a_page(service: RunningService, opened: Open) -> None:
         expect(page.locator("main")).to_contain_text("4 rows of 2")
 
 
+@pytest.mark.nightly
 def test_what_is_read_and_focused_stays_so(service: RunningService, opened: Open) -> None:
     page = opened(service.http)
     live(page)
@@ -162,6 +169,7 @@ def test_what_is_read_and_focused_stays_so(service: RunningService, opened: Open
     expect(page.locator("main")).to_be_focused()
 
 
+@pytest.mark.nightly
 def test_all_is_in_sync_only_if_there_is_something(tmp_path: Path, opened: Open) -> None:
     with RunningService(tmp_path / "data") as service:
         for name in ("predictors", "probes"):
@@ -177,6 +185,7 @@ def test_all_is_in_sync_only_if_there_is_something(tmp_path: Path, opened: Open)
             expect(page.locator(".cards .good")).to_have_text("all")
 
 
+@pytest.mark.nightly
 def test_that_of_any_process_shows_all_of_them(tmp_path: Path, opened: Open) -> None:
     with Cluster(tmp_path, services=2, brokers=1) as cluster:
         trainer = cluster.trainer()
@@ -199,6 +208,7 @@ def test_that_of_any_process_shows_all_of_them(tmp_path: Path, opened: Open) -> 
         expect(page.get_by_role("link", name="predictors", exact=True)).to_be_visible()
 
 
+@pytest.mark.nightly
 def test_it_shows_nothing_that_a_role_may_not_see(tmp_path: Path, opened: Open) -> None:
     roles = tmp_path / "roles.toml"
     roles.write_text(
@@ -225,6 +235,7 @@ def test_it_shows_nothing_that_a_role_may_not_see(tmp_path: Path, opened: Open) 
         assert "see" not in page.url
 
 
+@pytest.mark.nightly
 def test_the_token_that_was_shown_last_counts(tmp_path: Path, opened: Open) -> None:
     roles = tmp_path / "roles.toml"
     roles.write_text(f'[tokens.watcher]\nsha256 = "{token_digest("see").hex()}"\nroles = ["read"]\n')
@@ -247,6 +258,7 @@ def test_the_token_that_was_shown_last_counts(tmp_path: Path, opened: Open) -> N
         expect(page.locator("#refusal")).to_be_hidden()
 
 
+@pytest.mark.nightly
 def test_it_is_used_by_keyboard_alone(service: RunningService, opened: Open) -> None:
     page = opened(service.http)
     live(page)
@@ -261,6 +273,7 @@ def test_it_is_used_by_keyboard_alone(service: RunningService, opened: Open) -> 
     expect(page.locator("h2").first).to_contain_text("Consumer predictors")
 
 
+@pytest.mark.nightly
 def test_many_consumers_and_many_tables_do_not_choke_it(tmp_path: Path, opened: Open) -> None:
     tables = [TableSpec(f"t{number:04}", 2, 4) for number in range(2000)]
     many = {f"c{number:03}": Policy(tables=("t0000", "t0001")) for number in range(200)}

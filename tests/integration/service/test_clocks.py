@@ -59,6 +59,7 @@ def test_the_services_clock_is_set_while_all_runs(running: RunningService, clock
             _check({name: value for (name, _), value in samples_of(running).items() if "_seconds_" not in name})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["set forward", "set back"])
 @pytest.mark.parametrize("consumer", ["plain", "top"])
 def test_the_services_clock_is_set_during_a_pause(
@@ -82,6 +83,7 @@ def test_the_services_clock_is_set_during_a_pause(
         replica.wait_for(2, 20)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["ahead", "behind"])
 def test_a_service_comes_back_with_another_clock_than_its_peers(tmp_path: Path, ahead: int) -> None:
     """Releases go out, replicas are ready and not forgotten, and the later run is the one that publishes."""

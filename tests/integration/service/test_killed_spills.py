@@ -3,6 +3,7 @@
 import signal
 from pathlib import Path
 
+import pytest
 from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow, lost
 from tests.support.process import ServiceProcess
 
@@ -44,6 +45,7 @@ STEPS = (
 )
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_of_releases_in_files(tmp_path: Path) -> None:
     service = ServiceProcess(tmp_path, "--consumer", "all=clicks")
     with service, Trainer(service.grpc) as trainer:

@@ -59,6 +59,7 @@ def test_a_row_goes_all_the_way_while_nobody_else_publishes(tmp_path: Path) -> N
         service.wait_for(lambda probe: probe["turns"] > 2)  # A later run goes on.
 
 
+@pytest.mark.nightly
 def test_a_probe_that_is_kept_from_it_says_why_and_goes_on(tmp_path: Path) -> None:
     with ProbedService(tmp_path / "data") as service:
         service.wait_for(lambda probe: probe["turns"] > 0)
@@ -71,6 +72,7 @@ def test_a_probe_that_is_kept_from_it_says_why_and_goes_on(tmp_path: Path) -> No
         service.wait_for(lambda probe: probe["trouble"] == "")
 
 
+@pytest.mark.nightly
 def test_a_probe_whose_consumer_is_deleted_has_another_one(tmp_path: Path) -> None:
     with ProbedService(tmp_path / "data") as service:
         service.wait_for(lambda probe: probe["turns"] > 0)
@@ -88,6 +90,7 @@ def test_what_was_not_foreseen_does_not_end_a_probe(tmp_path: Path, monkeypatch:
         service.wait_for(lambda probe: probe["turns"] > 0 and not probe["trouble"])
 
 
+@pytest.mark.nightly
 def test_what_keeps_a_probe_from_its_consumer_ends_no_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +121,7 @@ def test_no_row_for_long_is_trouble_whatever_was_before() -> None:
     assert status.trouble == "a row was not sealed in 10 s"
 
 
+@pytest.mark.nightly
 def test_of_several_processes_each_has_a_probe(tmp_path: Path) -> None:
     """Whichever of them has its model, which changes when one is killed."""
     with Cluster(tmp_path, services=2, brokers=1, arguments=("--probe-seconds", "0.2")) as cluster:

@@ -117,6 +117,7 @@ def _freed(files: Files) -> bool:
     return True
 
 
+@pytest.mark.nightly
 def test_a_replica_that_takes_nothing_is_given_up_and_what_it_is_sent_freed(
     running: RunningService, files: Files, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,7 @@ def leave_behind(data_dir: Path) -> None:
     run(data_dir, scenario)
 
 
+@pytest.mark.nightly
 def test_what_a_killed_process_left_keeps_no_service_from_starting_that_can_write_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -179,6 +179,7 @@ def test_a_killed_broker_that_comes_back_has_all_that_it_acknowledged(tmp_path: 
         process.logs.close()
 
 
+@pytest.mark.nightly
 def test_brokers_that_are_not_there_are_an_error_that_names_them(tmp_path: Path) -> None:
     with pytest.raises(StorageFailed, match=r"nats://127\.0\.0\.1:1"):
         JetStreamLogs(BrokerOptions(urls=("nats://user:secret@127.0.0.1:1",)), "a")
@@ -215,6 +216,7 @@ def of_three(brokers: Brokers) -> BrokerOptions:
     return BrokerOptions(urls=brokers.urls, prefix=next(PREFIXES), replicas=3)
 
 
+@pytest.mark.nightly
 def test_what_three_brokers_have_acknowledged_survives_that_their_leader_is_killed(three: Brokers) -> None:
     process = Process(of_three(three))
     log = process.open()
@@ -235,6 +237,7 @@ def test_what_three_brokers_have_acknowledged_survives_that_their_leader_is_kill
     after.logs.close()
 
 
+@pytest.mark.nightly
 def test_brokers_without_a_majority_take_nothing_and_lose_nothing(three: Brokers) -> None:
     process = Process(of_three(three))
     log = process.open()

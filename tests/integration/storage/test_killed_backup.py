@@ -197,6 +197,7 @@ def is_backed_up(service: ServiceProcess, folder: Path) -> bool:
     return True
 
 
+@pytest.mark.nightly
 def test_a_service_that_is_killed_while_it_makes_a_backup_goes_on_afterwards(tmp_path: Path) -> None:
     """Nothing of it is left in its own directory, and the next backup takes the place."""
     target, arguments = NumpyTarget(), ("--consumer", "predictors=clicks")

@@ -67,6 +67,7 @@ def test_a_model_is_taken_over_by_way_of_object_storage(place: SnapshotPlace, tm
     run(tmp_path, scenario)
 
 
+@pytest.mark.nightly
 def test_storage_that_is_gone_is_an_error_and_no_more(tmp_path: Path) -> None:
     async def scenario(a: Process, b: Process) -> None:
         with ObjectStorage(tmp_path / "storage") as storage:

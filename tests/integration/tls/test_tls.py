@@ -304,6 +304,7 @@ def test_peers_that_fail_in_the_handshake_leave_no_line_in_the_log(
     assert [line for line in said.splitlines() if "deltasync" in line or "Handshake" in line] == []
 
 
+@pytest.mark.nightly
 def test_who_connects_and_does_not_get_to_the_end_of_a_handshake_is_hung_up_on(
     tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch
 ) -> None:

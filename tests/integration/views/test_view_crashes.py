@@ -156,7 +156,9 @@ def the_log_was_cut(folder: Path) -> None:
     log.close()
 
 
-@pytest.mark.parametrize(("private", "kills"), [(True, 3), (False, 2)], ids=["private", "shared"])
+@pytest.mark.parametrize(
+    ("private", "kills"), [(True, 3), pytest.param(False, 2, marks=pytest.mark.nightly)], ids=["private", "shared"]
+)
 def test_nothing_is_lost_by_kills_in_the_middle_of_releases(tmp_path: Path, private: bool, kills: int) -> None:
     kill_and_follow(tmp_path, kills=kills, seed=1, flush_bytes=1, private=private)
 

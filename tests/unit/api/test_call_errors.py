@@ -18,7 +18,11 @@ READER = Call(identity=Identity("reader", (Grant(Role.READ),)))
 FORGED = "x\n2026-01-01 00:00:00,000 INFO deltasync forged\r\x1b[2J"
 
 
-@given(st.text(max_size=4_000), st.text(max_size=4_000))
+# Long texts, of which Hypothesis draws only the beginning: drawing each character takes seconds.
+TEXTS = st.builds(str.__mul__, st.text(max_size=80), st.sampled_from([1, 50]))
+
+
+@given(TEXTS, TEXTS)
 def test_an_error_is_one_line_below_2_kb_however_it_is_written(text: str, detail: str) -> None:
     for call in (Call(), READER):
         before = CALL.set(call)

@@ -22,7 +22,7 @@ KEYS = st.one_of(
     st.integers(-30, 30),
     st.integers(0, 30).map(lambda number: number << 50),
 )
-SOME = st.lists(KEYS, max_size=40)
+SOME = st.lists(KEYS, max_size=20)
 
 
 def ids(keys: list[int]) -> Ids:

@@ -226,8 +226,8 @@ def test_shell_blocks_can_be_pasted(document: Document) -> None:
 
 def test_the_lines_that_install_a_trainer_name_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extra = project["project"]["optional-dependencies"]["trainer"]
-    versions = dict(each.split("==") for each in extra if "==" in each)
+    locks = (ROOT / "requirements.lock", *(ROOT / "deploy/locks").glob("torch-c*.lock"))
+    versions = dict(re.findall(r"(?m)^(torch|torchrec)==([\d.]+)", "".join(lock.read_text() for lock in locks)))
     needed = {re.split("[<>=]", each)[0] for each in project["dependency-groups"]["torchrec-runtime"]}
     [lines] = [block.code for block in README.blocks() if "torch==" in block.code]
     torch, rest, torchrec = lines.splitlines()

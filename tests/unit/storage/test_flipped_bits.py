@@ -11,7 +11,7 @@ from tests.support import flips
 
 from deltasync.storage.data_directory import RESTORE
 
-RUNS = 120
+RUNS = 12
 PAGE = 4096
 
 
@@ -61,7 +61,7 @@ def test_no_bit_changes_what_is_given_unnoticed(tmp_path: Path, where: str, flus
     assert "given" in right, right
     pattern = {"tables": "models/*/tables/*/*", "views": "models/*/views/*/*/*"}.get(where, "log/data.mdb")
     files = sorted(path.relative_to(whole) for path in whole.glob(pattern))
-    for _ in range(RUNS // 4):
+    for _ in range(RUNS):
         shutil.rmtree(copy)
         shutil.copytree(whole, copy)
         flip(copy / rng.choice(files), rng, heads=where == "pages of the log")

@@ -147,6 +147,7 @@ def _serves(version: int, metrics: httpx.Response) -> bool:
     return f"predictor_version {version}.0" in metrics.text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("value_type", [ValueType.INT8_TBE, ValueType.INT4_TBE])
 def test_answers_are_those_of_the_trainer_s_model_quantised_anew(
     service: RunningService, trainer: Trainer, value_type: ValueType

@@ -42,6 +42,7 @@ class Trainer:
             self.sync.step()
 
 
+@pytest.mark.nightly
 def test_a_trainer_without_its_role_trains_on_and_publishes_once_it_has_it(
     service: GuardedService, token_file: Path
 ) -> None:
