@@ -31,6 +31,7 @@ class Scenario:
     topic: str
     ranks: int
     play: Callable[[], None]
+    nightly: bool = False
 
     @property
     def id(self) -> str:
@@ -38,20 +39,27 @@ class Scenario:
 
 
 class Scenarios:
-    """Those of a package, which has them as `SCENARIOS` once it is imported."""
+    """Those of a package, which has them as `SCENARIOS` once it is imported.
 
-    def __init__(self, package: str) -> None:
-        self._package = package
+    Args:
+        package: its name.
+        one_by_day: run only the first scenario of each topic by day, and all of them at night.
+    """
+
+    def __init__(self, package: str, *, one_by_day: bool = False) -> None:
+        self._package, self._one_by_day = package, one_by_day
         self._all: list[Scenario] = []
 
     def __iter__(self) -> Iterator[Scenario]:
         return iter(sorted(self._all, key=lambda one: one.topic))
 
-    def scenario(self, topic: str, *, ranks: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
-        """What must hold; on so many ranks."""
+    def scenario(
+        self, topic: str, *, ranks: int, nightly: bool = False
+    ) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        """Register what must hold on this number of ranks. One that takes long is `nightly`."""
 
         def register(play: Callable[[], None]) -> Callable[[], None]:
-            self._all.append(Scenario(topic, ranks, play))
+            self._all.append(Scenario(topic, ranks, play, nightly))
             return play
 
         return register
@@ -59,10 +67,16 @@ class Scenarios:
     def of(self, ranks: int) -> list[Scenario]:
         return [one for one in self if one.ranks == ranks]
 
+    def by_day(self, ranks: int) -> list[Scenario]:
+        """Those for so many ranks that every run of the tests plays."""
+        short = [one for one in self.of(ranks) if not one.nightly]
+        return list({one.topic: one for one in reversed(short)}.values()) if self._one_by_day else short
+
     def played(self, folder: Path, ranks: int) -> "Outcomes":
         """Those for so many ranks, to be played in a folder."""
-        mine = self.of(ranks)
-        shares = [mine[first : first + MANY] for first in range(0, len(mine), MANY)]
+        by_day = self.by_day(ranks)
+        at_night = [one for one in self.of(ranks) if one not in by_day]
+        shares = [some[first : first + MANY] for some in (by_day, at_night) for first in range(0, len(some), MANY)]
         return Outcomes(self._package, folder, shares)
 
 
@@ -93,7 +107,14 @@ class Outcomes:
 
 def parametrized(scenarios: Scenarios, ranks: int) -> pytest.MarkDecorator:
     """Has a test check each scenario for so many ranks."""
-    return pytest.mark.parametrize("scenario", [pytest.param(one, id=one.id) for one in scenarios.of(ranks)])
+    by_day = scenarios.by_day(ranks)
+    return pytest.mark.parametrize(
+        "scenario",
+        [
+            pytest.param(one, id=one.id, marks=() if one in by_day else pytest.mark.nightly)
+            for one in scenarios.of(ranks)
+        ],
+    )
 
 
 def play_all(scenarios: list[Scenario]) -> Iterator[tuple[str, str]]:

@@ -35,7 +35,6 @@ from deltasync.client.torch_compiled import CompiledModule
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 
-pytestmark = pytest.mark.timeout(300)  # A compiler takes its time where others work, too.
 IDS = torch.tensor([[0, 1], [2, 3], [4, 5], [5, 5]])
 
 

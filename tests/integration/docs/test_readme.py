@@ -118,8 +118,6 @@ def test_rows_are_published_and_read_at_the_prompt(visitor: Visitor) -> None:
         assert "[5. 5. 5. 5.]\n [1. 1. 1. 1.]" in prompt.paste(visitor.here(README.block("subscribe")))
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
 @_visits("README.md")
 def test_the_first_steps_can_be_pasted_in_their_order(visitor: Visitor) -> None:
     needs_curl()
@@ -226,8 +224,6 @@ def test_the_protocol_s_replica_takes_what_is_published(visitor: Visitor) -> Non
     assert printed == f"{1000 * (8 + 64 * 4)} bytes of rows taken\n"
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
 @_visits("README.md")
 def test_the_examples_of_the_trainer_go_on_from_that_of_the_readme(visitor: Visitor) -> None:
     setup = README.block(TRAINER).partition("with DeltaSync(")[0]

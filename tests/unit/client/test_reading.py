@@ -139,15 +139,17 @@ def test_every_read_is_of_the_one_version_that_it_says(target: AnyTarget) -> Non
         try:
             for version in itertools.count(2):
                 target.apply(release_of(version, resync=version % 50 == 0))
-                if version >= 150 and all(seen):  # A busy machine may let a reader begin late.
+                if version >= 149 and all(seen):  # A busy machine may let a reader begin late.
                     return
         finally:
             done.set()
 
     with threads(release, *map(reader, range(3))):
         pass
-    assert all(versions and versions == sorted(versions) for versions in seen)
-    assert read(target) == (149, {149})
+    assert all(versions == sorted(versions) for versions in seen)
+    last, values = read(target)
+    assert values == {last}
+    assert last >= 149
 
 
 def test_a_forward_inside_of_another_reading_is_of_the_same_version(target: AnyTarget) -> None:

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 from tests.support.process import ServiceProcess
 from tests.support.ranks import run_ranks
 
 
-@pytest.mark.nightly
 def test_no_rank_waits_for_ever(service: ServiceProcess) -> None:
     run_ranks(str(Path(__file__).with_name("agreement_ranks.py")), service.grpc)

@@ -10,8 +10,9 @@ from tests.support.ranks import run_ranks
 GROUPS = ("bags", "sequences", "raw-ids-of-bags", "raw-ids-of-sequences", "hashed-ids-of-bags")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", [GROUPS[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in GROUPS[1:])]
+)
 def test_a_replica_computes_what_the_whole_model_would(service: ServiceProcess, group: str) -> None:
     cases = [name for name in CASES if name.startswith(group)]
     run_ranks(str(Path(__file__).with_name("replica_ranks.py")), service.grpc, *cases)

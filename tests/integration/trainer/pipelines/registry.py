@@ -2,4 +2,4 @@
 
 from tests.support.scenarios import Scenarios
 
-SCENARIOS = Scenarios("tests.integration.trainer.pipelines.scenarios")
+SCENARIOS = Scenarios("tests.integration.trainer.pipelines.scenarios", one_by_day=True)

@@ -10,7 +10,6 @@ def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return SCENARIOS.played(tmp_path_factory.mktemp("two"), ranks=2)
 
 
-@pytest.mark.nightly
 @parametrized(SCENARIOS, ranks=2)
 def test_on_two_ranks(of_two_ranks: Outcomes, scenario: Scenario) -> None:
     of_two_ranks.check(scenario)

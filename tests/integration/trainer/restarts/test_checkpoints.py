@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import pytest
 from tests.support.ranks import run_ranks
 
 
-@pytest.mark.nightly
 def test_checkpoints_are_whole_or_not_there(tmp_path: Path) -> None:
     run_ranks(str(Path(__file__).with_name("checkpoint_ranks.py")), str(tmp_path))

@@ -85,7 +85,7 @@ def sequences_begin_with_any() -> None:
         _train_same_in(forms, _sequences)
 
 
-@SCENARIOS.scenario("mixed features", ranks=2)
+@SCENARIOS.scenario("mixed features", ranks=2, nightly=True)
 def tables_share_features() -> None:
     for forms in _rotations():
         _train_same_in(forms, _shared)

@@ -101,7 +101,7 @@ class Program:
         assert torch.equal(self._output, self._expected)
 
 
-@SCENARIOS.scenario("programs", ranks=2)
+@SCENARIOS.scenario("programs", ranks=2, nightly=True)
 def any_order_of_actions() -> None:
     for seed in range(12):
         Program(seed).run()
