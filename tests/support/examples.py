@@ -11,6 +11,8 @@ settings.register_profile("default", max_examples=20, deadline=None, derandomize
 settings.register_profile("nightly", max_examples=200, deadline=None, print_blob=True)
 
 
-def stateful(**others: int) -> settings:
+def stateful(stateful_step_count: int = 50) -> settings:
     """Settings of a state machine, which gets two and a half times the examples of the profile in use."""
-    return settings(max_examples=settings.default.max_examples * 5 // 2, **others)
+    chosen = settings.default
+    assert chosen
+    return settings(max_examples=chosen.max_examples * 5 // 2, stateful_step_count=stateful_step_count)
