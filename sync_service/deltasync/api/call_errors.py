@@ -39,8 +39,11 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: DeltasyncErr
 
 
 def error_response(error: DeltasyncError, path: str = "") -> JSONResponse:
-    """The answer to a request of a path, with its query, that ends with an error: where another process of the
-    service owns what it asks of, that is where it is sent.
+    """Answer a request with an error. If another process owns what it is about, send the client there.
+
+    Args:
+        error: what to answer.
+        path: path and query of the request, as they came; empty if the client is not to be sent anywhere.
     """
     owner = error.owner if isinstance(error, NotOwner) else None
     location = {"Location": owner.http + path} if owner and path else {}

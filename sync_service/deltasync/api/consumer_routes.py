@@ -34,13 +34,14 @@ def consumer_routes(service: Service) -> APIRouter:
 
     @routes.get("")
     async def consumers() -> list[ConsumerLine]:
-        """All consumers."""
+        """The consumers of this process."""
+        service.check_confirmed()
         return [_line(each) for _, each in sorted(service.registry.consumers.items())]
 
     @routes.get("/{name}")
     async def consumer(name: str) -> ConsumerLine:
         """One consumer."""
-        return _line(service.registry.get(name))
+        return _line(service.consumer(name))
 
     @routes.put("/{name}", openapi_extra={"requestBody": BODY}, responses=_MADE)
     async def put(name: str, request: Request, response: Response) -> ConsumerLine:

@@ -54,7 +54,8 @@ def delete_routes(service: Service) -> APIRouter:
 
     @routes.get("")
     async def deletes() -> list[DeleteLine]:
-        """The deletes that are not done, and what each waits for."""
+        """The deletes of this process's models that are not done, and what each waits for."""
+        service.check_confirmed()
         return [_line(pending) for pending in service.pending_deletes()]
 
     @routes.post("", status_code=202, openapi_extra={"requestBody": _BODY})

@@ -26,9 +26,9 @@ def event_routes(service: Service) -> APIRouter:
 
     @router.get("/events", response_model=list[RecentEvent], responses=_STREAM)
     async def events(request: Request, last: _Last = 100) -> Any:
-        """The last events: joins, refusals, repairs, takeovers; of several processes the last ones of each.
+        """The last events of this process: joins, refusals, repairs, takeovers.
 
-        To whoever accepts text/event-stream this process sends its own as they happen, after those before; where
+        To whoever accepts text/event-stream it sends them as they happen, after those before; where
         `Last-Event-ID` says which was the last one seen, after that one. Who is too slow, or comes back too late,
         is told so by an event `gap`: between the numbers `after` and `before` there were others.
         """

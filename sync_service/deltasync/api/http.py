@@ -12,13 +12,12 @@ from deltasync.api.http_errors import answer_errors
 from deltasync.api.lag_routes import lag_routes
 from deltasync.api.log_routes import log_routes
 from deltasync.api.model_routes import model_routes
+from deltasync.api.origins import OriginsMiddleware
 from deltasync.api.overview_routes import overview_routes
 from deltasync.api.page import page_routes
-from deltasync.api.peers import PeersMiddleware
 from deltasync.api.process_routes import process_routes
 from deltasync.api.snapshot_routes import snapshot_routes
 from deltasync.api.table_routes import table_routes
-from deltasync.api.tls_options import TlsOptions
 from deltasync.api.trainer_routes import trainer_routes
 from deltasync.core.build import built_version
 from deltasync.service.service import Service
@@ -29,14 +28,14 @@ _DESCRIPTION = """
 How far every consumer is behind, why, and what to do about it.
 
 Answers are JSON, with the names that `deltasync ... --json` has. Times are seconds unless the name says otherwise.
-Every error is `{"error": NAME, "message": WORDS}`. With roles, `GET` needs `read`, and what changes something
+Every error is `{"error": NAME, "message": WORDS}`. Of several processes each answers for its own models: a request
+about the model of another one is answered 307 with its address, lists are of the process that is asked, and
+`/processes` names all. With roles, `GET` needs `read`, and what changes something
 `admin`; `/livez` and `/readyz` need nothing.
 """
 
 
-def create_app(
-    service: Service, access: Access, tls: TlsOptions | None = None, sampler: Sampler | None = None
-) -> FastAPI:
+def create_app(service: Service, access: Access, sampler: Sampler | None = None) -> FastAPI:
     """The application; it shares the service's event loop. `sampler` looks for those who watch, once it runs."""
     app = FastAPI(
         title="deltasync",
@@ -47,8 +46,9 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,  # Which would send who asks, and their token, to the host that they have named.
     )
-    app.add_middleware(PeersMiddleware, service=service, tls=tls)
-    app.add_middleware(AccessMiddleware, access=access)  # Last: it sees a request first.
+    app.add_middleware(AccessMiddleware, access=access)
+    # Last, so it sees a request first: browsers ask without a token whether they may send one.
+    app.add_middleware(OriginsMiddleware, service=service)
     answer_errors(app)
     sampler = sampler or Sampler(service, Answers(service))
     answers = sampler.answers
@@ -67,6 +67,6 @@ def create_app(
     )
     # Included, each route would be made twice.
     app.router.routes += [route for router in routers for route in router.routes]
-    app.router.routes += page_routes()
+    app.router.routes += page_routes(service)
     app.router.routes += documentation_routes(app)
     return app

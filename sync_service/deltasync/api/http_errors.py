@@ -57,17 +57,14 @@ def _as_json(response: dict[str, Any]) -> dict[str, Any]:
     return response | {"content": {"application/json": next(iter(content.values()))}} if content else response
 
 
-def path_of(request: Request) -> str:
-    """The path of a request, with its query."""
-    return request.url.path + (f"?{request.url.query}" if request.url.query else "")
-
-
 def answer_errors(app: FastAPI) -> None:
     """Have an application answer all errors that are raised on purpose."""
 
     @app.exception_handler(DeltasyncError)
     async def on_error(request: Request, error: DeltasyncError) -> JSONResponse:
-        return error_response(error, path_of(request))
+        query = request.url.query
+        path = request.scope["raw_path"].decode("latin-1")  # As it came: a name in it may have any character.
+        return error_response(error, f"{path}?{query}" if query else path)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_request: Request, error: RequestValidationError) -> JSONResponse:

@@ -15,7 +15,8 @@ def lag_routes(service: Service, answers: Answers, histories: LagHistories) -> A
 
     @routes.get("/lag")
     async def lags() -> list[ConsumerOverview]:
-        """How far all consumers are behind, each in one line."""
+        """How far the consumers of this process are behind, each in one line."""
+        service.check_confirmed()
         return consumer_overviews(service, await answers.lags())
 
     @routes.get("/consumers/{name}/lag")
@@ -29,6 +30,6 @@ def lag_routes(service: Service, answers: Answers, histories: LagHistories) -> A
     @routes.get("/consumers/{name}/history")
     async def history(name: str) -> LagHistory:
         """How far a consumer has been behind over the last minutes."""
-        return histories.of(service.registry.get(name).name)
+        return histories.of(service.consumer(name).name)
 
     return routes

@@ -56,7 +56,8 @@ def model_routes(service: Service) -> APIRouter:
 
     @router.get("/models")
     async def models() -> list[ModelLine]:
-        """All models, and who publishes them."""
+        """The models of this process, and who publishes them."""
+        service.check_confirmed()
         return [_line(service, name) for name in sorted(service.models)]
 
     @router.delete("/models/{name}", status_code=204)

@@ -59,8 +59,8 @@ def overview_routes(service: Service, access: Access, answers: Answers, sampler:
 
     @router.get("/status", response_model=Overview, responses=_STREAM)
     async def status(request: Request) -> Any:
-        """Everything on one screen, as it is now; or, to whoever accepts text/event-stream, everything of this
-        process, about once a second.
+        """Everything of this process on one screen, as it is now; or, to whoever accepts text/event-stream, about
+        once a second.
         """
         return event_stream(_messages(sampler)) if wants_stream(request) else await sampler.look()
 

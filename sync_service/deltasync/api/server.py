@@ -192,7 +192,7 @@ async def _listen(
     endpoints = EndpointsFile(options.service.data_dir, service.events)
     sampler = Sampler(service, Answers(service), lambda: access.troubles)
     sampling = tasks.create_task(sampler.run())
-    app = create_app(service, access, options.tls, sampler)
+    app = create_app(service, access, sampler)
     http = _Http(_http_config(app, certificates))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
     silence = tasks.create_task(end_silent(http.server_state.connections, service.limits))

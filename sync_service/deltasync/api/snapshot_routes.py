@@ -33,7 +33,8 @@ def snapshot_routes(service: Service) -> APIRouter:
 
     @router.get("/snapshots")
     async def snapshots() -> list[SnapshotLine]:
-        """The newest snapshot of each model."""
+        """The newest snapshot of each of this process's models."""
+        service.check_confirmed()
         return [_line(service, name) for name in sorted(service.models)]
 
     return router

@@ -55,15 +55,19 @@ def table_routes(service: Service, answers: Answers) -> APIRouter:
 
     @router.get("/tables")
     async def tables() -> list[TableLine]:
-        """All tables of all models."""
+        """The tables of this process's models."""
+        service.check_confirmed()
         return [line for name in sorted(service.models) for line in _lines(service, name)]
 
     @router.get("/tables/{name:path}")
     async def table(name: str) -> list[TableDetail]:
-        """The tables of that name, one of each model that has one, and how far consumers are behind in them."""
+        """The tables of that name, one of each of this process's models that has one, and how far consumers are
+        behind in them.
+        """
+        service.check_confirmed()
         lines = [line for model in sorted(service.models) for line in _lines(service, model, name)]
         if not lines:
-            raise NotFound(f"no table {name!r}", detail="; GET /tables names all that there are")
+            raise NotFound(f"no table {name!r}", detail=" in this process; GET /tables names its tables")
         lags = await answers.lags({line.model for line in lines})
         return await asyncio.to_thread(lambda: [TableDetail(line, _followed(line, lags)) for line in lines])
 

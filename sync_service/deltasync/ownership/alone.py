@@ -41,6 +41,10 @@ class Alone:
         """This one."""
         return [self.me]
 
+    def gone(self) -> Sequence[Member]:
+        """None."""
+        return ()
+
     async def claim(self, _model: str) -> Owner:
         """Nothing is to be done."""
         return self.me.owner()

@@ -41,6 +41,9 @@ class Owners(Protocol):
     def processes(self) -> Sequence[Member]:
         """The processes of the service that are alive, this one among them, by name."""
 
+    def gone(self) -> Sequence[Member]:
+        """The processes that went silent for longer than the lease without saying goodbye, by name."""
+
     async def claim(self, model: str) -> Owner:
         """Own a model, if this process has it, or is to have it: when this returns, it was taken.
 

@@ -107,6 +107,10 @@ class Ownership:
         """The processes of the service that are alive, this one among them, by name."""
         return list(({**self._table.living(self._clock_ns()), self.me.name: self.me}).values())
 
+    def gone(self) -> Sequence[Member]:
+        """The processes that went silent for longer than the lease without saying goodbye, by name."""
+        return [each for each in self._table.silent(self._clock_ns()) if each.name != self.me.name]
+
     async def claim(self, model: str) -> Owner:
         """Own a model, if this process has it, or is to have it: when this returns, it was taken.
 

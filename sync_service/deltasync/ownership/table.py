@@ -80,6 +80,10 @@ class Table:
         """The processes that have been heard of within the lease, by name."""
         return {name: heard.member for name, heard in sorted(self._heard.items()) if self._lives(heard, now_ns)}
 
+    def silent(self, now_ns: int) -> list[Member]:
+        """The processes that have not been heard of within the lease, and have not said goodbye, by name."""
+        return [heard.member for _, heard in sorted(self._heard.items()) if not self._lives(heard, now_ns)]
+
     def silent_seconds(self, process: str, now_ns: int) -> float | None:
         """For how long nothing was heard of a process; None if nothing ever was."""
         heard = self._heard.get(process)

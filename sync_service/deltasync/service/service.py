@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.errors import DeltasyncError, NotFound, NotOwner, ServiceUnavailable
+from deltasync.core.errors import DeltasyncError, NotFound, ServiceUnavailable
 from deltasync.core.events import EventCounts, EventKind, EventLog, Events
 from deltasync.core.limits import Limits
 from deltasync.core.names import check_name
@@ -175,10 +175,34 @@ class Service:
             ServiceUnavailable: it is still recovering.
         """
         self.check_recovered(name)
-        if name not in self.models:
+        if name in self.models:
+            return self.models[name]
+        self.check_confirmed()
+        known = sorted({*self.models, *self.owners.models()})
+        if name in known:
             self.owners.check(name)
-            raise NotFound(f"no model {name!r}", detail=f"; models: {listed(self.models) or 'none yet'}")
-        return self.models[name]
+        raise NotFound(f"no model {name!r}", detail=f"; models: {listed(known) or 'none yet'}")
+
+    def consumer(self, name: str) -> Consumer:
+        """The consumer of that name, whose model this process owns.
+
+        Raises:
+            NotFound: there is none; the message names those that exist.
+            NotOwner: another process has its model.
+            ServiceUnavailable: it is about to be made, or this process is not among the others now.
+        """
+        consumer = self.registry.get(name)
+        self.owners.check(consumer.model)  # Another process may have taken it over meanwhile.
+        return consumer
+
+    def check_confirmed(self) -> None:
+        """Check that this process may answer for its models.
+
+        Raises:
+            ServiceUnavailable: the other processes have not heard of it within the lease.
+        """
+        if not self.owners.confirmed:
+            raise ServiceUnavailable("this process is not among the others now; try again")
 
     async def open_model(self, name: str) -> CutCoordinator:
         """Where the ranks of a model publish, which is there once its first cut is sealed. The name is checked.
@@ -331,12 +355,11 @@ class Service:
     def _elsewhere(self, consumer: str) -> DeltasyncError | None:
         """What who asks for a consumer is told that another process has, or is to make."""
         try:
-            if not self.owners.confirmed:
-                return ServiceUnavailable("this process is not among the others now; try again")
+            self.check_confirmed()
             if model := self.owners.model_of(consumer) or self.configuration.model_of(consumer):
                 self.owners.check(model)
                 return ServiceUnavailable(f"consumer {consumer!r} is about to be made; try again")
-        except NotOwner as error:
+        except ServiceUnavailable as error:
             return error
         return None
 

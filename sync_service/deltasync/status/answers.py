@@ -12,6 +12,7 @@ from deltasync.feeds.standing import Standing, nothing_published
 from deltasync.service.service import Service
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.metrics import Figures, ModelFigures, exposition
+from deltasync.status.overview import unowned_models
 from deltasync.status.process_metrics import ProcessFigures
 from deltasync.status.report import report
 
@@ -38,10 +39,10 @@ class Answers:
 
         Raises:
             NotFound: there is none of that name.
+            NotOwner: another process has its model.
             ServiceUnavailable: its model is still recovering.
         """
-        consumer = self._service.registry.get(name)
-        self._service.owners.check(consumer.model)  # It may be another process's by now.
+        consumer = self._service.consumer(name)
         self._service.check_recovered(consumer.model)
         async with self._lags:
             standing = self._standing(consumer)
@@ -110,7 +111,7 @@ class Answers:
         return ProcessFigures(
             confirmed=owners.confirmed,
             alive=len(owners.processes()),
-            unowned=sum(owners.owner_of(name) is None for name in owners.models()),
+            unowned=len(unowned_models(service)),
             made_unix_ns={name: found.made_unix_ns for name, found in newest.items()},
             failures=snapshots.failures if snapshots else 0,
             probe=service.probe,

@@ -1,6 +1,6 @@
 """Everything of a service on one screen: what the page and `deltasync status` show."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from deltasync.core.cut_times import DeliveryDurations
@@ -10,7 +10,6 @@ from deltasync.core.recent_events import RecentEvent
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.words import utc
 from deltasync.service.service import Service
-from deltasync.status.absence import Absence, absences, absent_consumers
 from deltasync.status.lag import ConsumerLag, State
 from deltasync.status.readiness import Check, checks
 from deltasync.status.replica_state import needs_somebody
@@ -66,7 +65,8 @@ class ProcessOverview:
 class ModelOverview:
     """A model and its trainer. `published_rows` and `published_bytes` are of cuts since the service started;
     `bytes` those of its tables' values. `trouble` says what keeps cuts from being sealed; empty if nothing does.
-    Where nobody answers for a model, it says so, and what is not known of it is null.
+    Of a model that no process has, or that is still recovering here, `trouble` says so, and what is not known is
+    null.
     """
 
     model: str
@@ -106,7 +106,7 @@ class WrongReplica:
 @dataclass(frozen=True)
 class ConsumerOverview:
     """A consumer, in the list of all: its lag, and how many replicas it has. `policy` is in words. `wrong` are the
-    replicas of which somebody should know. Where nobody answers for its model, what is not known of it is null.
+    replicas of which somebody should know. Until this process has the model, what is not known of it is null.
     """
 
     consumer: str
@@ -132,8 +132,8 @@ class ConsumerOverview:
 
 @dataclass(frozen=True)
 class Overview:
-    """A service at one moment; `unix_ms` is when that was, milliseconds since 1970. `missing` names the processes
-    of which nothing is in it.
+    """A process at one moment; `unix_ms` is when that was, milliseconds since 1970. `missing` names the other
+    processes of the service that are alive: each has an overview of its own.
     """
 
     unix_ms: int
@@ -148,14 +148,29 @@ class Overview:
 
 
 def consumer_overviews(service: Service, lags: Iterable[ConsumerLag]) -> list[ConsumerOverview]:
-    """All consumers, by name: those whose lags these are, and those of models for which nobody answers.
-
-    In the event loop.
-    """
+    """The consumers of this process, by name, also those of models that are still recovering. In the event loop."""
     lines = {each.consumer: _consumer(service, each) for each in lags}
-    for name, model, absence in absent_consumers(service):
-        lines.setdefault(name, _absent(name, model, absence))
+    for model in service.recovering:
+        state: State = "failed" if service.volumes.trouble else "waiting"
+        for each in service.registry.of_model(model):
+            lines.setdefault(each.name, _waiting(each.name, model, state, _still_recovering(service)))
+    for name, model in _coming_consumers(service):
+        lines.setdefault(name, _waiting(name, model, "waiting", "this process is about to take it over"))
     return [lines[name] for name in sorted(lines)]
+
+
+def _still_recovering(service: Service) -> str:
+    trouble = service.volumes.trouble
+    return f"still recovering: {trouble}" if trouble else "still recovering"
+
+
+def _coming_consumers(service: Service) -> Iterator[tuple[str, str]]:
+    """Consumers of models that this process owns and whose logs it has not read yet: name and model."""
+    owners, here = service.owners, service.registry.consumers
+    for model in owners.models():
+        owner = owners.owner_of(model)
+        if owner and owner.process == owners.me.name:
+            yield from ((name, model) for name in owners.consumers_of(model) if name not in here)
 
 
 def _consumer(service: Service, lag: ConsumerLag) -> ConsumerOverview:
@@ -183,12 +198,12 @@ def _consumer(service: Service, lag: ConsumerLag) -> ConsumerOverview:
     )
 
 
-def _absent(consumer: str, model: str, absence: Absence) -> ConsumerOverview:
+def _waiting(consumer: str, model: str, state: State, why: str) -> ConsumerOverview:
     return ConsumerOverview(
         consumer=consumer,
         model=model,
-        state=absence.state,
-        reason=f"nobody answers for model {model!r}: {absence.why}",
+        state=state,
+        reason=f"nobody answers for model {model!r}: {why}",
         head=None,
         offset=None,
         versions=None,
@@ -214,12 +229,24 @@ def freshness_of(durations: DeliveryDurations) -> Freshness:
 
 
 def model_overviews(service: Service) -> list[ModelOverview]:
-    """The models, by name, also those for which nobody answers. In the event loop."""
-    lines = {name: _model(service, name) for name in service.models}
-    for name, absence in absences(service).items():
-        nothing = ModelOverview(name, None, None, None, "", 0, 0, None, None, 0, 0, absence.why)
-        lines.setdefault(name, nothing)
+    """The models of this process, by name: also those that are still recovering, and those that no process has.
+
+    In the event loop.
+    """
+    lost = dict.fromkeys(unowned_models(service), "no process that is known to be alive has this model")
+    without = lost | dict.fromkeys(service.recovering, _still_recovering(service))
+    lines = {
+        name: ModelOverview(name, None, None, None, "", 0, 0, None, None, 0, 0, why)
+        for name, why in without.items()
+    }
+    lines |= {name: _model(service, name) for name in service.models}
     return [lines[name] for name in sorted(lines)]
+
+
+def unowned_models(service: Service) -> list[str]:
+    """The models that no process has, as far as this one knows. In the event loop."""
+    owners = service.owners
+    return [each for each in owners.models() if each not in service.models and owners.owner_of(each) is None]
 
 
 def _model(service: Service, name: str) -> ModelOverview:

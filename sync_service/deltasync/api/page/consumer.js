@@ -8,11 +8,6 @@ import { bytes, count, mood, norm, percent, seconds } from "./text.js";
 const SHOWN = 200;
 const FINE = new Set(["connected", "guest"]);
 
-// Another process may be of before, and not say it.
-function stateOf(replica) {
-  return replica.state ?? (replica.connected ? "connected" : "away");
-}
-
 export function consumerView(name) {
   const path = `/consumers/${encodeURIComponent(name)}`;
   const state = make("strong");
@@ -27,7 +22,7 @@ export function consumerView(name) {
   const filter = new Filter("Table", SHOWN, () => latest && fillTables(latest));
   const replicas = new Table("Replicas", [
     { title: "replica", cell: (line) => line.replica },
-    { title: "state", cell: (line) => ({ text: stateOf(line), className: FINE.has(stateOf(line)) ? "good" : "bad" }) },
+    { title: "state", cell: (line) => ({ text: line.state, className: FINE.has(line.state) ? "good" : "bad" }) },
     { title: "since", number: true, cell: (line) => seconds(line.since_seconds) },
     { title: "why", words: true, cell: (line) => line.reason },
     { title: "offset", number: true, cell: (line) => count(line.offset) },
@@ -49,14 +44,15 @@ export function consumerView(name) {
     tables.fill(filter.of(sorted, (line) => line.table));
   }
 
-  async function show() {
-    const [lag, history] = await Promise.all([getJson(`${path}/lag`), getJson(`${path}/history`)]);
+  async function show(status) {
+    const at = status.consumers.find((each) => each.consumer === name)?.at ?? "";
+    const [lag, history] = await Promise.all([getJson(`${at}${path}/lag`), getJson(`${at}${path}/history`)]);
     latest = lag;
     say(state, lag.state, mood(lag.state));
     say(reason, lag.reason);
     say(facts, `model ${lag.model}, version ${count(lag.head)}, offset ${count(lag.offset)}; ${count(lag.lag.rows)} rows, ${bytes(lag.lag.bytes)} behind`, "soft");
     for (const [chart, column] of charts) chart.draw(history.unix_ms, history[column]);
-    const needy = [...lag.replicas].sort((one, other) => FINE.has(stateOf(one)) - FINE.has(stateOf(other)) || other.lag.versions - one.lag.versions);
+    const needy = [...lag.replicas].sort((one, other) => FINE.has(one.state) - FINE.has(other.state) || other.lag.versions - one.lag.versions);
     replicas.fill(needy);
     fillTables(lag);
   }

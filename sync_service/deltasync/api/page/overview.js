@@ -22,8 +22,9 @@ function growth(lines, before, key, name) {
 function note(status) {
   const last = throughput.last;
   const by = (lines, key) => new Map(lines.map((each) => [each[key], each]));
+  if (status.unix_ms === last?.ms) return; // Only another process had something new.
   throughput.last = { ms: status.unix_ms, sent: by(status.consumers, "consumer"), published: by(status.models, "model") };
-  if (!last || status.unix_ms <= last.ms) return;
+  if (!last || status.unix_ms < last.ms) return;
   const passed = (status.unix_ms - last.ms) / 1000;
   throughput.times.push(status.unix_ms);
   throughput.rows.push(growth(status.consumers, last.sent, "consumer", "released_rows") / passed);
@@ -107,11 +108,13 @@ function fillLine(line, text, className, href) {
 }
 
 // "All" is a promise: that there are consumers, that all of them are known, and that each holds what it should.
+// Nobody knows the consumers of a model without a head: no process has it, or its process is still recovering it.
 function inSync(status) {
-  const { consumers, missing, processes } = status;
+  const { consumers, missing, models, processes } = status;
   const lagging = consumers.filter((each) => !HOLDING.has(each.state));
   if (lagging.length) return [`${lagging.length} of ${consumers.length} not`, worst(lagging.map((each) => mood(each.state)))];
-  if (missing.length || processes.some((each) => !each.ready)) return ["not known of all", "warn"];
+  const known = !missing.length && models.every((each) => each.head !== null) && processes.every((each) => each.ready);
+  if (!known) return ["not known of all", "warn"];
   return consumers.length ? ["all", "good"] : ["no consumer", "warn"];
 }
 

@@ -1,9 +1,10 @@
-// The page: hears the service, and shows what the address asks for.
+// The page: hears all processes of the service, and shows what the address asks for.
 
 import { say } from "./dom.js";
-import { follow, getJson, Refused } from "./stream.js";
 import { consumerView } from "./consumer.js";
 import { overviewView } from "./overview.js";
+import { hearAll, STALE_MS } from "./processes.js";
+import { Refused } from "./stream.js";
 import { tablesView, tableView } from "./tables.js";
 import { clock } from "./text.js";
 
@@ -12,14 +13,10 @@ const connection = document.getElementById("connection");
 const time = document.getElementById("time");
 const trouble = document.getElementById("trouble");
 const access = document.getElementById("access");
-const AGAIN_MS = 2000;
-// The service tells everything about once a second; a very large one every few seconds.
-const STALE_MS = 10_000;
 let view = null;
 let newest = null;
 let heardMs = 0;
 let hearing = new AbortController();
-let asking = null;
 
 function viewOf(hash) {
   const [, kind, name] = /^#\/(\w+)(?:\/(.*))?$/.exec(hash) ?? [];
@@ -80,6 +77,7 @@ function fail(error) {
 }
 
 function lock(error) {
+  hearing.abort();
   access.hidden = false;
   say(document.getElementById("refusal"), error.message);
   say(connection, "The service shows nothing without a token", "bad");
@@ -112,36 +110,18 @@ function sayStale() {
   say(connection, `Nothing new since ${clock(newest.unix_ms)}, although the service is connected`, "bad");
 }
 
-// A stream has what its process has; of several, the whole is asked for as often.
-async function hearPart(status, signal) {
-  if (!status.missing.length) return hold(status);
-  if (asking === signal) return;
-  asking = signal;
-  try {
-    const whole = await getJson("/status").catch(() => status);
-    if (!signal.aborted) hold(whole);
-  } finally {
-    if (asking === signal) asking = null;
-  }
+function lose(error) {
+  if (error instanceof Refused && (error.status === 401 || error.status === 403)) return lock(error);
+  const why = error instanceof Refused ? error.message : "trying again";
+  const since = newest ? `; what is shown is of ${clock(newest.unix_ms)}` : "";
+  say(connection, `Connection lost: ${why}${since}`, "bad lost");
 }
 
 // Anew where a token is shown: what an earlier one is answered counts no more.
-async function hear() {
+function hear() {
   hearing.abort();
   hearing = new AbortController();
-  const { signal } = hearing;
-  while (!signal.aborted) {
-    try {
-      await follow("/status", (status) => hearPart(status, signal), signal);
-    } catch (error) {
-      if (signal.aborted) return;
-      if (error instanceof Refused && (error.status === 401 || error.status === 403)) return lock(error);
-      const why = error instanceof Refused ? error.message : "trying again";
-      const since = newest ? `; what is shown is of ${clock(newest.unix_ms)}` : "";
-      say(connection, `Connection lost: ${why}${since}`, "bad lost");
-    }
-    await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
-  }
+  hearAll(hold, lose, hearing.signal);
 }
 
 access.addEventListener("submit", (event) => {

@@ -27,6 +27,14 @@ export async function getJson(path) {
   return (await answer(path, {}, AbortSignal.timeout(SILENT_MS))).json();
 }
 
+// The lists of several processes as one. A process that has nothing of that name answers 404.
+export async function getLists(addresses, path) {
+  const answers = await Promise.allSettled(addresses.map((at) => getJson(at + path)));
+  const found = answers.filter((each) => each.status === "fulfilled");
+  if (!found.length) throw (answers.find((each) => each.reason.status !== 404) ?? answers[0]).reason;
+  return found.flatMap((each) => each.value);
+}
+
 // Calls `heard` with each event's data, until the connection ends or `signal` ends it; then throws.
 export async function follow(path, heard, signal) {
   const abort = new AbortController();

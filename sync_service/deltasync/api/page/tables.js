@@ -1,7 +1,8 @@
 // All tables, and one of them: who is behind in it.
 
 import { Filter, make, Table } from "./dom.js";
-import { getJson } from "./stream.js";
+import { by } from "./processes.js";
+import { getLists } from "./stream.js";
 import { bytes, count, mood, norm, percent, seconds } from "./text.js";
 
 const SHOWN = 200;
@@ -27,9 +28,9 @@ export function tablesView() {
     table.fill(filter.of(latest, (line) => `${line.table} ${line.model}`));
   }
 
-  async function show() {
+  async function show(status) {
     if (performance.now() - askedMs < AGAIN_MS) return;
-    latest = await getJson("/tables");
+    latest = (await getLists(status.addresses, "/tables")).sort(by("model", "table"));
     askedMs = performance.now();
     fill();
   }
@@ -50,8 +51,8 @@ export function tableView(name) {
     { title: "unsent", number: true, cell: (line) => percent(line.lag.unsent_share) },
   ], (line) => `${line.model}/${line.consumer}`);
 
-  async function show() {
-    const found = await getJson(`/tables/${encodeURIComponent(name)}`);
+  async function show(status) {
+    const found = await getLists(status.addresses, `/tables/${encodeURIComponent(name)}`);
     const texts = found.map(({ table: each }) => `${each.model}: ${each.kind}, ${count(each.rows)} rows of ${each.dim} ${each.dtype}, ${bytes(each.bytes)}, version ${count(each.head)}${each.refused ? `; refused: ${each.refused}` : ""}`);
     about.replaceChildren(...texts.map((text) => make("p", {}, text)));
     table.fill(found.flatMap((each) => each.consumers.map((line) => ({ ...line, model: each.table.model }))));

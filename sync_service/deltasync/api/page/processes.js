@@ -1,0 +1,81 @@
+// All processes of the service: each is heard by itself, and all are shown together.
+
+import { follow, getJson, Refused } from "./stream.js";
+
+const AGAIN_MS = 2000;
+// A process reports everything about once a second; a very large one every few seconds.
+export const STALE_MS = 10_000;
+// As many as one process reports.
+const CUTS = 20;
+const EVENTS = 30;
+
+// Hears the process that this page is from, and all that it lists, until `signal` ends it. Calls `heard` with the
+// overview of all again and again, and `lost` with an error while no process is heard, or ours refuses.
+export async function hearAll(heard, lost, signal) {
+  const statuses = new Map(); // By address; our own process has none.
+  const tried = new Set(); // Names of the processes that are heard, or have failed a moment ago.
+
+  function tell() {
+    const fresh = [...statuses.values()].filter((each) => performance.now() - each.ms < STALE_MS);
+    if (fresh.length && !signal.aborted) heard(together(fresh));
+  }
+
+  function take(at, status) {
+    statuses.set(at, { at, status, ms: performance.now() });
+    for (const each of status.processes) tried.add(each.process);
+    tell();
+    if (status.missing.some((name) => !tried.has(name))) learn(at);
+  }
+
+  async function learn(at) {
+    const lines = await getJson(`${at}/processes`).catch(() => []);
+    for (const { process, http, alive } of lines) {
+      if (!alive || tried.has(process) || signal.aborted) continue;
+      tried.add(process);
+      hear(http).then(() => tried.delete(process)); // It may come back at another address.
+    }
+  }
+
+  async function hear(at) {
+    try {
+      await follow(`${at}/status`, (status) => take(at, status), signal);
+    } catch (error) {
+      if (signal.aborted) return;
+      statuses.delete(at);
+      const refused = !at && error instanceof Refused && [401, 403].includes(error.status);
+      if (refused || !statuses.size) lost(error);
+      else tell();
+    }
+    await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+  }
+
+  while (!signal.aborted) await hear("");
+}
+
+function together(all) {
+  const lines = (name) => all.flatMap(({ at, status }) => status[name].map((each) => ({ ...each, at })));
+  const processes = lines("processes").sort(by("process"));
+  const names = new Set(processes.map((each) => each.process));
+  return {
+    ...all[0].status,
+    addresses: all.map((each) => each.at),
+    processes,
+    missing: [...new Set(all.flatMap(({ status }) => status.missing))].filter((each) => !names.has(each)).sort(),
+    models: known(lines("models"), "model"),
+    trainers: lines("trainers").sort(by("model", "rank")),
+    consumers: known(lines("consumers"), "consumer"),
+    cuts: lines("cuts").sort(by("seconds_ago")).slice(0, CUTS),
+    events: lines("events").sort(by("unix_ns")).slice(-EVENTS),
+  };
+}
+
+// Two processes may report one model: the one that knows its head owns it.
+function known(lines, key) {
+  const found = new Map();
+  for (const line of lines) if (line.head !== null || !found.has(line[key])) found.set(line[key], line);
+  return [...found.values()].sort(by(key));
+}
+
+export function by(...keys) {
+  return (one, other) => keys.map((key) => (one[key] > other[key]) - (one[key] < other[key])).find((each) => each) ?? 0;
+}
