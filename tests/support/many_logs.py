@@ -1,10 +1,11 @@
 """Logs of models that services take over from each other, without a broker."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from deltasync.core.durations import Durations
-from deltasync.core.errors import NotOwner
+from deltasync.core.errors import NotOwner, StorageFailed
 from deltasync.core.owner import Owner
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import check_log
@@ -12,7 +13,7 @@ from deltasync.storage.log_store import LogOptions, LogStore
 
 
 class ManyLogs:
-    """Of each model a log of its own, in a folder; a `Logs`, of those that are open."""
+    """Of each model a log of its own, in a folder; a `SharedLogs`, of those that are open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -20,13 +21,26 @@ class ManyLogs:
         self.commits = Durations()
         self.accepted_risks: list[str] = []
 
-    def open(self, model: str) -> LogStore:
+    def open(self, model: str, _owner: Owner | None = None) -> LogStore:
         log = self._open[model] = LmdbStore(LogOptions(directory=self._folder / model))
         check_log(log, self._folder / "none")
         return log
 
     def give_up(self, model: str) -> None:
         self._open.pop(model).close()
+
+    def close_log(self, model: str, *, written: bool) -> None:
+        if model in self._open:
+            self.give_up(model)
+
+    def lost(self, _model: str) -> StorageFailed | None:
+        return None
+
+    def delete(self, model: str) -> None:
+        shutil.rmtree(self._folder / model)
+
+    def known_models(self) -> list[str]:
+        return sorted(each.name for each in self._folder.glob("*"))
 
     def of(self, model: str) -> LogStore:
         if model not in self._open:

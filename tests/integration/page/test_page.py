@@ -9,14 +9,15 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, Route, expect
 from tests.integration.page.conftest import NARROW, WAIT_MS, WIDE
-from tests.support.cluster import Cluster
 from tests.support.fleet import ITEM, Trainer, admin_of, follow, wait_until_delivered, wait_until_in_sync
+from tests.support.local_cluster import LocalCluster
 from tests.support.server import RunningService
-from tests.support.wire import ReplicaStream, ack, size_of
+from tests.support.wire import TABLES, USER, ReplicaStream, ack, size_of
 
 from deltasync.client import NumpyTarget, TableSpec
+from deltasync.core.access import Grant, Role
 from deltasync.core.policy import Policy
-from deltasync.core.roles import token_digest
+from deltasync.core.roles import Roles, TokenRoles, token_digest
 from deltasync.status.sampler import Sampler
 from deltasync.wire.messages import position_from_message
 
@@ -187,25 +188,34 @@ def test_all_is_in_sync_only_if_there_is_something(tmp_path: Path, opened: Open)
 
 @pytest.mark.nightly
 def test_that_of_any_process_shows_all_of_them(tmp_path: Path, opened: Open) -> None:
-    with Cluster(tmp_path, services=2, brokers=1) as cluster:
-        trainer = cluster.trainer()
-        trainer.publish()
-        first, second = cluster.services
-        names = [each.get_json("/version")["process"] for each in (first, second)]
-        for process in (first, second):
+    watcher = TokenRoles("watcher", token_digest("see"), (Grant(Role.READ),))
+    with LocalCluster(tmp_path, roles=Roles((watcher,))) as cluster:
+        first, second = cluster.processes
+        here, there = cluster.model(first, "desktop"), cluster.model(second, "mobile")
+        for process in cluster.processes:
             page = opened(process.http)
-            for name in names:
-                expect(page.locator("#connection.good")).to_contain_text(name)
-            expect(page.get_by_role("link", name="predictors", exact=True)).to_be_visible()
+            page.get_by_label("Token").fill("see")
+            page.keyboard.press("Enter")
+            expect(page.locator("#connection.good")).to_have_text("Live: a, b")
             expect(page.locator(".flow")).to_contain_text("2 of 2 processes ready")
-            page.goto(f"{process.http}/#/tables/user")
-            expect(page.locator("tr", has_text="predictors")).to_be_visible()
+            for consumer, model in (("desktop", here), ("mobile", there)):
+                expect(page.locator("tr", has_text=f"{model} 1")).to_be_visible()
+                page.get_by_role("link", name=consumer, exact=True).click()
+                expect(page.locator("main")).to_contain_text(f"model {model}, version 1")
+                page.go_back()
+            page.goto(f"{process.http}/#/tables")
+            expect(page.locator("tbody tr")).to_have_count(2 * len(TABLES))
+            page.goto(f"{process.http}/#/tables/{USER.name}")
+            for consumer in ("desktop", "mobile"):
+                expect(page.locator("tr", has_text=consumer)).to_be_visible()
             page.goto(f"{process.http}/#/")
-            expect(page.locator("tr", has_text="clicks 1")).to_be_visible()
-        page = opened(first.http)
-        second.kill()
-        expect(page.locator("#connection")).not_to_contain_text(names[1])
-        expect(page.get_by_role("link", name="predictors", exact=True)).to_be_visible()
+        cluster.kill(first)  # The page is of the second one.
+        expect(page.locator("#connection.warn")).to_have_text("Live: b; nothing of a")
+        expect(page.get_by_role("link", name="mobile", exact=True)).to_be_visible()
+        expect(page.locator("#connection.good")).to_have_text("Live: b")
+        expect(
+            page.get_by_role("link", name="desktop", exact=True)
+        ).to_be_visible()  # The second one has taken it.
 
 
 @pytest.mark.nightly

@@ -1,0 +1,185 @@
+"""Several processes of one service, in a thread of the test's own process and without a broker.
+
+Their bucket is in memory, their logs are in a folder. They answer HTTP.
+"""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import uvicorn
+from tests.support.http import HttpStatus
+from tests.support.local_service import publish
+from tests.support.many_logs import ManyLogs
+from tests.support.memory_bucket import MemoryBucket, MemoryStore
+
+from deltasync.api.access import Access
+from deltasync.api.audit import Audit
+from deltasync.api.http import create_app
+from deltasync.core.listener import listening_socket
+from deltasync.core.policy import Policy
+from deltasync.core.roles import Roles
+from deltasync.ownership.heirs import heir_of
+from deltasync.ownership.member import Member
+from deltasync.ownership.options import OwnershipOptions
+from deltasync.ownership.ownership import Ownership
+from deltasync.service.hosting import Hosting
+from deltasync.service.model_files import ModelFiles
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
+from deltasync.service.snapshots import SnapshotLoop, SnapshotOptions
+from deltasync.snapshots.place import SnapshotPlace
+from deltasync.status.answers import Answers
+from deltasync.status.sampler import Sampler
+
+T = TypeVar("T")
+ADMIN_TOKEN = "secret"  # noqa: S105
+_TIMEOUT = 30.0
+
+
+class LocalProcess(HttpStatus):
+    """One of them.
+
+    Attributes:
+        bucket: what it knows the others by; `cut`, nobody hears of it any more, and it hears of nobody.
+        server: which answers HTTP.
+    """
+
+    def __init__(self, service: Service, bucket: MemoryBucket, server: uvicorn.Server) -> None:
+        self.service, self.bucket, self.server = service, bucket, server
+        self.me = service.owners.me
+        self.name, self.http = self.me.name, self.me.http
+
+
+class LocalCluster:
+    """Processes a, b and so on. Started with the block, ended with it."""
+
+    def __init__(
+        self, folder: Path, names: str = "ab", roles: Roles | None = None, lease_seconds: float = 6.0
+    ) -> None:
+        self.folder, self._names, self._roles, self._lease_seconds = folder, names, roles, lease_seconds
+        self.processes = list[LocalProcess]()
+        self._store = MemoryStore()
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
+        self._thread.start()
+        assert self._ready.wait(_TIMEOUT)
+        if self._failure:
+            raise self._failure
+        self.wait_until(
+            lambda: all(
+                each.service.owners.confirmed and len(each.service.owners.processes()) == len(self._names)
+                for each in self.processes
+            )
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._ending.set)
+        self._thread.join(_TIMEOUT)
+        assert not self._thread.is_alive()
+        if self._failure:
+            raise self._failure
+
+    def run(self, do: Callable[[], Awaitable[T]]) -> T:
+        """Do something in the event loop of the processes."""
+
+        async def done() -> T:
+            return await do()
+
+        return asyncio.run_coroutine_threadsafe(done(), self._loop).result(_TIMEOUT)
+
+    def wait_until(self, true: Callable[[], bool]) -> None:
+        """Wait until something is true, which is asked in the event loop of the processes."""
+
+        async def asked() -> bool:
+            return true()
+
+        deadline = time.monotonic() + _TIMEOUT
+        while not self.run(asked):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def model(self, owner: LocalProcess, consumer: str) -> str:
+        """A published model that a process owns, with a consumer; every process knows of both."""
+        members = [each.me for each in self.processes]
+        names = (f"model-of-{consumer}-{number}" for number in itertools.count())
+        name = next(each for each in names if heir_of(each, members) == owner.me)
+
+        async def make() -> None:
+            await owner.service.create_consumer(consumer, name, Policy())
+            await publish(owner.service, model=name)
+
+        self.run(make)
+        self.wait_until(
+            lambda: (
+                all(each.service.owners.model_of(consumer) == name for each in self.processes)
+                and all(each.service.owners.owner_of(name) for each in self.processes)
+            )
+        )
+        return name
+
+    def kill(self, process: LocalProcess) -> None:
+        """It answers nothing any more, and nobody hears of it; what it has stays open."""
+        process.bucket.cut = True
+        self._loop.call_soon_threadsafe(setattr, process.server, "force_exit", True)
+        self._loop.call_soon_threadsafe(setattr, process.server, "should_exit", True)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:  # noqa: BLE001  # handed over to the test's thread
+            self._failure = error
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+        async with AsyncExitStack() as stack:
+            for name in self._names:
+                self.processes.append(await stack.enter_async_context(self._process(name)))
+            self._ready.set()
+            await self._ending.wait()
+
+    @asynccontextmanager
+    async def _process(self, name: str) -> AsyncIterator[LocalProcess]:
+        async with asyncio.TaskGroup() as tasks:
+            logs, bucket = ManyLogs(self.folder / "logs"), MemoryBucket(self._store)
+            service = Service(ServiceOptions(data_dir=self.folder / name), tasks, logs)
+            place = SnapshotPlace(str(self.folder / "snapshots"))
+            service.snapshots = snapshots = SnapshotLoop(service, SnapshotOptions(url=place.url), place)
+            call: Callable[..., Any] = asyncio.get_running_loop().call_soon_threadsafe
+            files = ModelFiles(place, service.models_directory, service.events, call)
+            service.hosting = hosting = Hosting(service, logs, files, snapshots)
+            listener = listening_socket("127.0.0.1", 0)
+            me = Member(name, "127.0.0.1:1", f"http://127.0.0.1:{listener.getsockname()[1]}", run=name)
+            options = OwnershipOptions(lease_seconds=self._lease_seconds)
+            service.owners = owners = Ownership(options, me, bucket, hosting, service.events)
+            sampler = Sampler(service, Answers(service))
+            app = create_app(service, Access(ADMIN_TOKEN, self._roles, Audit(service.events)), sampler)
+            config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
+            server = uvicorn.Server(config)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            sampling = asyncio.create_task(sampler.run())
+            await owners.start()
+            try:
+                yield LocalProcess(service, bucket, server)
+            finally:
+                bucket.cut = False
+                await owners.close()
+                service.draining.set()
+                server.should_exit = True
+                await serving
+                sampling.cancel()
+                await service.drain()
