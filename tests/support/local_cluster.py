@@ -131,10 +131,15 @@ class LocalCluster:
         return name
 
     def kill(self, process: LocalProcess) -> None:
-        """It answers nothing any more, and nobody hears of it; what it has stays open."""
-        process.bucket.cut = True
-        self._loop.call_soon_threadsafe(setattr, process.server, "force_exit", True)
-        self._loop.call_soon_threadsafe(setattr, process.server, "should_exit", True)
+        """It answers nothing any more, and nobody hears of it."""
+
+        async def die() -> None:
+            process.bucket.cut = True
+            process.server.should_exit = process.server.force_exit = True
+            for each in list(process.server.server_state.connections):
+                each.transport.abort()
+
+        self.run(die)
 
     def _run(self) -> None:
         try:
