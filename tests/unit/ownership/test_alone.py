@@ -19,6 +19,7 @@ def test_whoever_is_alone_owns_everything_and_can_give_nothing_away() -> None:
         assert owners.confirmed
         assert await owners.claim("ads") == owners.owner_of("ads") == ME.owner()
         assert list(owners.processes()) == [ME]
+        assert not owners.gone()
         await owners.reserve_consumer("fleet", "ads")
         with pytest.raises(NotFound, match="no other process 'b'"):
             await owners.move("ads", "b")

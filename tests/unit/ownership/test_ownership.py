@@ -107,6 +107,7 @@ def test_the_models_of_one_that_died_are_taken_over_within_two_leases_and_nothin
         assert heir.answers(MODEL)
         assert EventKind.MODEL_TAKEN_OVER in kinds(heir)
         assert not any(other.answers(MODEL) for other in rest)
+        assert [member.name for member in heir.ownership.gone()] == [owner.name]
         assert all(kept[other.name].items() <= other.models.opened.items() for other in others)
 
     run(scenario)
@@ -260,6 +261,7 @@ def test_one_that_ends_is_followed_at_once() -> None:
             await other.beat()
         assert sum(other.answers(MODEL) for other in others) == 1
         assert [member.name for member in others[0].ownership.processes()] == sorted(o.name for o in others)
+        assert not others[0].ownership.gone()
 
     run(scenario)
 
