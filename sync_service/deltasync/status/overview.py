@@ -148,7 +148,7 @@ class Overview:
 
 
 def consumer_overviews(service: Service, lags: Iterable[ConsumerLag]) -> list[ConsumerOverview]:
-    """The consumers of this process, by name, also those of models that are still recovering. In the event loop."""
+    """The consumers of this process, by name, also of models that are still recovering. In the event loop."""
     lines = {each.consumer: _consumer(service, each) for each in lags}
     for model in service.recovering:
         state: State = "failed" if service.volumes.trouble else "waiting"

@@ -1,6 +1,7 @@
 """The page, in a real browser."""
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,12 +185,19 @@ def test_all_is_in_sync_only_if_there_is_something(tmp_path: Path, opened: Open)
             wait_until_in_sync(service, "predictors", trainer.publish_all())
             page = opened(service.http)
             expect(page.locator(".cards .good")).to_have_text("all")
+            status = service.get_json("/status")
+            unowned = {"model": "lost", "head": None, "trouble": "no process has it"}
+            status["models"].append(status["models"][0] | unowned)
+            event = f"event: status\ndata: {json.dumps(status)}\n\n"
+            page.route("**/status", lambda route: route.fulfill(content_type="text/event-stream", body=event))
+            page.reload()
+            expect(page.locator(".cards .warn").first).to_have_text("not known of all")
 
 
 @pytest.mark.nightly
 def test_that_of_any_process_shows_all_of_them(tmp_path: Path, opened: Open) -> None:
     watcher = TokenRoles("watcher", token_digest("see"), (Grant(Role.READ),))
-    with LocalCluster(tmp_path, roles=Roles((watcher,))) as cluster:
+    with LocalCluster(tmp_path, roles=Roles((watcher,)), lease_seconds=4) as cluster:
         first, second = cluster.processes
         here, there = cluster.model(first, "desktop"), cluster.model(second, "mobile")
         for process in cluster.processes:
