@@ -141,8 +141,7 @@ class PublishOpen(_message.Message):
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Table]:
         """tables describes the tables of this run, the same on all ranks. At least one. Shards must cover these
         tables; a table of the model that the run no longer has stays as it is. In a later run a table may have more
-        rows than it had, and an embedding table of a run that named no kinds may be a parameter or a buffer; any other
-        difference is refused with FAILED_PRECONDITION.
+        rows than it had; any other difference is refused with FAILED_PRECONDITION.
         """
 
     @_builtins.property
@@ -272,9 +271,7 @@ Global___PartClose: _TypeAlias = PartClose  # noqa: Y015
 
 @_typing.final
 class WholePart(_message.Message):
-    """WholePart is a part whose rows fit one message: 1 MiB of ids and values. Only to a service of protocol 5 or later, see
-    PublishOpened.protocol.
-    """
+    """WholePart is a part whose rows fit one message: 1 MiB of ids and values."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -352,7 +349,6 @@ class PublishOpened(_message.Message):
     TABLES_FIELD_NUMBER: _builtins.int
     DELETES_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
-    PROTOCOL_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     continues: _builtins.bool
     """continues says whether this run continues the published history. If not, its next cut must be full. A
@@ -362,8 +358,6 @@ class PublishOpened(_message.Message):
     """reason says why, in words."""
     tables: _builtins.int
     """tables is how many tables were understood, as a check."""
-    protocol: _builtins.int
-    """protocol is the newest that the service understands; 0 where that is 4 or earlier."""
     since: _builtins.int
     """since is the version that the run goes on from where that is not the newest: messages with the rows published after
     it follow. Only to a rank that takes_changes. The next cut of the run must have all of them, as the run holds them
@@ -393,12 +387,11 @@ class PublishOpened(_message.Message):
         tables: _builtins.int = ...,
         deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
         wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
-        protocol: _builtins.int = ...,
         since: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "deletes", b"deletes", "head", b"head", "protocol", b"protocol", "reason", b"reason", "since", b"since", "tables", b"tables", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "deletes", b"deletes", "head", b"head", "reason", b"reason", "since", b"since", "tables", b"tables", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

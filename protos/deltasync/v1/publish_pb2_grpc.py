@@ -60,8 +60,7 @@ class PublishServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Wanted(self, request, context):
-        """Wanted names the rows that a rank is asked to publish again, for one that has published nothing for a while. From
-        protocol 6 on.
+        """Wanted names the rows that a rank is asked to publish again, for one that has published nothing for a while.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -121,7 +121,6 @@ class Ack(_message.Message):
 
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     APPLIED_FIELD_NUMBER: _builtins.int
-    CHECKSUMS_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     UNBOUND_FIELD_NUMBER: _builtins.int
@@ -158,10 +157,6 @@ class Ack(_message.Message):
         """
 
     @_builtins.property
-    def checksums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
-        """checksums are those that clients up to protocol 4 send; they are not looked at."""
-
-    @_builtins.property
     def sums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
         """sums are the checksums of the replica's tables at `applied`, of as many as it can tell. Where one differs from
         what the service expects, the position does not count as applied, and a release with the whole table follows.
@@ -183,7 +178,6 @@ class Ack(_message.Message):
         *,
         received_bytes: _builtins.int = ...,
         applied: _tables_pb2.Position | None = ...,
-        checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
         sums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
         wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
         unbound: _abc.Iterable[_builtins.int] | None = ...,
@@ -195,7 +189,7 @@ class Ack(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "checksums", b"checksums", "goodbye", b"goodbye", "read_again", b"read_again", "received_bytes", b"received_bytes", "rows_left", b"rows_left", "stopped", b"stopped", "sums", b"sums", "token", b"token", "unbound", b"unbound", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "goodbye", b"goodbye", "read_again", b"read_again", "received_bytes", b"received_bytes", "rows_left", b"rows_left", "stopped", b"stopped", "sums", b"sums", "token", b"token", "unbound", b"unbound", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -347,7 +341,6 @@ class ReleaseEnd(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
-    CHECKSUMS_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
     EVENT_TIME_UNIX_NS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
@@ -386,10 +379,6 @@ class ReleaseEnd(_message.Message):
         """
 
     @_builtins.property
-    def checksums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
-        """checksums are those that services up to protocol 4 send; they are not looked at."""
-
-    @_builtins.property
     def sums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
         """sums are the checksums of all tables once the release is applied. The first release of a stream may have no rows,
         and the position held: it asks the replica to show by its checksums that it holds that.
@@ -404,7 +393,6 @@ class ReleaseEnd(_message.Message):
         rows: _builtins.int = ...,
         version: _builtins.int = ...,
         whole: _abc.Iterable[_builtins.int] | None = ...,
-        checksums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
         sums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
         event_time_unix_ns: _builtins.int = ...,
         token: _builtins.int = ...,
@@ -413,7 +401,7 @@ class ReleaseEnd(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "checksums", b"checksums", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "sums", b"sums", "token", b"token", "version", b"version", "version_seal", b"version_seal", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_ns", b"behind_ns", "event_time_unix_ns", b"event_time_unix_ns", "position", b"position", "rows", b"rows", "step", b"step", "step_end_unix_ns", b"step_end_unix_ns", "sums", b"sums", "token", b"token", "version", b"version", "version_seal", b"version_seal", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -421,9 +409,7 @@ Global___ReleaseEnd: _TypeAlias = ReleaseEnd  # noqa: Y015
 
 @_typing.final
 class WholeRelease(_message.Message):
-    """WholeRelease is a release whose rows fit one message: 990,000 bytes of ids and values. Only to replicas of protocol 5 or
-    later.
-    """
+    """WholeRelease is a release whose rows fit one message: 990,000 bytes of ids and values."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -482,7 +468,7 @@ class Progress(_message.Message):
     """read_again asks the replica, if it is not 0, to read all rows that it holds again, and to answer with an ack of the
     same read_again. So that what else comes is not late, it may answer before it has read all, with what is left. Another
     number begins anew, and so does a new stream: the number of a question does not come again for a later one, whichever
-    process asks it. Only to replicas of protocol 7 or later.
+    process asks it.
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:

@@ -102,7 +102,7 @@ class _TableKind:
 class _TableKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TableKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TABLE_KIND_UNSPECIFIED: _TableKind.ValueType  # 0
-    """TABLE_KIND_UNSPECIFIED means embedding."""
+    """TABLE_KIND_UNSPECIFIED is refused."""
     TABLE_KIND_EMBEDDING: _TableKind.ValueType  # 1
     """TABLE_KIND_EMBEDDING is rows that are looked up by id."""
     TABLE_KIND_PARAMETER: _TableKind.ValueType  # 2
@@ -120,7 +120,7 @@ class TableKind(_TableKind, metaclass=_TableKindEnumTypeWrapper):
     """TableKind is what a table holds of a model. Only embedding tables are ranked, quantised and left for later."""
 
 TABLE_KIND_UNSPECIFIED: TableKind.ValueType  # 0
-"""TABLE_KIND_UNSPECIFIED means embedding."""
+"""TABLE_KIND_UNSPECIFIED is refused."""
 TABLE_KIND_EMBEDDING: TableKind.ValueType  # 1
 """TABLE_KIND_EMBEDDING is rows that are looked up by id."""
 TABLE_KIND_PARAMETER: TableKind.ValueType  # 2
@@ -187,7 +187,7 @@ class Table(_message.Message):
     value_type.
     """
     kind: Global___TableKind.ValueType
-    """kind is what it holds."""
+    """kind is what it holds. Required."""
     of: _builtins.str
     """of is the name of the embedding table that an id map, or id ranges, belong to; else empty."""
     def __init__(
@@ -300,12 +300,9 @@ class Checksum(_message.Message):
     slot: _builtins.int
     """slot is the index of the table in SubscribeOpened.tables."""
     sum: _builtins.int
-    """sum, in the fields named `sums`, is the sum over all rows i whose digest d(i) is not 0 of mix(d(i) + mix(i)),
+    """sum is the sum over all rows i whose digest d(i) is not 0 of mix(d(i) + mix(i)),
     modulo 2^64; see Rows.digests for d and mix. Digests are of rows as replicas hold them: decoded (in mode ids: of
     the norm; of rows made for a TBE: of each byte).
-    In fields of older protocols it is the sum over all rows i and columns j of w(i) * c(j) * bits(i, j), modulo 2^64,
-    where c(j) is mix(j + 2^60) | 1, w(i) is mix(i + 2^61) | 1, and bits are those of the value in the table's
-    value_type (in mode ids: of the norm; of rows made for a TBE: of each byte), taken as an unsigned number.
     """
     def __init__(
         self,
@@ -340,8 +337,8 @@ class Position(_message.Message):
     """
     seal: _builtins.int
     """seal is the checksum of the seal of that version or release, which is made of the one before it, and so on: two
-    that have the same have the same past, whatever was copied or put back meanwhile. 0 where it is not known, as in
-    messages of protocols before 6: then a position counts by its history and its number.
+    that have the same have the same past, whatever was copied or put back meanwhile. 0 where it is not known:
+    then a position counts by its history and its number.
     """
     def __init__(
         self,

@@ -22,7 +22,7 @@ from deltasync.status.overview import Overview, troubles
 from deltasync.status.readiness import Check, checks, not_ready
 from deltasync.status.sampler import Sampler
 from deltasync.storage.log_format import FORMAT as LOG_FORMAT
-from deltasync.wire.protocol import OLDEST_PROTOCOL, PROTOCOL
+from deltasync.wire.protocol import PROTOCOL
 
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": f"One; or, to whoever accepts {MEDIA_TYPE}, a stream.", "content": {MEDIA_TYPE: {}}}
@@ -34,8 +34,7 @@ _Verbose = Annotated[bool, Query(description="Say every check by name.")]
 class VersionInfo:
     """Which deltasync answers, and since when. `commit` is empty where it is not known.
 
-    `grpc` is where it answers gRPC, as it knows that itself. `formats` are those that it writes; of the protocol
-    also the oldest that it understands.
+    `grpc` is where it answers gRPC, as it knows that itself. `formats` are those that it reads and writes.
     """
 
     version: str
@@ -67,12 +66,7 @@ def overview_routes(service: Service, access: Access, answers: Answers, sampler:
     @router.get("/version")
     async def version() -> VersionInfo:
         """Which deltasync this is, and since when it runs."""
-        formats = {
-            "protocol": PROTOCOL,
-            "oldest_protocol": OLDEST_PROTOCOL,
-            "log": LOG_FORMAT,
-            "snapshot": SNAPSHOT_FORMAT,
-        }
+        formats = {"protocol": PROTOCOL, "log": LOG_FORMAT, "snapshot": SNAPSHOT_FORMAT}
         me, started = service.owners.me, utc(service.started_unix_ns)
         python = platform.python_version()
         return VersionInfo(built_version(), built_commit(), python, me.name, me.grpc, started, formats)

@@ -9,7 +9,6 @@ import grpc.aio
 from deltasync.api.answers import answer
 from deltasync.api.call_errors import abort
 from deltasync.api.caller import caller, current_call
-from deltasync.api.protocol import protocols_of
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotPermitted
 from deltasync.core.events import EventKind
 from deltasync.core.position import Position
@@ -21,7 +20,6 @@ from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.id_messages import changed_to_messages
 from deltasync.wire.messages import position_to_message
-from deltasync.wire.protocol import PROTOCOL, Protocols
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
@@ -38,8 +36,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
         """Answer one rank's stream."""
         stream, refusal = _RankStream(self._service), None
         try:
-            protocols = protocols_of(context)
-            await answer(context, stream.answers(request_iterator, protocols))
+            await answer(context, stream.answers(request_iterator))
         except DeltasyncError as error:
             refusal = error
             await abort(context, error)
@@ -69,7 +66,7 @@ class _RankStream:
         self._model = ""
 
     async def answers(
-        self, requests: AsyncIterator[publish_pb2.PublishRequest], protocols: Protocols
+        self, requests: AsyncIterator[publish_pb2.PublishRequest]
     ) -> AsyncGenerator[publish_pb2.PublishResponse, None]:
         """What there is to answer."""
         async for request in requests:
@@ -77,7 +74,7 @@ class _RankStream:
             if (kind == "open") != (self._session is None) or kind is None:
                 raise InvalidInput("a stream begins with one open message, then chunks and closes follow")
             if self._session is None:
-                session = await self._open(request.open, protocols)
+                session = await self._open(request.open)
                 yield _opened(session)
                 for message in _changed(session):
                     yield message
@@ -100,10 +97,10 @@ class _RankStream:
         elif refusal:
             self._service.events.emit(EventKind.PUBLISHER_REFUSED, error=refusal, model=self._model)
 
-    async def _open(self, message: publish_pb2.PublishOpen, protocols: Protocols) -> PublishSession:
+    async def _open(self, message: publish_pb2.PublishOpen) -> PublishSession:
         self._model = message.model
         check_counts(message, self._service.limits)
-        opening = await asyncio.to_thread(check_open, message, protocols, caller().name)
+        opening = await asyncio.to_thread(check_open, message, caller().name)
         self._service.limits.check("rows_per_table", max(table.rows for table in opening.tables))
         self._coordinator = await self._service.open_model(message.model)
         self._session = await open_session(self._coordinator, opening)
@@ -119,7 +116,6 @@ def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
         tables=len(session.tables),
         deletes=_deletes(session),
         wanted=_wanted(session.wanted),
-        protocol=PROTOCOL,
         since=session.changed.since if session.changed else 0,
     )
     return publish_pb2.PublishResponse(opened=opened)

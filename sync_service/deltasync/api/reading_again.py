@@ -7,18 +7,17 @@ import numpy as np
 from deltasync.api.acks import rows_of
 from deltasync.consumers.verification import Verification, Verified
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.core.errors import InvalidInput
 from deltasync.core.rows import Ids
 from deltasync.core.verified import MOST_NAMED, VerifiedStatus, VerifiedTable
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.protocol import READ_AGAIN_PROTOCOL, Protocols
 
 
 class ReadingAgain:
     """One stream's part in a replica's verification."""
 
-    def __init__(self, verification: Verification, protocols: Protocols) -> None:
-        self._verification, self._protocols = verification, protocols
+    def __init__(self, verification: Verification) -> None:
+        self._verification = verification
         self._told = 0  # The last question that the replica was asked here.
         self._goes_on = False
         self._version, self._checksums = 0, tuple[int, ...]()
@@ -28,10 +27,6 @@ class ReadingAgain:
     def due(self) -> int:
         """The number of what the replica is to be asked now; 0 if there is nothing."""
         number = self._verification.open
-        if number and self._protocols.newest < READ_AGAIN_PROTOCOL:
-            text = f"replicas read their rows again from protocol {READ_AGAIN_PROTOCOL} on; this one speaks"
-            self._verification.answer(number, Contradiction(f"{text} {self._protocols}: update it"))
-            return 0
         return number if self._goes_on or number > self._told else 0
 
     def ask(self, number: int, version: int, checksums: Sequence[int]) -> None:

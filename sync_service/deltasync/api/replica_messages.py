@@ -14,7 +14,6 @@ from deltasync.wire.messages import (
     mode_to_message,
     position_to_message,
 )
-from deltasync.wire.protocol import WHOLE_PROTOCOL
 from deltasync.wire.row_messages import fits_message
 
 
@@ -52,11 +51,9 @@ def no_news(
     return subscribe_pb2.SubscribeResponse(progress=progress)
 
 
-def goes_whole(release: FrozenRelease, budget: int, protocol: int) -> bool:
+def goes_whole(release: FrozenRelease, budget: int) -> bool:
     """Whether a release has rows, and so few that they go with its end, to a replica of such a budget."""
-    if protocol < WHOLE_PROTOCOL or release.nbytes > budget:
-        return False
-    return bool(release.chunks) and fits_message(release.nbytes)
+    return bool(release.chunks) and release.nbytes <= budget and fits_message(release.nbytes)
 
 
 def release_end(

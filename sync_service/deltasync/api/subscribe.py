@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from typing import Any, TypeAlias
 
 from deltasync.api.acks import check_ack, rows_of, unbound
@@ -10,7 +10,6 @@ from deltasync.api.caller import caller, current_call
 from deltasync.api.credit import Credit
 from deltasync.api.delivery_times import DeliveryTimes
 from deltasync.api.departure import StreamEnded, departure, superseded
-from deltasync.api.protocol import check_known
 from deltasync.api.reading_again import ReadingAgain
 from deltasync.api.replica_audit import ReplicaAudit
 from deltasync.api.replica_messages import goes_whole, no_news, opened, release_end
@@ -19,8 +18,8 @@ from deltasync.api.sent_releases import SentReleases
 from deltasync.consumers.consumer import Consumer, Replica, Rewind
 from deltasync.core.damage import ranges
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, ServiceUnavailable, Superseded
-from deltasync.core.events import EventKind, described
+from deltasync.core.errors import InvalidInput, NotFound, ServiceUnavailable, Superseded
+from deltasync.core.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids
 from deltasync.core.signals import first_of
@@ -30,7 +29,6 @@ from deltasync.feeds.frozen_release import FrozenRelease, Head
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import position_from_message, position_to_message
-from deltasync.wire.protocol import DELETES_PROTOCOL, Protocols
 from deltasync.wire.row_messages import whole_release
 
 _PROGRESS_SECONDS = 5.0
@@ -47,7 +45,7 @@ Responses: TypeAlias = AsyncGenerator[subscribe_pb2.SubscribeResponse | bytes, N
 class ReplicaStream:
     """One replica's stream, from its open to its end."""
 
-    def __init__(self, service: Service, message: subscribe_pb2.SubscribeOpen, protocols: Protocols) -> None:
+    def __init__(self, service: Service, message: subscribe_pb2.SubscribeOpen) -> None:
         self._service = service
         self._registry = service.registry
         self._consumer: Consumer = service.registry.get(message.consumer)
@@ -64,11 +62,10 @@ class ReplicaStream:
         self._under_way = SentReleases(self._replica)
         self._audit = ReplicaAudit(self._under_way)
         self._times = DeliveryTimes(self._consumer, guest=message.guest)
-        self._protocols = protocols
         self._token = 0  # The newest that the replica has sent.
         budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
         self._credit = Credit(min(budget, service.limits.options.outstanding_bytes))
-        self._reading_again = ReadingAgain(self._replica.verification, protocols)
+        self._reading_again = ReadingAgain(self._replica.verification)
         self._messages = 0  # That were sent.
         self._damaged = asyncio.Event()
         self._sending = Sending()
@@ -181,7 +178,6 @@ class ReplicaStream:
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
         self._check_current()  # It may have been replaced while the progress before was being sent.
-        self._check_known(self._feed.deliveries)
         deliveries = self._deliveries = list(self._feed.deliveries)
         self._limit = self._consumer.policy.ready_within_seconds
         # Only what the replica is known to hold may become its offset, not what it claims.
@@ -217,13 +213,13 @@ class ReplicaStream:
             return
         self._asked = True
         with self._sending.of(release):
-            if release.head and goes_whole(release, self._credit.budget, self._protocols.newest):
+            if release.head and goes_whole(release, self._credit.budget):
                 await self._take_credit(release.nbytes, release, acks)
                 end = self._end(release, release.head)
-                yield whole_release([chunk.sent(deletes=True)[0] for chunk in release.chunks], end)
+                yield whole_release([chunk.sent()[0] for chunk in release.chunks], end)
                 return
             for chunk in release.chunks:
-                message, size = chunk.sent(deletes=self._protocols.newest >= DELETES_PROTOCOL)
+                message, size = chunk.sent()
                 await self._take_credit(size, release, acks)
                 yield message
             if release.head:
@@ -349,14 +345,6 @@ class ReplicaStream:
     def _say(self, kind: EventKind, text: str) -> None:
         """Tell what happens to this replica."""
         self._service.events.emit(kind, text, consumer=self._consumer.name, replica=self._replica.name)
-
-    def _check_known(self, deliveries: Sequence[Delivery]) -> None:
-        """Check that the replica's client knows the types in which it would be sent rows."""
-        try:
-            check_known(deliveries, self._protocols)
-        except DeltasyncError as error:
-            self._say(EventKind.REPLICA_REFUSED, described(error))
-            raise
 
     def _check_deliveries(self) -> None:
         """Check that slots still mean the tables the replica was told of."""

@@ -8,13 +8,11 @@ import grpc.aio
 from deltasync.api.answers import answer
 from deltasync.api.call_errors import abort
 from deltasync.api.caller import caller
-from deltasync.api.protocol import protocols_of
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.core.events import EventKind
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
-from deltasync.wire.protocol import Protocols
 
 
 class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
@@ -30,8 +28,7 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
     ) -> None:
         """Answer one replica's stream."""
         try:
-            protocols = protocols_of(context)
-            stream = await self._open(request_iterator, protocols)
+            stream = await self._open(request_iterator)
             await answer(context, stream.run(request_iterator))
         except DeltasyncError as error:
             self._service.volumes.note(error)
@@ -44,16 +41,14 @@ class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
         self._service.registry.leave(request.consumer, request.replica, request.instance, caller().name)
         return subscribe_pb2.LeaveResponse()
 
-    async def _open(
-        self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest], protocols: Protocols
-    ) -> ReplicaStream:
+    async def _open(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> ReplicaStream:
         opening = subscribe_pb2.SubscribeOpen()
         try:
             first = await anext(requests, None)
             if first is None or first.WhichOneof("message") != "open":
                 raise InvalidInput("a stream begins with an open message")
             opening = first.open
-            return ReplicaStream(self._service, opening, protocols)
+            return ReplicaStream(self._service, opening)
         except DeltasyncError as error:
             named = {"consumer": opening.consumer, "replica": opening.replica}
             known = {name: value for name, value in named.items() if value}

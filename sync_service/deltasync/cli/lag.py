@@ -91,7 +91,7 @@ def _wrong(lines: list[dict[str, Any]]) -> list[str]:
     found = [
         f"replica {each['replica']} of {line['consumer']}: {each['reason']}"
         for line in lines
-        for each in line.get("wrong", [])  # A service of before lacks it.
+        for each in line["wrong"]
     ]
     more = len(found) - _MOST_WRONG
     return found[:_MOST_WRONG] + ([f"and {more} more: deltasync replicas list"] if more > 0 else [])

@@ -22,15 +22,11 @@ def lag_text(answer: Lag) -> str:
 def _facts(answer: Lag) -> list[tuple[str, str]]:
     facts = [("policy", Policy.from_dict(answer["policy"]).words)]
     facts += _release_facts(answer, answer["release"]) if answer["release"] else []
-    if (behind := answer.get("head_seconds_behind_events")) is not None:  # A service of before lacks it.
+    if (behind := answer["head_seconds_behind_events"]) is not None:
         facts.append(("events", _events(answer["lag"]["seconds_behind_events"], behind)))
     if answer["damages"]:
         facts.append(("damages", f"{counted(answer['damages'], 'table')} of replicas since the service started"))
-    facts += [
-        (f"replica {replica['replica']}", reason)
-        for replica in answer["replicas"]
-        if (reason := replica.get("reason"))  # A service of before lacks it.
-    ]
+    facts += [(f"replica {replica['replica']}", replica["reason"]) for replica in answer["replicas"]]
     return [(name, text) for name, text in facts if text]
 
 
@@ -80,16 +76,9 @@ def _columns(lines: list[Line]) -> list[str]:
     return [f"{line[0]!s:<{width}}" + "".join(f"{cell!s:>14}" for cell in line[1:]) for line in lines]
 
 
-def state_of(replica: Lag) -> str:
-    """The state of a replica, also as a service of before says it."""
-    before = "guest" if replica.get("guest") else "connected" if replica["connected"] else "away"
-    state: str = replica.get("state", before)
-    return state
-
-
 def _name(replica: Lag) -> str:
-    state = state_of(replica)
-    return replica["replica"] if state == "connected" else f"{replica['replica']} ({state})"
+    name, state = replica["replica"], replica["state"]
+    return f"{name}" if state == "connected" else f"{name} ({state})"
 
 
 def _numbers(lag: Lag) -> Line:

@@ -7,7 +7,6 @@ import click
 from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import http_options, service_options
-from deltasync.cli.lag_text import state_of
 from deltasync.cli.text_table import seconds, text_table
 from deltasync.cli.watching import as_json_text, json_option, show, watch_option
 from deltasync.client.admin import Admin
@@ -59,7 +58,7 @@ def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
     return (
         consumer,
         replica["replica"],
-        state_of(replica),
+        replica["state"],
         seconds(replica["since_seconds"]),
         replica["offset"],
         lag["versions"],

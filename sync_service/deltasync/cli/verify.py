@@ -73,7 +73,7 @@ def verify(
     why       which rows differ, and how many were left out
 
     The exit status is 0 if all are equal, and 3 if something differs, is not held or is not shown: a replica that
-    is away, goes meanwhile, or has an older client shows nothing.
+    is away or goes meanwhile shows nothing.
     """
     if (snapshot is not None) + (checkpoint is not None) + bool(replicas) > 1:
         raise click.UsageError("--replica, --snapshot and --checkpoint: give one of them")
@@ -106,10 +106,10 @@ def _of_replicas(service: Endpoint, consumer: str, names: Sequence[str], timeout
 
 def _fleet(service: Endpoint, consumer: str) -> dict[str, str]:
     """The replicas of a consumer, but for guests, and of each that is away since when and why."""
-    replicas = [each for each in fetch_lag(http_of(service), consumer)["replicas"] if not each.get("guest")]
+    replicas = [each for each in fetch_lag(http_of(service), consumer)["replicas"] if not each["guest"]]
     if not replicas:
         raise NotFound(f"consumer {consumer!r} has no replicas")
-    return {each["replica"]: "" if each["connected"] else each.get("reason") or "away" for each in replicas}
+    return {each["replica"]: "" if each["connected"] else each["reason"] or "away" for each in replicas}
 
 
 def _of_replica(service: Endpoint, consumer: str, name: str, timeout: float) -> list[dict[str, Any]]:

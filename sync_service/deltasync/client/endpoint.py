@@ -18,7 +18,7 @@ from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailab
 from deltasync.core.exposure import is_loopback
 from deltasync.core.owner import Owner
 from deltasync.wire.error_codes import from_rpc_error, of_connection
-from deltasync.wire.protocol import OURS, protocols_to_metadata
+from deltasync.wire.protocol import protocol_to_metadata
 
 _Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -198,7 +198,7 @@ class Endpoint:
         """
         self._check_secrecy()
         with _renewing():
-            metadata = (protocols_to_metadata(OURS), *self._rights().items())
+            metadata = (protocol_to_metadata(), *self._rights().items())
             channel = self._secure_channel() if self.tls else grpc.insecure_channel(self.address, _CHANNEL_OPTIONS)
         return grpc.intercept_channel(channel, _Calls(metadata, self.timeout_seconds))
 

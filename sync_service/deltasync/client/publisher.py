@@ -27,7 +27,6 @@ from deltasync.v1 import publish_pb2, tables_pb2
 from deltasync.wire.error_codes import is_final
 from deltasync.wire.id_messages import changed_from_message, joined
 from deltasync.wire.messages import position_from_message, position_to_message, shard_to_message, table_to_message
-from deltasync.wire.protocol import SEALS_PROTOCOL, WHOLE_PROTOCOL
 from deltasync.wire.row_messages import chunked, fits_message, part_chunk, serialized, whole_part
 
 logger = logging.getLogger(__name__)
@@ -288,9 +287,8 @@ class _Stream:
         return self._endpoint.error_of(self._call)
 
     def ask_wanted(self) -> Sequence[tables_pb2.WantedRows] | None:
-        """The rows that the service wants; None where nobody knows, or that service cannot be asked."""
-        known = self._opened is not None and self._opened.protocol >= SEALS_PROTOCOL
-        return ask_wanted(self._channel, self._message) if known else None
+        """The rows that the service wants; None where nobody knows."""
+        return ask_wanted(self._channel, self._message) if self._opened else None
 
     def begin(self, part: Part) -> None:
         """Begin to send a part that `send` is called with next, if the service has let this rank in."""
@@ -346,7 +344,7 @@ class _Stream:
     def _requests(self) -> Iterator[publish_pb2.PublishRequest | bytes]:
         yield publish_pb2.PublishRequest(open=self._message)
         while (part := self._parts.get()) is not None:
-            if self._opened and self._opened.protocol >= WHOLE_PROTOCOL and fits_message(part.nbytes):
+            if fits_message(part.nbytes):
                 yield whole_part(_pieces(part, self._slots), self._close(part))
             else:
                 yield from (part_chunk(part.step, *piece) for piece in _pieces(part, self._slots))

@@ -98,7 +98,7 @@ def _flat(state: Any, prefix: str) -> Iterator[tuple[str, Callable[[], torch.Ten
 
 def _position(states: Sequence[Mapping[str, Any]]) -> Position:
     """The earliest one of all ranks: what has changed after it includes what has after the others."""
-    positions = [Position(state["history"], state["version"], state.get("seal", 0)) for state in states]
+    positions = [Position(state["history"], state["version"], state["seal"]) for state in states]
     return min(positions, key=lambda each: each.number, default=NOWHERE)
 
 

@@ -135,7 +135,7 @@ def recorded_offsets(log: LogStore, consumer: str) -> dict[str, Replica]:
 def _recorded_replica(consumer: str, name: str, record: bytes) -> Replica:
     with reading(f"record {offset_name(consumer, name)}"):
         found = unpack_json(record)
-        position = Position(found["history"], found["version"], found.get("seal", 0))  # Earlier ones lack it.
+        position = Position(found["history"], found["version"], found["seal"])
         return Replica(name, position, found["acked_unix_ns"], has_held=True)
 
 

@@ -85,10 +85,9 @@ def joined(before: Pause | None, now: Pause) -> Pause:
 
 
 def pause_record(pause: Pause | None) -> dict[str, Any]:
-    """What the record of a consumer says of its pause: nothing where there is none, as those of before."""
+    """What the record of a consumer says of its pause: nothing where there is none."""
     if pause is None:
         return {}
-    # Services that know of no quarantine take a pause of just these fields.
     said = {"since_unix_ns": pause.since_unix_ns, "by": pause.by, "reason": pause.reason}
     return {"pause": said} | quarantine_record(pause.quarantine)
 

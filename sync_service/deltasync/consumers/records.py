@@ -1,7 +1,5 @@
 """Consumers as they are written down."""
 
-from typing import Any
-
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.offsets import recorded_offsets
 from deltasync.consumers.pause import pause_of_record
@@ -23,14 +21,6 @@ def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
     replicas = recorded_offsets(log, name)
     with reading(f"record consumer/{name}"):
         found = unpack_json(record)
-        policy = Policy.from_dict(found.get("policy", {}))
+        policy = Policy.from_dict(found["policy"])
         pause = pause_of_record(found)
         return Consumer(name, found["model"], found["created_unix_ns"], policy, replicas, pause=pause)
-
-
-def policy_record(policy: Policy) -> dict[str, Any]:
-    """A policy as it is written down: without a limit of readiness it opens with services that know of none."""
-    record = policy.as_dict()
-    if policy.ready_within_seconds is None:
-        del record["ready_within_seconds"]
-    return record

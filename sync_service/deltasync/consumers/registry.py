@@ -10,7 +10,7 @@ from deltasync.consumers.fleet import forgettable, may_leave
 from deltasync.consumers.offsets import OffsetLog, offset_name
 from deltasync.consumers.pause import ITSELF, Pause, joined, pause_record
 from deltasync.consumers.quarantine import Quarantine, extended, quarantine_of_record, quarantine_record
-from deltasync.consumers.records import policy_record, recorded_consumers
+from deltasync.consumers.records import recorded_consumers
 from deltasync.core.errors import (
     Contradiction,
     DeltasyncError,
@@ -371,7 +371,7 @@ class ConsumerRegistry:
 
     def _put_consumer(self, consumer: Consumer, policy: Policy, pause: Pause | None) -> Future[None]:
         created = consumer.created_unix_ns
-        record = {"model": consumer.model, "created_unix_ns": created, "policy": policy_record(policy)}
+        record = {"model": consumer.model, "created_unix_ns": created, "policy": policy.as_dict()}
         record |= pause_record(pause)
         return self._logs.of(consumer.model).put(f"consumer/{consumer.name}", pack_json(record))
 

@@ -15,7 +15,7 @@ class Seal:
     its run does not continue the published history: it has every row. `whole` are the tables of a full cut: rows
     that it does not name are deleted. `event_time_unix_ns` is the time of the newest event that the run had been
     trained on; None if no rank has said one. `checksum` is of the seal and of the one before it, and so of all
-    that came before: two histories that part have different ones from there on. 0 in seals of earlier versions.
+    that came before: two histories that part have different ones from there on.
     """
 
     version: int

@@ -26,15 +26,13 @@ def spec_record(spec: TableSpec) -> dict[str, Any]:
 
 def spec_of_record(record: Mapping[str, Any]) -> TableSpec:
     """What the table is that a record describes."""
-    kind = TableKind(record.get("kind", TableKind.EMBEDDING.value))  # Format 2 knew of no others.
+    kind = TableKind(record["kind"])
     dtype = np.dtype(record["dtype"])
     return TableSpec(record["name"], record["rows"], record["dim"], dtype, kind, record.get("of", ""))
 
 
 def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
     """What was written down that replicas are sent of a table, which is `spec`, or was before it has grown."""
-    spec = replace(
-        spec, rows=record.get("rows", spec.rows)
-    )  # Records of earlier versions lack it: none had grown.
+    spec = replace(spec, rows=record["rows"])
     value_type = ValueType(record["value_type"]) if record["value_type"] else None
     return Delivery(spec, value_type, Mode(record["mode"]))

@@ -69,11 +69,8 @@ class Chunk:
         message = release_chunk(slot, rows)
         return cls(slot, rows_in_chunk(message, rows), message)
 
-    def sent(self, *, deletes: bool) -> tuple[bytes, int]:
-        """The message, and its bytes of ids and values. Who does not know of `deletes` is sent rows of zeros."""
-        if self.rows.deleted and not deletes:
-            zeros = replace(self.rows, deleted=False)
-            return release_chunk(self.slot, zeros), zeros.nbytes
+    def sent(self) -> tuple[bytes, int]:
+        """The message, and its bytes of ids and values."""
         return self.message or release_chunk(self.slot, self.rows), self.rows.nbytes
 
 
@@ -116,7 +113,7 @@ class FrozenRelease:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ids and values, as they are sent to who knows of deletes."""
+        """Bytes of ids and values, as they are sent."""
         return sum(chunk.rows.nbytes for chunk in self.chunks)
 
 

@@ -4,10 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from deltasync.core.errors import Contradiction
-from deltasync.core.tables import TableKind, TableSpec
-
-# What those who know of no kinds publish as embedding tables.
-_DENSE = (TableKind.PARAMETER, TableKind.BUFFER)
+from deltasync.core.tables import TableSpec
 
 
 def changes(
@@ -15,9 +12,7 @@ def changes(
 ) -> list[TableSpec]:
     """The tables that are new, or are to be something else than they are, as they are to be.
 
-    In a later run a table may have more rows. One that is known as an embedding table, since a trainer that knew
-    of no kinds has published it, may turn out to be a parameter or a buffer, and stays that when such a trainer
-    publishes it again.
+    In a later run a table may have more rows.
 
     Args:
         model: the model's name.
@@ -36,24 +31,13 @@ def _wanted(model: str, known: TableSpec | None, announced: TableSpec, *, later_
     """What a table is to be."""
     if known is None or known == announced:
         return announced
-    kind = _kind(known.kind, announced.kind)
-    if kind and (known.rows == announced.rows or (later_run and known.rows < announced.rows)):
-        wanted = replace(announced, kind=kind)
-        if wanted == replace(known, rows=announced.rows, kind=kind):
-            return wanted
+    if later_run and known.rows < announced.rows and announced == replace(known, rows=announced.rows):
+        return announced
     raise Contradiction(
         f"table {announced.name!r} of model {model!r} is {_words(known, announced)}, the run has "
         f"{_words(announced, known)}: a table can get more rows in a later run, and change in nothing else; "
         "publish it under another model (SyncOptions(model=...), --model NAME), or under another table name"
     )
-
-
-def _kind(known: TableKind, announced: TableKind) -> TableKind | None:
-    """What a table holds that is known and announced as these; None if it cannot be both."""
-    if TableKind.EMBEDDING in (known, announced):
-        other = announced if known is TableKind.EMBEDDING else known
-        return other if other in (TableKind.EMBEDDING, *_DENSE) else None
-    return known if known is announced else None
 
 
 def _words(table: TableSpec, other: TableSpec) -> str:

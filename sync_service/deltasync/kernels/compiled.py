@@ -2,8 +2,9 @@
 
     @kernel(types.void(readable(types.int64, 1), ...))
 
-What is compiled is kept on disk: beside this source, or where that is read-only in the user's cache folder, or in
-`NUMBA_CACHE_DIR`. A signature that was not asked for is an error, not a compilation in the middle of a cut.
+Numba keeps what it compiles on disk: in `NUMBA_CACHE_DIR` if that is set, else beside this source, or where that is
+read-only in the user's cache folder. Another folder than that beside the source begins with what is there already,
+as in an image. A signature that was not asked for is an error, not a compilation in the middle of a cut.
 
 Numba compiles a function anew when its own file has changed, but not when another has of which it holds a part. So
 the names under which functions are kept have a stamp of all files of this room in them.
@@ -18,6 +19,7 @@ import pkgutil
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -83,29 +85,39 @@ class Kernel(Generic[P, R]):
 
     def _kept(self) -> Callable[P, R]:
         try:
-            return self._made(cache=True)
+            return self._made(keep=True)
         except Exception as error:  # noqa: BLE001  # no folder to write to, no room in it
             _warn(self.__name__, error)
-            return self._made(cache=False)
+            return self._made(keep=False)
 
-    def _made(self, *, cache: bool) -> Callable[P, R]:
+    def _made(self, *, keep: bool) -> Callable[P, R]:
         import numba
 
-        dispatcher: Any = numba.njit(**self._options)(self.function)
-        if cache:
-            _keep(dispatcher)
+        dispatcher: Any = numba.njit(cache=keep, **self._options)(self.function)
+        if keep:
+            beside = Path(self.function.__code__.co_filename).parent / "__pycache__"
+            _begin_with(beside, Path(dispatcher.stats.cache_path))
         link(self.function)
         for signature in self._signatures:
             dispatcher.compile(signature)
+        # Where several processes save at once, numba's index may name a file that has become another signature's.
+        if len(dispatcher.overloads) < len(self._signatures):
+            raise LookupError(f"{dispatcher.stats.cache_path} has the code of another signature")
         dispatcher.disable_compile()
         made: Callable[P, R] = dispatcher
         return made
 
 
-def _keep(dispatcher: Any) -> None:
-    from deltasync.kernels.code_cache import CodeCache
-
-    dispatcher._cache = CodeCache(dispatcher.py_func)
+@cache
+def _begin_with(beside: Path, folder: Path) -> None:
+    """Copy what was compiled beside the source, as in an image, into the folder where numba keeps it."""
+    if folder == beside:
+        return
+    try:
+        for file in beside.glob("*.nb[ic]"):
+            _copy_if_new(str(file), str(folder / file.name))
+    except OSError as error:
+        logger.warning("what is compiled in %s is compiled again: %s", beside, error)
 
 
 def _warn(name: str, error: Exception) -> None:
@@ -180,4 +192,6 @@ def keep_in(folder: Path) -> None:
 def _copy_if_new(source: str, target: str) -> None:
     """What was compiled here since, for another processor than the image's, is in files of the same names."""
     if not os.path.exists(target):
-        shutil.copy2(source, target)
+        partial = f"{target}.{os.getpid()}"
+        shutil.copy2(source, partial)
+        os.replace(partial, target)  # Other processes copy the same, or read it already.

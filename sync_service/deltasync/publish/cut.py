@@ -25,16 +25,15 @@ KEPT_BYTES = 32 << 20
 class RankPart:
     """One rank's share of a cut, as far as it has come.
 
-    `published` rows of each table were in earlier cuts. Of a rank that `knows_deletes`, a full part need not name
-    every row: the others are deleted. `missing` are rows that were published after the version that the rank goes
-    on from, and are to be in the part; None if it goes on from the newest one.
+    `published` rows of each table were in earlier cuts. A full part need not name every row: the others are
+    deleted. `missing` are rows that were published after the version that the rank goes on from, and are to be in
+    the part; None if it goes on from the newest one.
     """
 
     rank: int
     shards: list[Shard]
     must_be_full: bool
     published: Mapping[str, int] = field(default_factory=dict)
-    knows_deletes: bool = True
     missing: MissingRows | None = None
     layout: int = 0
     records: int = 0
@@ -116,11 +115,8 @@ class Cut:
         return [rows for _, part in sorted(self.parts.items()) for rows in part.kept]
 
     def announce(self, tables: list[TableSpec]) -> None:
-        """Note that a rank's run has these tables. Of two that say so, one may not know what kind a table is."""
-        known = self.tables
-        self.tables = known | {
-            table.name: table for table in tables if table.name not in known or not table.kind.ranked
-        }
+        """Note that a rank's run has these tables; all ranks of a run have the same."""
+        self.tables = self.tables | {table.name: table for table in tables if table.name not in self.tables}
 
     def begin(
         self,
@@ -128,11 +124,10 @@ class Cut:
         shards: list[Shard],
         *,
         must_be_full: bool,
-        knows_deletes: bool = True,
         missing: MissingRows | None = None,
     ) -> RankPart:
         """Begin a rank's part; one that was begun before is begun anew."""
-        part = self.parts[rank] = RankPart(rank, shards, must_be_full, self.published, knows_deletes, missing)
+        part = self.parts[rank] = RankPart(rank, shards, must_be_full, self.published, missing)
         return part
 
     def close(
@@ -293,8 +288,7 @@ class Cut:
 def _check_full(part: RankPart) -> None:
     for slot, shard in enumerate(part.shards):
         rows, kind = part.named_rows[slot], shard.table.kind
-        every = kind.complete or not part.knows_deletes
-        if rows > shard.rows or (every and rows < shard.rows):
+        if rows > shard.rows or (kind.complete and rows < shard.rows):
             raise InvalidInput(
                 f"rank {part.rank} closed a full part with {counted(rows, 'row')} of {kind.value} "
                 f"{shard.table.name!r}, but its shard has {shard.rows}"

@@ -11,7 +11,6 @@ from deltasync.core.words import counted
 from deltasync.publish.runs import Run
 from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import shards_from_open, table_from_message
-from deltasync.wire.protocol import DELETES_PROTOCOL, OURS, Protocols
 
 # What takes long of an open, one after the other: the event loop's own threads are for those who are in.
 OPENS = ThreadPoolExecutor(1, thread_name_prefix="opens")
@@ -27,7 +26,6 @@ class Opening:
     run: Run
     tables: list[TableSpec]
     shards: list[Shard]
-    knows_deletes: bool
 
 
 def check_counts(message: publish_pb2.PublishOpen, limits: Limits) -> None:
@@ -40,8 +38,8 @@ def check_counts(message: publish_pb2.PublishOpen, limits: Limits) -> None:
     limits.check("shards_per_open", len(message.shards))
 
 
-def check_open(message: publish_pb2.PublishOpen, protocols: Protocols = OURS, by: str | None = None) -> Opening:
-    """Check the message that opens a stream of a client that understands these protocols, of the identity `by`.
+def check_open(message: publish_pb2.PublishOpen, by: str | None = None) -> Opening:
+    """Check the message that opens a stream of a client of the identity `by`.
 
     Any thread.
 
@@ -50,8 +48,7 @@ def check_open(message: publish_pb2.PublishOpen, protocols: Protocols = OURS, by
     """
     check_name("model", message.model)
     tables = _checked_tables(message)
-    knows_deletes = protocols.newest >= DELETES_PROTOCOL
-    return Opening(message, _checked_run(message, by), tables, shards_from_open(message, tables), knows_deletes)
+    return Opening(message, _checked_run(message, by), tables, shards_from_open(message, tables))
 
 
 def _checked_run(message: publish_pb2.PublishOpen, by: str | None) -> Run:

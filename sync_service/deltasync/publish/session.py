@@ -73,7 +73,6 @@ class PublishSession:
         self._layout = layout
         self._claim = position_from_message(opening.message.continues)
         self._shards = opening.shards
-        self._knows_deletes = opening.knows_deletes
         self._part: tuple[OpenCut, RankPart] | None = None
         self._asked: IdsByTable = {}
         self.changed: ChangedRows | None = None
@@ -278,13 +277,7 @@ class PublishSession:
             decision = self.decision
             missing = self._missing(decision.since)
             open_cut.cut.announce(self.tables)
-            part = open_cut.cut.begin(
-                self.rank,
-                self._shards,
-                must_be_full=not decision.yes,
-                knows_deletes=self._knows_deletes,
-                missing=missing,
-            )
+            part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not decision.yes, missing=missing)
             self._part = (open_cut, part)
             dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
             layout = self._model.store.use_layout(self._layout, self._shards, open_cut.cut.version)

@@ -22,8 +22,7 @@ from deltasync.snapshots.place import SnapshotPlace
 from deltasync.storage.data_directory import BACKUP_MARKER, UNFINISHED_BACKUP
 from deltasync.storage.files import flush_folder
 
-FORMAT, SNAPSHOTS = 2, "snapshots"
-_PARTS = {SNAPSHOTS, "models", "log"}  # The last two are of format 1.
+FORMAT, SNAPSHOTS = 1, "snapshots"
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class BackupFolder:
             except BaseException:
                 self._marker.close()
                 raise
-            self._remove_parts()
+            self._remove_snapshots()
             (self._directory / SNAPSHOTS).mkdir()
             flush_folder(self._directory)
 
@@ -100,18 +99,17 @@ class BackupFolder:
     def abandon(self) -> None:
         """Have an empty folder: it may be on the service's own volume, and that be full."""
         (self._directory / BACKUP_MARKER).unlink(missing_ok=True)
-        self._remove_parts()
+        self._remove_snapshots()
         (self._directory / UNFINISHED_BACKUP).unlink(missing_ok=True)
         self._marker.close()
 
-    def _remove_parts(self) -> None:
-        for each in _PARTS:
-            shutil.rmtree(self._directory / each, ignore_errors=True)
+    def _remove_snapshots(self) -> None:
+        shutil.rmtree(self._directory / SNAPSHOTS, ignore_errors=True)
 
 
 def check_for_backup(directory: Path) -> None:
     """Check that a folder can take a backup, see `check_empty`: one that is not complete is replaced."""
-    check_empty(directory, UNFINISHED_BACKUP, _PARTS)
+    check_empty(directory, UNFINISHED_BACKUP, {SNAPSHOTS})
 
 
 def check_empty(directory: Path, marker: str, parts: Set[str], besides: Set[str] = frozenset()) -> None:
@@ -129,8 +127,8 @@ def check_empty(directory: Path, marker: str, parts: Set[str], besides: Set[str]
         raise InvalidInput(f"{directory} has something already: name a new or an empty folder")
 
 
-def read_marker(directory: Path) -> tuple[int, Mapping[str, Any]]:
-    """The format of a complete backup, and what its marker says.
+def read_marker(directory: Path) -> Backup:
+    """What the marker of a complete backup says.
 
     Raises:
         StorageFailed: it is not complete, is damaged, or a later version has made it.
@@ -148,18 +146,14 @@ def read_marker(directory: Path) -> tuple[int, Mapping[str, Any]]:
     try:
         found = json.loads(stored)
         if found["format"] > FORMAT:
-            text = f"{path} is of format {found['format']}, this version reads format {FORMAT}: update deltasync"
+            text = f"{path} is of format {found['format']}, this version reads {FORMAT}: update deltasync"
             raise StorageFailed(text)
         if found["digest"] != digest_of(found["content"]):
             raise ValueError("it has another digest than is written there")
-        return found["format"], found["content"]
+        content = found["content"]
+        return Backup(**{**content, "others": Piece(**content["others"])})
     except (KeyError, TypeError, ValueError) as error:
         raise StorageFailed(f"{path} is damaged ({error!r}): take another backup") from error
-
-
-def backup_of(content: Mapping[str, Any]) -> Backup:
-    """The backup of format 2 whose marker says this."""
-    return Backup(**{**content, "others": Piece(**content["others"])})
 
 
 def digest_of(content: Any) -> str:

@@ -35,8 +35,7 @@ def sound_upto(log: LogStore, model: str) -> tuple[int, str]:
 
 def follows(before: Seal, seal: Seal) -> bool:
     """Whether a seal comes right after another one, as its checksum says."""
-    chained = not seal.checksum or not before.checksum or seal.after(before).checksum == seal.checksum
-    return seal.version == before.version + 1 and chained
+    return seal.version == before.version + 1 and seal.after(before).checksum == seal.checksum
 
 
 def rows_upto(log: LogStore, model: str, first: int, last: int) -> tuple[int, str]:

@@ -96,8 +96,6 @@ def log_end(log: LogStore, model: str) -> LogEnd:
         StorageFailed: a record is damaged.
     """
     with reading(f"records of model {model!r}"):
-        seals = {
-            record.number: unpack_json(record.payload).get("checksum", 0) for record in log.read(f"seals/{model}")
-        }
+        seals = {record.number: unpack_json(record.payload)["checksum"] for record in log.read(f"seals/{model}")}
         found = log.items(f"model/{model}").get("")
         return LogEnd(seals, unpack_json(found)["flushed"] if found else 0)

@@ -13,7 +13,6 @@ from deltasync.core.position import next_epoch
 from deltasync.core.progress import Progress
 from deltasync.service.backup_folder import (
     SNAPSHOTS,
-    backup_of,
     check_empty,
     read_marker,
     storing,
@@ -24,7 +23,6 @@ from deltasync.snapshots.manifest import Manifest, Piece, unpack_manifest
 from deltasync.snapshots.packing import read_piece, unpack_small
 from deltasync.snapshots.place import SnapshotPlace
 from deltasync.snapshots.reading import models_of, snapshots_of
-from deltasync.storage.backup_1 import Backup1
 from deltasync.storage.data_directory import BACKUP_MARKER, UNFINISHED_BACKUP, UNFINISHED_LOG, lock_folder
 from deltasync.storage.files import flush_folder
 from deltasync.storage.lmdb_store import LmdbStore
@@ -103,7 +101,7 @@ def restore(source: str | Path, data_dir: Path) -> Restored:
     return Restored(models, found.bytes)
 
 
-def _found(source: str | Path) -> _Copies | Backup1:
+def _found(source: str | Path) -> _Copies:
     directory, is_url = Path(source), "://" in str(source)
     if is_url or (directory.exists() and not _is_backup(directory)):
         place = SnapshotPlace(str(source))
@@ -111,10 +109,7 @@ def _found(source: str | Path) -> _Copies | Backup1:
             return _Copies(place, [_newest(place, each) for each in models], _NOTHING)
         if is_url:
             raise StorageFailed(f"{source} has no snapshot of any model")
-    number, content = read_marker(directory)
-    if number == 1:
-        return Backup1.of(directory, content)
-    backup, place = backup_of(content), SnapshotPlace(str(directory / SNAPSHOTS))
+    backup, place = read_marker(directory), SnapshotPlace(str(directory / SNAPSHOTS))
     manifests = [unpack_manifest(each, place.get(each)) for each in backup.manifests.values()]
     return _Copies(place, manifests, backup.others)
 
@@ -135,18 +130,13 @@ def _check(data_dir: Path) -> None:
     check_empty(data_dir, UNFINISHED_LOG, {_MODELS}, besides={"lock"})
 
 
-def _restore(found: _Copies | Backup1, data_dir: Path) -> dict[str, int]:
+def _restore(found: _Copies, data_dir: Path) -> dict[str, int]:
     _begin(data_dir)
     progress = Progress(f"restoring {data_dir}", found.bytes, "bytes")
-    if isinstance(found, Backup1):
-        found.copy_into(data_dir, data_dir / UNFINISHED_LOG, progress)
     log = LmdbStore(LogOptions(directory=data_dir / UNFINISHED_LOG))
     try:
-        if isinstance(found, Backup1):
-            found.complete(log, data_dir)
-        else:
-            check_log(log, data_dir / _MODELS)
-            found.put_into(data_dir, log, progress)
+        check_log(log, data_dir / _MODELS)
+        found.put_into(data_dir, log, progress)
         models = begin_epoch(log)
     finally:
         log.close()

@@ -15,7 +15,7 @@ from deltasync.snapshots.packing import LogRecord, read_piece, table_blocks, unp
 from deltasync.snapshots.place import SnapshotPlace
 from deltasync.storage.log_format import write_again
 from deltasync.storage.log_store import LAST_NUMBER, LogStore
-from deltasync.storage.mapped_table import ALONE, INSIDE, MappedArrays, TableLayout
+from deltasync.storage.mapped_table import MappedArrays, TableLayout
 from deltasync.storage.model_records import TABLES_FOLDER, recorded_growth, table_record
 from deltasync.storage.records import pack_json, reading, unpack_json
 from deltasync.storage.table_files import TableFiles, flush, make_tables
@@ -33,7 +33,7 @@ def seals_of(place: SnapshotPlace, manifest: Manifest) -> dict[int, int]:
     """
     with reading(f"seals of snapshot {manifest.name}"):
         return {
-            number: unpack_json(payload).get("checksum", 0)
+            number: unpack_json(payload)["checksum"]
             for piece in manifest.seals
             for _, number, _, _, payload in unpack_records(read_piece(place, piece))
         }
@@ -106,7 +106,7 @@ def _tables(
             _fill(place, table, files)
     flush(made)
     pairs = zip(specs, layouts, made, strict=True)
-    return [table_record(folder, spec, MappedArrays(layout, files), grown) for spec, (layout, _), files in pairs]
+    return [table_record(spec, MappedArrays(layout, files), grown) for spec, (layout, _), files in pairs]
 
 
 def _layout(
@@ -132,9 +132,8 @@ def _view(
 
 def _placed(record: Mapping[str, Any], files: TableFiles) -> dict[str, Any]:
     offset = {} if files.place.offset is None else {"offset": files.place.offset}
-    alone = offset and files.mappings[0] is not files.mappings[2]
     kept = {name: value for name, value in record.items() if name != "offset"}
-    return kept | {"folder": files.place.folder.name, "tags": ALONE if alone else INSIDE} | offset
+    return kept | {"folder": files.place.folder.name} | offset
 
 
 def _fill(place: SnapshotPlace, table: SnapshotTable, files: TableFiles) -> None:

@@ -59,7 +59,7 @@ def check_data_directory(data_dir: Path) -> Checked:
     """Look at all that a data directory has, while no service uses it; none can meanwhile.
 
     Raises:
-        InvalidInput: it is none, or one that no service of this version has used.
+        InvalidInput: it is none, or one of another format.
         StorageFailed: a service uses it.
     """
     check_is_data_directory(data_dir)
@@ -92,10 +92,8 @@ class _Check:
         with closing(log):
             found = bytes(log.items("format").get("", b""))
             if found != b"%d" % FORMAT:
-                raise InvalidInput(
-                    f"{self._directory} is of format {found.decode(errors='replace') or 'none'}, and only "
-                    f"{FORMAT} can be checked: let a service of this version open it, or run fsck --mend"
-                )
+                text = f"{self._directory} is of format {found.decode(errors='replace') or 'none'}"
+                raise InvalidInput(f"{text}, this version reads {FORMAT}: update deltasync")
             self._try(self._records, log)
             self._try(self._all_models, log)
 
@@ -148,7 +146,7 @@ class _Check:
                     f"seals of versions {before.version + 1} to {seal.version - 1} of model {model!r} are missing"
                 )
                 self.problems.append(text)
-            elif seal.checksum and before.checksum and seal.after(before).checksum != seal.checksum:
+            elif seal.after(before).checksum != seal.checksum:
                 self.problems.append(
                     f"the seal of version {seal.version} of model {model!r} does not follow the one before"
                 )
@@ -197,7 +195,6 @@ class _Check:
                 return
             deliveries = [delivery_of_record(each, by_name[each["table"]].spec) for each in view["tables"]]
             places = [place_of_record(each, directory) for each in view["tables"]]
-            alone = [each.get("tags") != "inside" for each in view["tables"]]
             flushed, newest = view["flushed"], release["head"]["number"] if release else 0
             made_of = max(view["seen"], release["head"]["version"] if release else 0)
         if made_of > newest_version:
@@ -211,8 +208,8 @@ class _Check:
                 found[deliveries[each.part].spec.name].append(
                     np.array(unpack_rows(each.payload, lambda _: shards).ids)
                 )
-        for delivery, place, tags_alone in zip(deliveries, places, alone, strict=True):
-            arrays = view_arrays(delivery, tags_alone=tags_alone)
+        for delivery, place in zip(deliveries, places, strict=True):
+            arrays = view_arrays(delivery)
             self._used |= files_of(place, arrays)
             logged = ids_of(found, delivery.spec.name)
             held = delivery.encoded_spec

@@ -5,8 +5,8 @@ Two databases, whose keys LMDB keeps in order:
     records  stream, 0, number, part, index (big-endian)  ->  checksum + payload
     meta     name                                         ->  checksum + value
 
-A checksum is of key and payload, so that a record under another key is found like one that was changed. What LMDB
-itself writes around them has none: it is looked at when the log is opened, see `lmdb_pages`.
+A checksum is of key and payload, so that a record under another key is found like one that was changed. The pages
+that LMDB itself writes around them have none: LMDB reports what it finds wrong in them.
 
 One thread writes; it commits all that has gathered since its last commit together (group commit). It is not woken
 by what is patient.
@@ -26,11 +26,8 @@ import lmdb
 
 from deltasync.core.durations import Durations
 from deltasync.core.errors import StorageFailed
-from deltasync.storage import format_1
-from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.files import flush_folder, make_folder, writing
 from deltasync.storage.lmdb_errors import opening_failed, reading_failed, writing_failed
-from deltasync.storage.lmdb_pages import DamagedPages, MissingPages, check_pages
 from deltasync.storage.lmdb_records import address_of, damaged, key_of, with_checksum, without_checksum
 from deltasync.storage.log_store import LAST_NUMBER, LAST_PART, Buffer, LogFull, LogOptions, Record
 from deltasync.storage.records import name_of
@@ -59,7 +56,7 @@ class LmdbStore:
         queue: what was submitted and is not on disk yet.
 
     Raises:
-        StorageFailed: the file is not a log, is damaged, or cannot be brought to this version's format.
+        StorageFailed: the file is no log, or is damaged.
     """
 
     def __init__(self, options: LogOptions) -> None:
@@ -271,7 +268,6 @@ def _open(options: LogOptions) -> lmdb.Environment:
     directory = options.directory
     with ExitStack() as undo, writing(f"the log in {directory} cannot be opened", directory):
         make_folder(directory)
-        _check_pages(directory)
         _reserve_lock(directory / "lock.mdb")
         if not (file := directory / "data.mdb").exists() or not file.stat().st_size:
             # Where there was room for some of its heads alone, the next start would take it for a damaged one.
@@ -281,7 +277,6 @@ def _open(options: LogOptions) -> lmdb.Environment:
                 str(directory), map_size=options.max_bytes, max_dbs=4, max_readers=_MAX_READERS, readahead=False
             )
             undo.callback(env.close)
-            format_1.migrate(env, options.max_bytes)
             for database in (_RECORDS, _META):
                 env.open_db(database)
             flush_folder(directory)  # LMDB flushes its files, and not that they are there.
@@ -289,16 +284,6 @@ def _open(options: LogOptions) -> lmdb.Environment:
             raise opening_failed(error, directory) from error
         undo.pop_all()
     return env
-
-
-def _check_pages(directory: Path) -> None:
-    try:
-        check_pages(directory / "data.mdb")
-    except MissingPages as error:
-        text = "is cut off: pages are missing at the end of data.mdb"
-        raise StorageFailed(f"the log in {directory} {text}: {RESTORE}") from error
-    except DamagedPages as error:
-        raise StorageFailed(f"the log in {directory} cannot be opened (data.mdb: {error}): {RESTORE}") from error
 
 
 def _reserve_lock(path: Path) -> None:

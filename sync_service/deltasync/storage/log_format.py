@@ -9,9 +9,7 @@ from deltasync.storage.log_store import LogStore
 from deltasync.storage.made_files import has_models
 from deltasync.storage.records import reading
 
-FORMAT = 5
-# Of which a log holds nothing that this version reads in another way.
-_READ_AS_THEY_ARE = (2, 3, 4, FORMAT)
+FORMAT = 1
 _NAME = "format"
 # Streams that their owner reads as a whole at the start, by the small record that says that there is an owner.
 _READ_BY_OWNERS = {"seals": "model", "layouts": "model", "cuts": "model", "releases": "view", "heads": "view"}
@@ -32,14 +30,12 @@ def check_log(log: LogStore, models: Path) -> None:
         return
     with reading(f"record {_NAME}"):
         number = int(found or b"")
-    if number not in _READ_AS_THEY_ARE:
+    if number != FORMAT:
         raise StorageFailed(
-            f"the log is in format {number}, this service reads formats up to {FORMAT}: update the service, or "
-            "give it another --data-dir"
+            f"the log is of format {number}, this version reads {FORMAT}: update deltasync, or give it another "
+            "--data-dir"
         )
     _check_records(log)
-    if number != FORMAT:  # Now: a service of that format would not read what this one writes.
-        log.put(_NAME, b"%d" % FORMAT).result()
 
 
 def write_again(log: LogStore) -> Future[None]:

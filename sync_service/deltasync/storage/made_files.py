@@ -2,7 +2,7 @@
 
 models/MODEL/tables/...           files of tables
 models/MODEL/views/CONSUMER/...   likewise
-                       ... is     HASH/shared, HASH/TABLE-HASH.KIND, HASH/norms/TABLE-HASH.KIND, or without a HASH/
+                       ... is     HASH/shared, HASH/TABLE-HASH.KIND or HASH/norms/TABLE-HASH.KIND
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from pathlib import Path
 from deltasync.core.names import NAME_PATTERN
 
 _FOLDER_NAME = "[0-9a-f]{32}"
-_ARRAY = r"[^/]*-[0-9a-f]{16}\.(?:[0-9a-f]{16}\.)?(?:rows|stamps|tags|digests|squares|since)(?:\.new)?"
+_ARRAY = r"[^/]*-[0-9a-f]{16}\.(?:[0-9a-f]{16}\.)?(?:rows|stamps|tags|digests|squares|since)"
 # Of releases under way; a file system may not have files without a name.
 _UNDER_WAY = "tmp[a-z0-9_]{8}"
-_TABLE_FILE = f"(?:{_FOLDER_NAME}/)?(?:norms/)?(?:shared|{_ARRAY})|{_UNDER_WAY}"
-_TABLE_FOLDER = f"(?:{_FOLDER_NAME}/)?norms|{_FOLDER_NAME}"
+_TABLE_FILE = f"{_FOLDER_NAME}/(?:norms/)?(?:shared|{_ARRAY})|{_UNDER_WAY}"
+_TABLE_FOLDER = f"{_FOLDER_NAME}(?:/norms)?"
 _FILE_OF_TABLES, _FOLDER_OF_TABLES = re.compile(_TABLE_FILE), re.compile(_TABLE_FOLDER)
 _PLACE = f"{NAME_PATTERN}/(?:tables|views/{NAME_PATTERN})"
 _FILE = re.compile(f"{_PLACE}/(?:{_TABLE_FILE})|{NAME_PATTERN}/{_UNDER_WAY}")

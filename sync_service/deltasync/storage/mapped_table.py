@@ -14,11 +14,8 @@ from deltasync.core.digests import RowDigests, Squares
 from deltasync.core.rows import Ids
 from deltasync.core.stamps import StampedTable, has_norm
 from deltasync.core.tables import TableSpec
-from deltasync.storage.table_files import ArraySpec, Place, TableFiles, flush, make_anew
+from deltasync.storage.table_files import ArraySpec, TableFiles, flush
 
-# Where the tags of a small table are, as records say it: those of earlier versions had none.
-ALONE, INSIDE = "alone", "inside"
-_TAGS_SUFFIX = ".tags"
 # The arrays from here on are by segment.
 _FIRST_BY_SEGMENT = 3
 
@@ -31,13 +28,11 @@ class TableLayout:
         spec: the table.
         columns: where segments of its columns end, see `StampedTable`.
         normed: whether squared norms are kept.
-        tags_alone: whether tags have a file of their own in a small table, too: of tables that had none at first.
     """
 
     spec: TableSpec
     columns: tuple[int, ...]
     normed: bool
-    tags_alone: bool = False
 
     @classmethod
     def of(cls, spec: TableSpec, columns: Sequence[int] = (), *, normed: bool | None = None) -> "TableLayout":
@@ -50,7 +45,7 @@ class TableLayout:
         arrays = [
             ArraySpec(folder + file_of(self.spec, "rows"), self.spec.dtype, (rows, dim)),
             ArraySpec(folder + file_of(self.spec, "stamps"), np.dtype(np.int64), (rows,)),
-            ArraySpec(folder + file_of(self.spec, "tags"), np.dtype(np.uint16), (rows,), alone=self.tags_alone),
+            ArraySpec(folder + file_of(self.spec, "tags"), np.dtype(np.uint16), (rows,)),
             self._by_segment(folder, "digests", np.dtype(np.uint64), (rows, segments)),
         ]
         if self.normed:
@@ -66,7 +61,7 @@ class TableLayout:
         """An array whose shape changes with the segments: if there are several, it is alone."""
         if inner := self.columns[1:-1]:
             kind = f"{xxhash.xxh3_64_hexdigest(repr(inner).encode())}.{kind}"
-        return ArraySpec(folder + file_of(self.spec, kind), dtype, shape, alone=bool(inner), derived=True)
+        return ArraySpec(folder + file_of(self.spec, kind), dtype, shape, alone=bool(inner))
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +89,6 @@ class MappedArrays:
 class MappedTable(StampedTable):
     """A stamped table whose arrays are mapped from files.
 
-    Of files that older versions have written some are new: what is in them is found in the rows.
-
     Attributes:
         mapped: the arrays, as they may be flushed. Replaced whole: any thread may read it.
     """
@@ -108,9 +101,6 @@ class MappedTable(StampedTable):
         self._stale = list[ArraySpec]()
         rows, stamps, tags, digests, squares = self.mapped.plain()
         super().__init__(layout.spec, rows, stamps, digests, squares, layout.columns, tags)
-        if files.unnamed:
-            self.make_digests()
-            files.name()
 
     def layout_as(self, spec: TableSpec) -> TableLayout:
         """Its layout, if it is to be something else."""
@@ -171,7 +161,7 @@ class MappedTable(StampedTable):
             if self._split:  # Now: what is flushed before is what there was.
                 self._split.files.begin_with(before.files, _FIRST_BY_SEGMENT)
                 self.mapped = self._split
-                self._stale += [each for each in before.layout.arrays() if each.derived]
+                self._stale += before.layout.arrays()[_FIRST_BY_SEGMENT:]
         finally:
             self._split, self._written = None, self.mapped.files
 
@@ -204,19 +194,6 @@ class MappedTable(StampedTable):
             if each.file not in files:  # Room may have been made before a split, and be used after it.
                 named.files.remove(each)
             self._stale.remove(each)
-
-
-def have_tags(place: Place, arrays: Sequence[ArraySpec], recorded: str | None) -> bool:
-    """Whether the files of a table that is to be opened have its tags, of which the table's record says where they
-    are. If not, there are files for them now, all zero.
-
-    Raises:
-        StorageFailed: there is no room.
-    """
-    for each in () if recorded else arrays:
-        if each.file.endswith(_TAGS_SUFFIX):
-            make_anew(place, each)
-    return bool(recorded)
 
 
 def file_of(table: TableSpec, kind: str) -> str:

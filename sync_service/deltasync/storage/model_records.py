@@ -8,12 +8,11 @@ from typing import Any
 from deltasync.core.table_records import spec_of_record, spec_record
 from deltasync.core.tables import TableSpec
 from deltasync.storage.log_store import LogStore
-from deltasync.storage.mapped_table import ALONE, INSIDE, MappedArrays, TableLayout
+from deltasync.storage.mapped_table import MappedArrays, TableLayout
 from deltasync.storage.records import reading, unpack_json
 from deltasync.storage.table_files import ArraySpecs, Place
 
 TABLES_FOLDER = "tables"  # In the model's.
-TAGS = "tags"
 _GROWN, _COLUMNS = "grown_from", "columns"
 # Where a table's arrays are, and how many of its rows, where it has moved to a larger place since the last flush.
 _FOLDER, _OFFSET, _ROWS = "folder", "offset", "flushed_rows"
@@ -32,19 +31,15 @@ def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
     return models
 
 
-def table_record(
-    folder: Path, spec: TableSpec, mapped: MappedArrays, grown_from: Mapping[str, int]
-) -> dict[str, Any]:
-    """The record of a table in a folder of tables; `grown_from` is how many rows tables had before they grew."""
+def table_record(spec: TableSpec, mapped: MappedArrays, grown_from: Mapping[str, int]) -> dict[str, Any]:
+    """The record of a table; `grown_from` is how many rows tables had before they grew."""
     grown = {_GROWN: grown_from[spec.name]} if spec.name in grown_from else {}
-    return spec_record(spec) | _place_record(folder, spec, mapped) | grown
+    return spec_record(spec) | _place_record(spec, mapped) | grown
 
 
-def _place_record(folder: Path, spec: TableSpec, mapped: MappedArrays) -> dict[str, Any]:
-    """Where a table is. What earlier versions have made, in files of its own beside all others, has none."""
+def _place_record(spec: TableSpec, mapped: MappedArrays) -> dict[str, Any]:
     place, layout = mapped.files.place, mapped.layout
-    record: dict[str, Any] = {} if place.folder == folder else {_FOLDER: place.folder.name}
-    record |= {TAGS: ALONE if layout.tags_alone else INSIDE}
+    record: dict[str, Any] = {_FOLDER: place.folder.name}
     record |= {_COLUMNS: list(layout.columns)} if len(layout.columns) > 2 else {}
     if place.offset is not None:
         record |= {_OFFSET: place.offset} | ({_ROWS: layout.spec.rows} if layout.spec.rows < spec.rows else {})
@@ -59,13 +54,12 @@ def recorded_growth(record: Mapping[str, Any]) -> dict[str, int]:
 def flushed_layout(record: Mapping[str, Any]) -> TableLayout:
     """What arrays a table had when it was last flushed, as its record says."""
     spec = spec_of_record(record)
-    layout = TableLayout.of(replace(spec, rows=record.get(_ROWS, spec.rows)), record.get(_COLUMNS, ()))
-    return replace(layout, tags_alone=record.get(TAGS) != INSIDE)
+    return TableLayout.of(replace(spec, rows=record.get(_ROWS, spec.rows)), record.get(_COLUMNS, ()))
 
 
 def recorded_place(folder: Path, record: Mapping[str, Any]) -> Place:
     """Where a table is in a folder of tables, as its record says."""
-    return Place(folder / record.get(_FOLDER, ""), record.get(_OFFSET))
+    return Place(folder / record[_FOLDER], record.get(_OFFSET))
 
 
 def recorded_files(directory: Path, record: Mapping[str, Any]) -> list[tuple[Place, ArraySpecs]]:

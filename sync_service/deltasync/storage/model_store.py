@@ -26,10 +26,9 @@ from deltasync.core.words import counted
 from deltasync.storage.data_directory import RESTORE
 from deltasync.storage.layouts import Layouts, LayoutUse
 from deltasync.storage.log_store import LogFull, LogStore
-from deltasync.storage.mapped_table import MappedArrays, MappedTable, TableLayout, have_tags
+from deltasync.storage.mapped_table import MappedArrays, MappedTable, TableLayout
 from deltasync.storage.model_records import (
     TABLES_FOLDER,
-    TAGS,
     flushed_layout,
     recorded_growth,
     recorded_place,
@@ -107,21 +106,15 @@ class ModelStore:
             self.removed = record.get("removed", {})
         self._described_flushed = self.flushed
         pairs = [(place, layout.arrays()) for place, layout in zip(places, layouts, strict=True)]
-        tagged = [have_tags(*pair, each.get(TAGS)) for pair, each in zip(pairs, tables, strict=True)]
         progress = Progress(f"model {self._model!r}: opening tables", sum(each.spec.rows for each in layouts))
         files = open_tables(pairs)
-        for layout, each, has_tags in zip(layouts, files, tagged, strict=True):
+        for layout, each in zip(layouts, files, strict=True):
             self.tables.append(self._table(layout, each))
-            if not has_tags:
-                self.tables[-1].make_tags()
             progress.add(layout.spec.rows)
         self._flushed = {table.spec.name: table.mapped for table in self.tables}
         remove_left_behind(self._folder, files)
         self._move_again()
         self.table_bytes = sum(table.mapped.layout.nbytes for table in self.tables)
-        if not all(tagged):  # Once: what is damaged later is to be found.
-            flush(each.files for each in self._flushed.values())
-            self._describe()
         self._layouts.recover()
 
     def remove_unused(self) -> None:
@@ -201,7 +194,7 @@ class ModelStore:
 
     def _stale(self, specs: Sequence[TableSpec], published: Mapping[str, int]) -> set[str]:
         """Names of tables that are there, are to be something else, and were never published: of a cut that was
-        given up as its tables were made, or of an open, which made them in earlier versions.
+        given up as its tables were made.
         """
         wanted = {each.name: each for each in specs}
         there = (table.spec for table in self.tables if not published.get(table.spec.name))
@@ -378,7 +371,7 @@ class ModelStore:
             record = {
                 "history": self.history,
                 "flushed": flushed,
-                "tables": [table_record(self._folder, spec, places[name], grown) for name, spec in every.items()],
+                "tables": [table_record(spec, places[name], grown) for name, spec in every.items()],
             }
             record |= {"removed": every_removed} if every_removed else {}
             self._log.put(f"model/{self._model}", pack_json(record)).result()

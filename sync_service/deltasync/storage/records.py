@@ -20,7 +20,7 @@ from deltasync.storage.log_store import Buffer
 
 # Records of rows: format, kind, columns, slot, number of rows, layout; then the columns, one after the other.
 _HEADER = struct.Struct("<BBHIQQ")
-FORMAT = 2
+FORMAT = 1
 _ROWS = 1  # The one kind there is.
 VALUES, NORMS = 1, 2  # Columns beside the ids.
 DELETED = 4  # Instead of values.
@@ -104,15 +104,15 @@ def seal_of_record(record: Mapping[str, Any]) -> Seal:
         log_bytes=record["log_bytes"],
         step_end_unix_ns=record["step_end_unix_ns"],
         sealed_unix_ns=record["sealed_unix_ns"],
-        resync=record.get("resync", False),  # Seals of earlier versions lack these.
-        whole=tuple(record.get("whole", ())),
+        resync=record["resync"],
+        whole=tuple(record["whole"]),
         event_time_unix_ns=record.get("event_time_unix_ns"),
-        checksum=record.get("checksum", 0),
+        checksum=record["checksum"],
     )
 
 
 def event_time_record(event_time_unix_ns: int | None) -> dict[str, int]:
-    """What a record says of the newest event: nothing where it is not known, as those of earlier versions."""
+    """What a record says of the newest event: nothing where it is not known."""
     return {} if event_time_unix_ns is None else {"event_time_unix_ns": event_time_unix_ns}
 
 
@@ -214,6 +214,6 @@ class _Columns:
 def _check_known(what: str, found: int, known: int) -> None:
     if found != known:
         raise StorageFailed(
-            f"the log has rows of {what} {found}, this service reads {what} {known}: update the service, or give "
-            "it another --data-dir"
+            f"the log has rows of {what} {found}, this version reads {known}: update deltasync, or give it "
+            "another --data-dir"
         )

@@ -51,7 +51,7 @@ def remove_unpublished(log: LogStore, directory: Path) -> list[str]:
     """Remove what is left of models of which no version was ever sealed: their names. Before any model is read.
 
     Of a first cut that was under way when its process ended the log has rows, and perhaps there are tables that
-    had just been made for it. Earlier versions of the service have made them as soon as a rank opened. Blocks.
+    had just been made for it. Blocks.
 
     Args:
         log: the log.

@@ -25,7 +25,7 @@ from deltasync.core.rows import Ids
 from deltasync.kernels import touched as kernels
 from deltasync.kernels.touched import Bytes, Marks
 from deltasync.storage.data_directory import RESTORE
-from deltasync.storage.files import allocate, extend, flush_folder, make_folder, writing
+from deltasync.storage.files import allocate, extend, make_folder, writing
 from deltasync.storage.mapping import Mapping, TouchedArray, map_file
 from deltasync.storage.touched import MAX_ARRAYS, Touched
 
@@ -46,14 +46,12 @@ class ArraySpec:
         dtype: of its values.
         shape: the first number is that of the table's rows.
         alone: whether it has a file of its own, also in a small table.
-        derived: whether it can be made of the others. Older versions did not keep it.
     """
 
     file: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     alone: bool = False
-    derived: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +83,6 @@ class TableFiles:
         mappings: of each.
         touched: what was written and is not flushed.
         first: the bit of the first of the arrays in it.
-        unnamed: files of derived arrays that were made now, and are to be filled.
     """
 
     place: Place
@@ -93,26 +90,18 @@ class TableFiles:
     mappings: tuple[Mapping, ...]
     touched: Touched
     first: int = 0
-    unnamed: tuple[Path, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        place: Place,
-        arrays: Sequence[NDArray[Any]],
-        mappings: Sequence[Mapping],
-        unnamed: Sequence[Path] = (),
-    ) -> "TableFiles":
+    def of(cls, place: Place, arrays: Sequence[NDArray[Any]], mappings: Sequence[Mapping]) -> "TableFiles":
         """All of a table's arrays, of which nothing was written."""
         # By the first: blocks are the same, whatever segments the others have.
         touched = Touched(len(arrays[0]), _row_bytes(arrays[0]))
-        return cls(place, tuple(arrays), tuple(mappings), touched, unnamed=tuple(unnamed))
+        return cls(place, tuple(arrays), tuple(mappings), touched)
 
     def part(self, start: int, end: int) -> "TableFiles":
         """Some of the arrays."""
-        mappings = self.mappings[start:end]
-        unnamed = tuple(path for path in self.unnamed if any(path == Path(each.name) for each in mappings))
-        return TableFiles(self.place, self.arrays[start:end], mappings, self.touched, self.first + start, unnamed)
+        arrays, mappings = self.arrays[start:end], self.mappings[start:end]
+        return TableFiles(self.place, arrays, mappings, self.touched, self.first + start)
 
     def touch(self, ids: Ids | None, arrays: int) -> None:
         """Note that rows were written: these ids ([n]), or else all. Of the arrays the first is bit 0."""
@@ -121,22 +110,6 @@ class TableFiles:
             self.touched.note_all(bits)
         else:
             self.touched.note(ids, bits)
-
-    def name(self) -> None:
-        """Have the files that were made now, and are filled, from here on.
-
-        Raises:
-            StorageFailed: the disk refused them.
-        """
-        flush([self])
-        with writing(f"{self.place.folder} cannot be written", self.place.folder):
-            for path in self.unnamed:
-                path.rename(path.with_suffix(""))
-            for mapping in self.mappings:
-                if Path(mapping.name) in self.unnamed:
-                    mapping.name = str(Path(mapping.name).with_suffix(""))
-            for folder in {path.parent for path in self.unnamed}:
-                flush_folder(folder)
 
     def with_others(self, arrays: ArraySpecs, start: int) -> "TableFiles":
         """With other arrays from array `start` on: in new files of their own, all zero.
@@ -320,22 +293,9 @@ def _opened_one(place: Place, arrays: ArraySpecs, shared: Mapping | None, map_pa
 
 def _opened_alone(place: Place, arrays: ArraySpecs, map_path: Map) -> TableFiles:
     """Arrays in files of their own."""
-    paths, unnamed = [place.folder / each.file for each in arrays], list[Path]()
-    # All or none: a process may have ended while they were made.
-    if any(each.derived and not path.exists() for each, path in zip(arrays, paths, strict=True)):
-        paths = [_unnamed(path) if each.derived else path for each, path in zip(arrays, paths, strict=True)]
-        unnamed = [path for each, path in zip(arrays, paths, strict=True) if each.derived]
-    for each, path in zip(arrays, paths, strict=True):
-        if path in unnamed:
-            path.unlink(missing_ok=True)
-            allocate(path, each.nbytes)
-    mappings = [_map(path, each.nbytes, map_path) for path, each in zip(paths, arrays, strict=True)]
+    mappings = [_map(place.folder / each.file, each.nbytes, map_path) for each in arrays]
     found = [m.array(each.dtype, each.shape) for m, each in zip(mappings, arrays, strict=True)]
-    return TableFiles.of(place, found, mappings, unnamed)
-
-
-def _unnamed(path: Path) -> Path:
-    return path.with_name(path.name + ".new")
+    return TableFiles.of(place, found, mappings)
 
 
 def _map(path: Path, size: int, map_path: Map) -> Mapping:

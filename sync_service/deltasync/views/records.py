@@ -7,7 +7,6 @@ from typing import Any
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.statistics import Amount, ReleaseStatistics
 from deltasync.storage.log_store import LogStore
-from deltasync.storage.mapped_table import ALONE, INSIDE
 from deltasync.storage.records import event_time_record, reading, unpack_json
 from deltasync.storage.table_files import Place
 from deltasync.views.table import ViewTable
@@ -76,8 +75,8 @@ def head_of_record(record: Mapping[str, Any]) -> Head:
         version=record["version"],
         step=record["step"],
         step_end_unix_ns=record["step_end_unix_ns"],
-        event_time_unix_ns=record.get("event_time_unix_ns"),  # Heads of earlier versions lack these.
-        seal=record.get("seal", 0),
+        event_time_unix_ns=record.get("event_time_unix_ns"),
+        seal=record["seal"],
     )
 
 
@@ -119,7 +118,6 @@ def table_record(table: ViewTable) -> dict[str, Any]:
         "mode": table.delivery.mode.value,
         "folder": place.folder.name,
         "rows": table.delivery.spec.rows,
-        "tags": ALONE if table.tags_alone else INSIDE,
     }
     record |= {"replaces": table.sent.removed_before} if table.sent.removed_before else {}
     record |= {"removed_before": table.source.removed_before} if table.source.removed_before else {}

@@ -22,7 +22,7 @@ from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
 from deltasync.feeds.statistics import Backlog, ReleaseStatistics
 from deltasync.storage.log_store import LAST_NUMBER, LogFull
-from deltasync.storage.mapped_table import INSIDE, MappedTable, have_tags
+from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.pin import Pin
 from deltasync.storage.records import (
     name_of,
@@ -290,7 +290,7 @@ class ViewStore:
             history, forked = record["history"], record["forked"]
             self._flushed, compared_version = record["flushed"], record["seen"]
             mixed = record.get("mixed", False)
-            tables, tagged = self._open_tables(record["tables"])
+            tables = self._open_tables(record["tables"])
         newest, model_version = self._recover_release(), self._model.position.number
         if (version := max(compared_version, newest.head.version if newest else 0)) > model_version:
             raise StorageFailed(f"it is made of version {version}, and the model's newest one is {model_version}")
@@ -298,9 +298,6 @@ class ViewStore:
         self._replay(tables, newest.head.number if newest else 0)
         mixed = bool(mixed and newest and newest.head.number == self._flushed)
         self.state = ViewState(tables=tables, newest=newest, compared_version=compared_version, mixed=mixed)
-        if not tagged:  # Once: what is damaged later is to be found.
-            flush(table.files for table in tables)
-            self._write_view(self.state, self._flushed)
         for table in tables:
             table.retag(newest.head.number if newest else 0)
             table.check_marks(model_version)
@@ -308,24 +305,16 @@ class ViewStore:
             self.history.add(newest.head, -FOREVER_NS)
         remove_left_behind(self._directory, [table.files for table in tables])
 
-    def _open_tables(self, records: Sequence[Mapping[str, Any]]) -> tuple[tuple[ViewTable, ...], bool]:
-        """The tables, and whether all had tags, which are made where there are none."""
+    def _open_tables(self, records: Sequence[Mapping[str, Any]]) -> tuple[ViewTable, ...]:
         sources = self._sources(records)
         deliveries = [delivery_of_record(each, source.spec) for each, source in zip(records, sources, strict=True)]
         places = [place_of_record(each, self._directory) for each in records]
-        arrays = [
-            view_arrays(delivery, tags_alone=each.get("tags") != INSIDE)
-            for delivery, each in zip(deliveries, records, strict=True)
-        ]
-        pairs = list(zip(places, arrays, strict=True))
-        tagged = [have_tags(*pair, each.get("tags")) for pair, each in zip(pairs, records, strict=True)]
-        files = open_tables(pairs)
+        arrays = [view_arrays(delivery) for delivery in deliveries]
+        files = open_tables(list(zip(places, arrays, strict=True)))
         tables = tuple(ViewTable(*each) for each in zip(sources, deliveries, files, strict=True))
-        for table, each, has_tags in zip(tables, records, tagged, strict=True):
+        for table, each in zip(tables, records, strict=True):
             table.sent.removed_before = each.get("replaces", 0)
-            for mapped in table.mapped if not has_tags else ():
-                mapped.make_tags()
-        return tables, all(tagged)
+        return tables
 
     def _sources(self, records: Sequence[Mapping[str, Any]]) -> list[MappedTable]:
         by_name = {table.spec.name: table for table in self._model.tables}
@@ -354,9 +343,7 @@ class ViewStore:
             table.find_marked()
 
     def _heads_before(self, newest: Head) -> list[Head]:
-        """The heads of releases before the newest one, oldest first, back to where the chain of seals breaks off:
-        what an earlier version of the service has released has none.
-        """
+        """The heads of releases before the newest one, oldest first, back to where the chain of seals breaks off."""
         records = {}
         for each in self._log.read(self._heads, last=newest.number):
             with reading(name_of(self._heads, each.number)):

@@ -22,7 +22,6 @@ from deltasync.views.dirty_set import DirtySet, Findings, Floats
 
 _MARK_TYPE = np.dtype(np.int64)
 _NO_IDS = np.zeros(0, np.int64)
-_TAGS = 2  # Which of a table's arrays these are.
 
 
 class EncodedTable(MappedTable):
@@ -316,11 +315,6 @@ class ViewTable:
         return min(rows, rows - clean.rows + clean.after(number) + changed)
 
     @property
-    def tags_alone(self) -> bool:
-        """Whether its tags have files of their own, though it is small."""
-        return self.files.mappings[0] is not self.files.mappings[_TAGS] and self.files.place.offset is not None
-
-    @property
     def mapped(self) -> list[MappedTable]:
         """What is held, and what is sent where that is something else."""
         return [self.held] if self.sent is self.held else [self.held, self.sent]
@@ -355,11 +349,11 @@ class ViewTable:
         return distances(self.source.rows_of(ids), np.zeros(1, self.source.spec.dtype))
 
 
-def view_arrays(delivery: Delivery, *, tags_alone: bool = False) -> list[ArraySpec]:
-    """The arrays of a table of a view; `tags_alone` as in `TableLayout`."""
+def view_arrays(delivery: Delivery) -> list[ArraySpec]:
+    """The arrays of a table of a view."""
     layouts = [(_held_layout(delivery), "")]
     layouts += [(_wire_layout(delivery), "norms/")] if delivery.mode is Mode.IDS else []
-    arrays = [each for layout, folder in layouts for each in replace(layout, tags_alone=tags_alone).arrays(folder)]
+    arrays = [each for layout, folder in layouts for each in layout.arrays(folder)]
     return [*arrays, ArraySpec(file_of(delivery.spec, "since"), _MARK_TYPE, (delivery.spec.rows,))]
 
 

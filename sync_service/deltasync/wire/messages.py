@@ -34,8 +34,7 @@ def table_from_message(message: tables_pb2.Table) -> TableSpec:
     if message.value_type not in _DTYPES:
         known = ", ".join(f"{number} ({dtype})" for number, dtype in _DTYPES.items())
         raise InvalidInput(f"table {message.name!r}: value type {message.value_type}, expected one of {known}")
-    # Those who know of no kinds publish parameters as they do embedding tables.
-    kind = _member(TableKind, message.kind, "kind of table") if message.kind else TableKind.EMBEDDING
+    kind = _member(TableKind, message.kind, "kind of table")
     return TableSpec(message.name, message.rows, message.dim, _DTYPES[message.value_type], kind, message.of)
 
 

@@ -47,6 +47,6 @@ def check_format(what: str, found: Any, newest: int) -> None:
     check_whole(f"{what}: format", found)
     if found > newest:
         raise InvalidInput(
-            f"{what} has format {found}, this deltasync reads formats up to {newest}: update deltasync, "
-            f"or start without it and publish every row anew"
+            f"{what} is of format {found}, this version reads {newest}: update deltasync, or start without it and "
+            "publish every row anew"
         )

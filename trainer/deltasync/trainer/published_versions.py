@@ -47,7 +47,7 @@ class PublishedVersions:
         """The versions that all ranks of a checkpoint know, by the clock of a tracker that has loaded it.
 
         Args:
-            states: `DeltaSync.state_dict` of each rank; those of earlier formats know none.
+            states: `DeltaSync.state_dict` of each rank.
         """
         clock = max(int(state["tracker"]["clock"]) for state in states)
         known = [_cursors(state, clock - int(state["tracker"]["clock"])) for state in states]
@@ -61,7 +61,6 @@ def _key(position: Position) -> tuple[int, int]:
 
 def _cursors(state: Mapping[str, Any], shift: int) -> dict[tuple[int, int], int]:
     """The cursor at each version that a rank knows, on a clock that is `shift` ahead of its own."""
-    saved = state.get("versions")
-    rows = np.empty((0, 3), np.int64) if saved is None else saved.numpy()
+    rows = state["versions"].numpy()
     seals = rows[:, 1].copy().view(np.uint64)
     return {(int(row[0]), int(seal)): int(row[2]) + shift for row, seal in zip(rows, seals, strict=True)}

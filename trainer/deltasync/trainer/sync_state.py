@@ -10,7 +10,6 @@ from deltasync.core.event_time import newest_event_time
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.published_versions import PublishedVersions
 
-# States that name no format are of the first.
 FORMAT = 1
 
 
@@ -40,13 +39,13 @@ class SyncState:
 
     @classmethod
     def of_all(cls, states: Sequence[Mapping[str, Any]]) -> "SyncState":
-        """What all ranks of a checkpoint have saved (`check_states`): in earlier formats, less of it."""
+        """What all ranks of a checkpoint have saved (`check_states`)."""
         versions = PublishedVersions.of_all(states)
         positions = [_position(state) for state in states]
         lowest = min(positions, key=lambda position: position.number)
         # They differ in a checkpoint taken while a cut was being sealed.
         shared = all(each == lowest for each in positions) or versions.cursor_at(lowest) is not None
-        newest = newest_event_time(state.get("event_time_unix_ns") for state in states)
+        newest = newest_event_time(state["event_time_unix_ns"] for state in states)
         return cls(lowest if shared else Position(), versions, newest)
 
 
@@ -59,7 +58,7 @@ def check_states(saved: Sequence[Mapping[str, Any]]) -> None:
     if isinstance(saved, Mapping):
         raise InvalidInput("expected a list with the states of all ranks, got one state")
     for state in saved:
-        check_format("a state of DeltaSync", state.get("format", 1), FORMAT)
+        check_format("a state of DeltaSync", state.get("format"), FORMAT)
     ranks = sorted((state["rank"], state["world_size"]) for state in saved)
     if not ranks or ranks != [(rank, len(saved)) for rank in range(len(saved))]:
         found = ", ".join(f"{rank} of {world_size}" for rank, world_size in ranks)
@@ -67,4 +66,4 @@ def check_states(saved: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _position(state: Mapping[str, Any]) -> Position:
-    return Position(state["history"], state["version"], state.get("seal", 0))
+    return Position(state["history"], state["version"], state["seal"])

@@ -174,8 +174,7 @@ class Meta:
     def _parsed(cls, fields: Mapping[str, str]) -> "Meta":
         numbers: dict[str, Any] = {name: int(fields[name]) if fields[name] else None for name in _NUMBERS}
         tables = tuple(StoredTable(**table) for table in json.loads(fields["tables"]))
-        seal = int(fields.get("seal", "0"))  # Earlier versions wrote none.
-        position = Position(fields["history"], int(fields["number"]), seal)
+        position = Position(fields["history"], int(fields["number"]), int(fields["seal"]))
         return cls(fields["model"], tables, position, **numbers)
 
 

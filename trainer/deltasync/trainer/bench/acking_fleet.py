@@ -9,14 +9,14 @@ import grpc.aio
 
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.wire.messages import position_from_message, position_to_message
-from deltasync.wire.protocol import OURS, protocols_to_metadata
+from deltasync.wire.protocol import protocol_to_metadata
 
 
 class AckingReplica:
     """A replica of consumer "bench", on a stream of its own."""
 
     def __init__(self, stub: "subscribe_pb2_grpc.SubscribeServiceAsyncStub", name: str, seconds: float) -> None:
-        self._call: Any = stub.Subscribe(metadata=[protocols_to_metadata(OURS)])
+        self._call: Any = stub.Subscribe(metadata=[protocol_to_metadata()])
         self._name, self._seconds = name, seconds
         self._received_bytes = 0
         self._later = set[asyncio.Task[None]]()

@@ -15,7 +15,7 @@ from deltasync.trainer.checks import check_format
 from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.sync import DeltaSync
 
-# Of what lies in a checkpoint's folder, and under which names. Folders without this file are of the first.
+# Of what lies in a checkpoint's folder, and under which names.
 _FORMAT, _FORMAT_FILE = 1, "format"
 
 
@@ -87,7 +87,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer
 
 def _format(folder: Path) -> int | str:
     file = folder / _FORMAT_FILE
-    text = file.read_text(errors="replace").strip() if file.exists() else "1"
+    text = file.read_text(errors="replace").strip() if file.exists() else ""
     return int(text) if text.isdecimal() else text
 
 

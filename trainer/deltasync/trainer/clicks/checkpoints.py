@@ -48,16 +48,14 @@ class Checkpoints:
     def load(self) -> bool:
         """Go on from the newest one, before the first step; whether there is one.
 
-        One that an earlier version has written is in the folder itself.
-
         Raises:
             InvalidInput: see `load_checkpoint`.
         """
         whole = checkpoints_in(self._folder)
-        folder = whole[-1] if whole else self._folder
-        found = load_checkpoint(folder, self._model, self._optimizer, self._sync)
-        if found:
-            logger.info("going on from checkpoint %s, after step %d", folder, self._sync.tracker.steps)
+        if not whole:
+            return False
+        found = load_checkpoint(whole[-1], self._model, self._optimizer, self._sync)
+        logger.info("going on from checkpoint %s, after step %d", whole[-1], self._sync.tracker.steps)
         return found
 
     def step(self) -> None:
