@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from grpc import Channel, insecure_channel, secure_channel, ssl_channel_credentials
 
-from deltasync.wire.protocol import OURS, protocols_to_metadata
+from deltasync.wire.protocol import protocol_to_metadata
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -45,7 +45,7 @@ class Target:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a call begins with."""
         rights = (("authorization", f"Bearer {self.token}"),) if self.token else ()
-        return (protocols_to_metadata(OURS), *rights)
+        return (protocol_to_metadata(), *rights)
 
     @contextmanager
     def channel(self) -> Iterator[Channel]:

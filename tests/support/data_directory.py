@@ -1,19 +1,15 @@
 """A data directory with everything in it that outlives a process, and what it has to give after it is opened."""
 
-import json
-import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tests.support.fleet import USER, WAIT, Trainer, admin_of, follow, wait_for_lag
 from tests.support.process import ServiceProcess
 
 from deltasync.client import Mode, NumpyTarget, Policy, Position, ValueType
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 Rows = dict[str, Any]  # NumPy arrays.
 TOKEN = "secret"  # noqa: S105
 POLICIES = {
@@ -83,37 +79,3 @@ def _has_acknowledged(lag: dict[str, Any], replica: str) -> bool:
 class _Ids:
     def apply(self, release: object) -> None:
         """Take ids."""
-
-
-def pack(folder: Path, content: Content, name: str) -> None:
-    """Make a fixture of a data directory."""
-    (FIXTURES / name).mkdir(parents=True, exist_ok=True)
-    with tarfile.open(FIXTURES / name / "data.tar.gz", "w:gz") as archive:
-        for each in sorted(folder.iterdir()):
-            if each.name not in ("lock", "endpoints.json"):
-                archive.add(each, each.name, filter=_anonymous)
-    positions = {name: [each.history, each.number, each.seal] for name, each in content.held.items()}
-    (FIXTURES / name / "positions.json").write_text(json.dumps(positions, indent=1) + "\n")
-    np.savez_compressed(FIXTURES / name / "model.npz", **content.model)
-    np.savez_compressed(FIXTURES / name / "replicas.npz", **content.rows)
-
-
-def unpack(name: str, folder: Path) -> Content:
-    """Lay a fixture's data directory into a folder; what is in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(FIXTURES / name / "data.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
-    positions = json.loads((FIXTURES / name / "positions.json").read_text())
-    held = {each: Position(*position) for each, position in positions.items()}
-    return Content(_arrays(name, "model.npz"), held, _arrays(name, "replicas.npz"))
-
-
-def _arrays(name: str, file: str) -> Rows:
-    with np.load(FIXTURES / name / file) as arrays:
-        return dict(arrays)
-
-
-def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    entry.uid = entry.gid = 0
-    entry.uname = entry.gname = ""
-    return entry

@@ -98,7 +98,7 @@ class GuardedService(ServiceProcess):
 
 
 def metadata_of(name: str) -> list[tuple[str, str]]:
-    protocol = [("deltasync-protocol", "1-6")]
+    protocol = [("deltasync-protocol", "1")]
     return protocol + ([("authorization", f"Bearer {token_of(name)}")] if name else [])
 
 

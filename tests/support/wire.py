@@ -12,7 +12,7 @@ from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc, tables_pb2
 from deltasync.wire.messages import position_to_message, shard_to_message, table_to_message
-from deltasync.wire.protocol import OURS, Protocols, protocols_to_metadata
+from deltasync.wire.protocol import protocol_to_metadata
 
 USER = TableSpec("sparse.embedding_bags.user", 40, 4)
 ITEM = TableSpec("sparse.embedding_bags.item", 30, 6, np.dtype("<f2"))
@@ -24,13 +24,13 @@ _TIMEOUT_SECONDS = 20.0
 class Stream:
     """One bidirectional stream. Ends when the block does."""
 
-    def __init__(self, address: str, method: Any, protocols: Protocols = OURS) -> None:
+    def __init__(self, address: str, method: Any) -> None:
         self._channel = grpc.insecure_channel(address)
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._call = method(self._channel)(
             iter(self._requests.get, None),
             timeout=_TIMEOUT_SECONDS,
-            metadata=[protocols_to_metadata(protocols)],
+            metadata=[protocol_to_metadata()],
         )
 
     def send(self, *requests: Any) -> None:
@@ -72,11 +72,11 @@ class Stream:
 class RankStream(Stream):
     """A rank's raw Publish stream; a bare one has sent nothing yet."""
 
-    def __init__(self, address: str, *, bare: bool = False, protocols: Protocols = OURS, **fields: Any) -> None:
+    def __init__(self, address: str, *, bare: bool = False, **fields: Any) -> None:
         def publish(channel: grpc.Channel) -> Any:
             return publish_pb2_grpc.PublishServiceStub(channel).Publish
 
-        super().__init__(address, publish, protocols)
+        super().__init__(address, publish)
         if not bare:
             self.send(publish_open(**fields))
 
@@ -95,11 +95,11 @@ class RankStream(Stream):
 class ReplicaStream(Stream):
     """A replica's raw Subscribe stream; a bare one has sent nothing yet."""
 
-    def __init__(self, address: str, *, bare: bool = False, protocols: Protocols = OURS, **fields: Any) -> None:
+    def __init__(self, address: str, *, bare: bool = False, **fields: Any) -> None:
         def subscribe(channel: grpc.Channel) -> Any:
             return subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe
 
-        super().__init__(address, subscribe, protocols)
+        super().__init__(address, subscribe)
         self._pieces: list[Any] = []
         if not bare:
             self.send(subscribe_open(**fields))

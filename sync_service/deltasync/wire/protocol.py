@@ -10,6 +10,7 @@ PROTOCOL = 1
 MISSING_HEADER = "deltasync-missing"
 
 _KEY = "deltasync-protocol"
+_UNNAMED = "1"  # The protocol of a call that names none, as one made by hand.
 _FORM = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
 _SHOWN = 40
 
@@ -23,12 +24,12 @@ def check_protocol(metadata: Mapping[str, str | bytes]) -> None:
     """Check that the client of a call speaks the service's protocol.
 
     Raises:
-        InvalidInput: the metadata name no protocol.
+        InvalidInput: what the metadata name is no number.
         Contradiction: the client speaks another one.
     """
-    text = str(metadata.get(_KEY, ""))
+    text = str(metadata.get(_KEY, _UNNAMED))
     if not _FORM.fullmatch(text):
-        raise InvalidInput(f"{_KEY}: {text[:_SHOWN]!r}, expected the number of the client's protocol ({PROTOCOL})")
+        raise InvalidInput(f"{_KEY}: {text[:_SHOWN]!r}, expected a number such as {PROTOCOL}")
     if (protocol := int(text)) != PROTOCOL:
         side = "service" if protocol > PROTOCOL else "client"
         raise Contradiction(

@@ -29,7 +29,6 @@ from tests.support.wire import (
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
-from deltasync.wire.protocol import Protocols
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES
 
 INVALID, CONTRADICTION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
@@ -213,22 +212,6 @@ BAD_PARTS = {
         "part of step 12, but the cut of step 13 is under way",
     ),
 }
-
-
-@pytest.mark.parametrize("oldest", [1, 2])
-def test_who_does_not_know_of_deletes_names_every_row_of_a_full_part(
-    served: tuple[RunningService, Position], oldest: int
-) -> None:
-    """Else rows that it has lost on the way would be deleted."""
-    service, position = served
-    before = state_of(service)
-    with RankStream(service.grpc, protocols=Protocols(1, oldest), continues=position) as stream:
-        stream.opened()
-        stream.send(chunk(11, 0, [5], rows(1, 4)), close(11, 1, full=True))
-        code, details = stream.refusal()
-    assert code is INVALID
-    assert f"a full part with 1 row of embedding {USER.name!r}, but its shard has 40" in details
-    assert state_of(service) == before
 
 
 @pytest.mark.parametrize("case", BAD_PARTS)

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
+from tests.support.fleet import WAIT, Recorder, Trainer, follow, wait_until_in_sync
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import RankStream, ReplicaStream, Stream
 
 from deltasync.client import Admin, Endpoint
 from deltasync.core.policy import Policy
-from deltasync.core.value_types import ValueType
 from deltasync.v1 import publish_pb2_grpc
-from deltasync.wire.protocol import Protocols
 
 
 @pytest.fixture
@@ -60,18 +58,6 @@ def test_who_is_refused_is_told_with_the_reason(service: RunningService, caplog:
         replica.refusal()
     wait_for_line(caplog, r"replica refused: consumer=predictor replica=\w+ no consumer 'predictor'; .*")
     assert all(line.isprintable() for line in lines(caplog))
-
-
-def test_who_does_not_know_a_value_type_is_refused_and_never_joins(
-    service: RunningService, caplog: pytest.LogCaptureFixture
-) -> None:
-    admin_of(service).create_consumer("tbe", "clicks", Policy(value_type=ValueType.INT8_TBE))
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        with ReplicaStream(service.grpc, consumer="tbe", replica="old", protocols=Protocols(1, 3)) as replica:
-            replica.refusal()
-    wait_for_line(caplog, "replica refused: consumer=tbe replica=old table 'user' is sent in int8-tbe, .*")
-    assert not [line for line in lines(caplog) if re.match("replica (joined|left): consumer=tbe", line)]
 
 
 def test_who_goes_without_a_word_was_not_refused(

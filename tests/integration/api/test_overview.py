@@ -21,7 +21,7 @@ from deltasync.core.cut_times import SERVICE_PARTS
 from deltasync.core.recent_events import RecentEvents
 from deltasync.snapshots import manifest
 from deltasync.storage import log_format
-from deltasync.wire.protocol import OLDEST_PROTOCOL, PROTOCOL
+from deltasync.wire.protocol import PROTOCOL
 
 PARTS = {*SERVICE_PARTS, "release", "ack"}
 
@@ -207,8 +207,8 @@ def test_levels_of_the_log_are_changed_while_it_runs(
 def test_which_deltasync_answers(service: RunningService) -> None:
     found = service.get_json("/version")
     assert found["version"]
-    formats = {"protocol": PROTOCOL, "oldest_protocol": OLDEST_PROTOCOL, "log": log_format.FORMAT}
-    assert found["formats"] == {**formats, "snapshot": manifest.FORMAT}
+    formats = {"protocol": PROTOCOL, "log": log_format.FORMAT, "snapshot": manifest.FORMAT}
+    assert found["formats"] == formats
 
 
 def test_the_documentation_needs_nobody_else(service: RunningService) -> None:

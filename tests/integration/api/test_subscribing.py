@@ -37,7 +37,6 @@ from deltasync.feeds.releases import Releases
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire import row_messages as wire_rows
 from deltasync.wire.messages import position_from_message
-from deltasync.wire.protocol import OURS, Protocols
 
 ONE = np.full((1, 4), 5, "<f4")
 EVERYTHING = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
@@ -198,20 +197,19 @@ def test_rows_that_change_meanwhile_come_once_with_their_last_value(
 
 
 @pytest.mark.parametrize(
-    ("protocols", "budget", "kinds"),
+    ("budget", "kinds"),
     [
-        (OURS, 0, ["release", "release"]),
-        (OURS, EVERYTHING, ["release", "release"]),
-        (OURS, EVERYTHING - 1, ["chunk", "chunk", "release_end", "release"]),
-        (Protocols(1, 4), 0, ["chunk", "chunk", "release_end", "chunk", "release_end"]),
+        (0, ["release", "release"]),
+        (EVERYTHING, ["release", "release"]),
+        (EVERYTHING - 1, ["chunk", "chunk", "release_end", "release"]),
     ],
     ids=str,
 )
-def test_a_release_is_one_message_where_it_fits_and_is_understood(
-    running: RunningService, rank: RankStream, protocols: Protocols, budget: int, kinds: list[str]
+def test_a_release_is_one_message_where_it_fits(
+    running: RunningService, rank: RankStream, budget: int, kinds: list[str]
 ) -> None:
     found, received = list[str](), 0
-    with ReplicaStream(running.grpc, protocols=protocols, budget=budget) as replica:
+    with ReplicaStream(running.grpc, budget=budget) as replica:
         replica.until("opened")
         for ends in (1, 2):
             while sum(each.startswith("release") for each in found) < ends:

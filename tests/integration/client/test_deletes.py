@@ -14,14 +14,12 @@ from tests.support.fleet import (
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
-from tests.support.wire import ReplicaStream
 
 from deltasync.client import Part, Publisher, PublisherOptions
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
-from deltasync.wire.protocol import Protocols
 
 pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {"top": Policy(top_k=1, max_bytes=100, value_type=ValueType.INT8)}
@@ -66,20 +64,6 @@ def test_everybody_learns_of_deletes(service: RunningService, consumer: str) -> 
             assert target.bytes() == trainer.expected(value_type)
         assert all(replica["checked"] for replica in lag["replicas"])
         assert lag["damages"] == 0
-
-
-def test_to_replicas_of_an_older_protocol_a_delete_is_a_row_of_zeros(service: RunningService) -> None:
-    with Trainer(service.grpc, [USER]) as trainer:
-        trainer.publish_all()
-        for protocols, deleted in ((Protocols(1, 2), False), (Protocols(1, 3), True)):
-            stream = ReplicaStream(service.grpc, consumer="predictors", replica="r", protocols=protocols)
-            with stream:
-                stream.release()
-                trainer.delete(USER, GONE)
-                (rows,), end = stream.release()
-            assert (rows.deleted, np.frombuffer(rows.ids, "<i8").tolist()) == (deleted, GONE.tolist())
-            assert rows.values == (b"" if deleted else bytes(len(GONE) * USER.dim * 4))
-            assert end.rows == len(GONE)
 
 
 def test_a_delete_of_no_row_of_the_shard_is_refused_and_nothing_is_written(service: RunningService) -> None:

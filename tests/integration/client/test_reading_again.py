@@ -36,7 +36,6 @@ from deltasync.core.value_types import ValueType
 from deltasync.core.verified import VerifiedTable
 from deltasync.v1 import admin_pb2
 from deltasync.wire.messages import position_from_message
-from deltasync.wire.protocol import READ_AGAIN_PROTOCOL, Protocols
 from deltasync.wire.verified_messages import verified_from_message
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -201,15 +200,6 @@ def hold_first(service: RunningService, stream: ReplicaStream) -> None:
     position = position_from_message(end.position)
     stream.send(checked_ack(size, position, {each.slot: each.sum for each in end.sums}))
     wait_for_lag(service, "predictors", lambda lag: lag["offset"] == position.number)
-
-
-def test_a_client_that_knows_nothing_of_it_is_named(service: RunningService) -> None:
-    old = Protocols(1, READ_AGAIN_PROTOCOL - 1)
-    with Trainer(service.grpc) as trainer, ReplicaStream(service.grpc, replica="a", protocols=old) as stream:
-        trainer.publish_all()
-        hold_first(service, stream)
-        with pytest.raises(Contradiction, match=f"speaks {old}: update it"):
-            verified(service)
 
 
 def test_one_that_goes_away_meanwhile_has_shown_nothing(service: RunningService, stream: ReplicaStream) -> None:

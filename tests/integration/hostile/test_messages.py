@@ -18,7 +18,7 @@ from tests.support.wire import whole_part as whole
 
 from deltasync.core.position import Position
 from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
-from deltasync.wire.protocol import OURS, protocols_to_metadata
+from deltasync.wire.protocol import protocol_to_metadata
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -100,7 +100,7 @@ def channel(service: Besieged) -> Iterator[grpc.Channel]:
 
 def call_stream(channel: grpc.Channel, method: str, contents: Sequence[bytes]) -> None:
     call: Any = channel.stream_stream(f"/deltasync.v1.{method}")
-    responses = call(iter(contents), timeout=_TIMEOUT_SECONDS, metadata=[protocols_to_metadata(OURS)])
+    responses = call(iter(contents), timeout=_TIMEOUT_SECONDS, metadata=[protocol_to_metadata()])
     try:
         for _ in responses:
             pass
@@ -111,7 +111,7 @@ def call_stream(channel: grpc.Channel, method: str, contents: Sequence[bytes]) -
 
 def call_once(channel: grpc.Channel, method: str, content: bytes) -> None:
     call: Any = channel.unary_unary(f"/deltasync.v1.{method}")
-    metadata = [protocols_to_metadata(OURS), ("authorization", f"Bearer {TOKEN}")]
+    metadata = [protocol_to_metadata(), ("authorization", f"Bearer {TOKEN}")]
     try:
         call(content, timeout=_TIMEOUT_SECONDS, metadata=metadata)
     except grpc.RpcError as error:

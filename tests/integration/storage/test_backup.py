@@ -255,7 +255,9 @@ def test_a_backup_without_a_sound_marker_is_none(backup: Path, tmp_path: Path, d
         marker.unlink()
     else:
         marker.write_bytes(damage)
-    with pytest.raises(StorageFailed, match=r"no complete backup|is damaged|of format 3"):
+    with pytest.raises(
+        StorageFailed, match=r"no complete backup|is damaged|of format 3, this version reads 1: update"
+    ):
         restore(backup, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

@@ -16,7 +16,7 @@ from tests.support.server import RunningService
 from deltasync.client import InvalidInput, NumpyTarget, ServiceUnavailable
 from deltasync.core.errors import StorageFailed
 from deltasync.core.progress import Progress
-from deltasync.service.backup_folder import backup_of, read_marker
+from deltasync.service.backup_folder import read_marker
 from deltasync.service.offline import back_up_offline
 from deltasync.service.restore import restore
 from deltasync.service.snapshot_making import SnapshotMaker
@@ -119,8 +119,8 @@ def test_a_backup_that_was_killed_is_none_and_is_replaced(
             with pytest.raises(StorageFailed, match="is a backup that is not complete"):
                 lock_data_directory(killed)
         made = back_up_offline(data_dir, killed)
-        assert backup_of(read_marker(killed)[1]) == made
-        assert made.files == backup_of(read_marker(target)[1]).files == len(contents(killed)) - 1
+        assert read_marker(killed) == made
+        assert made.files == read_marker(target).files == len(contents(killed)) - 1
     assert complete
 
 

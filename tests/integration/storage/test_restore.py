@@ -1,56 +1,27 @@
-"""Data directories that are made of snapshots, and of backups as earlier versions made them."""
+"""Data directories that are made of snapshots."""
 
-import contextlib
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import xxhash
 from tests.support.command import deltasync
 from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow
 from tests.support.server import RunningService
 
 from deltasync.client import Policy
 from deltasync.core.errors import InvalidInput, StorageFailed
-from deltasync.core.position import line_of
 from deltasync.service.restore import restore
 from deltasync.service.snapshots import SnapshotOptions
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
-from deltasync.storage.records import unpack_json
 
 TOP = Policy(top_k=20, min_interval_seconds=0.01)
-
-
-def make_backup_1(data_dir: Path, directory: Path, views: dict[str, str]) -> None:
-    """What a version before this one has made of a data directory that no service uses."""
-    shutil.copytree(data_dir / "models", directory / "models")
-    (directory / "log").mkdir()
-    shutil.copy(data_dir / "log" / "data.mdb", directory / "log")
-    files = {}
-    for path in sorted(each for each in directory.rglob("*") if each.is_file()):
-        content = path.read_bytes()
-        digest = xxhash.xxh3_128_hexdigest(content)
-        files[path.relative_to(directory).as_posix()] = {"bytes": len(content), "digest": digest}
-    marker = {"made_unix_ns": 1, "views": views, "files": files}
-    digest = xxhash.xxh3_128_hexdigest(json.dumps(marker, sort_keys=True).encode())
-    (directory / "backup.json").write_text(json.dumps({"format": 1, "digest": digest, "content": marker}))
 
 
 def running_with_snapshots(data_dir: Path, url: str) -> RunningService:
     service = RunningService(data_dir, policies={"ranked": TOP})
     service.options = replace(service.options, snapshots=SnapshotOptions(url=url, seconds=3600))
     return service
-
-
-def histories(data_dir: Path) -> tuple[str, dict[str, str]]:
-    """The history of its model, and of its views by consumer."""
-    with contextlib.closing(LmdbStore(LogOptions(directory=data_dir / "log"))) as log:
-        views = {name: unpack_json(record)["history"] for name, record in log.items("view/").items()}
-        return unpack_json(log.items("model/clicks")[""])["history"], views
 
 
 def rows_of(data_dir: Path, *consumers: str) -> list[dict[str, bytes]]:
@@ -62,29 +33,6 @@ def rows_of(data_dir: Path, *consumers: str) -> list[dict[str, bytes]]:
             with follow(service, consumer, "newcomer", target) as follower:
                 follower.wait_for(head, WAIT)
     return [target.bytes() for target in targets]
-
-
-def test_a_backup_of_format_1_is_restored(tmp_path: Path) -> None:
-    with (
-        RunningService(tmp_path / "data", policies={"ranked": TOP}) as service,
-        Trainer(service.grpc) as trainer,
-        follow(service, "ranked", "r", Recorder()) as early,
-    ):
-        trainer.publish_all()
-        head = trainer.change(7)
-        early.wait_for(head, WAIT)
-    history, views = histories(tmp_path / "data")
-    make_backup_1(tmp_path / "data", tmp_path / "backup", views)
-    made = restore(tmp_path / "backup", tmp_path / "new")
-    assert made.models == {"clicks": head.number}
-    again, _ = histories(tmp_path / "new")
-    assert (again != history, line_of(again)) == (True, line_of(history))
-    assert rows_of(tmp_path / "new", "predictors")[0] == trainer.expected()
-    damaged = next((tmp_path / "backup").rglob("shared"))
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(StorageFailed, match=r"shared is damaged: it has .* take another backup"):
-        restore(tmp_path / "backup", tmp_path / "again")
-    assert not list((tmp_path / "again").iterdir())
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

@@ -6,9 +6,8 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.support.fleet import USER, WAIT, Trainer, admin_of
+from tests.support.fleet import USER, WAIT, admin_of
 from tests.support.server import TOKEN, RunningService
-from tests.support.wire import ReplicaStream
 
 from deltasync.client import (
     Contradiction,
@@ -20,21 +19,21 @@ from deltasync.client import (
     Shard,
     Subscriber,
     SubscriberOptions,
-    ValueType,
 )
-from deltasync.wire.protocol import Protocols
 
-NEWER = Protocols(8, 9)
-TOO_NEW = "the client speaks protocols 8 to 9, the service protocols 1 to 7: update the service"
-TOO_OLD = "the client speaks protocols 1 to 7, the service protocols 8 to 9: update the client"
+NEWER = ("deltasync-protocol", "2")
+TOO_NEW = "the client speaks protocol 2, the service protocol 1: update the service"
+TOO_OLD = "the client speaks protocol 1, the service protocol 2: update the client"
 
 
 @pytest.fixture(params=["client", "service"])
 def said(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """One side is newer than the other understands; what is said then."""
-    at = {"client": "deltasync.client.endpoint.OURS", "service": "deltasync.api.protocol.OURS"}
-    monkeypatch.setattr(at[request.param], NEWER)
-    return {"client": TOO_NEW, "service": TOO_OLD}[request.param]
+    if request.param == "client":
+        monkeypatch.setattr("deltasync.client.endpoint.protocol_to_metadata", lambda: NEWER)
+        return TOO_NEW
+    monkeypatch.setattr("deltasync.wire.protocol.PROTOCOL", 2)
+    return TOO_OLD
 
 
 def test_a_publisher_stops(running: RunningService, said: str) -> None:
@@ -67,12 +66,8 @@ def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
 @pytest.mark.parametrize(
     ("number", "code", "words"),
     [
-        ("8-9", grpc.StatusCode.FAILED_PRECONDITION, TOO_NEW),
-        (
-            "two",
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "deltasync-protocol: 'two', expected OLDEST-NEWEST, two numbers from 1",
-        ),
+        ("2", grpc.StatusCode.FAILED_PRECONDITION, TOO_NEW),
+        ("two", grpc.StatusCode.INVALID_ARGUMENT, "deltasync-protocol: 'two', expected a number such as 1"),
     ],
 )
 def test_a_call_is_refused_whatever_it_holds(
@@ -91,27 +86,10 @@ def test_a_call_is_refused_whatever_it_holds(
             requests.put(None)
 
 
-@pytest.mark.parametrize("number", ["8-9", "two"])
+@pytest.mark.parametrize("number", ["2", "two"])
 def test_health_is_told_to_whoever_asks(running: RunningService, number: str) -> None:
     with grpc.insecure_channel(running.grpc) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         request = health_pb2.HealthCheckRequest(service="deltasync.v1.PublishService")
         answer = check(request, timeout=WAIT, metadata=(("deltasync-protocol", number),))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-@pytest.mark.parametrize("value_type", [ValueType.INT8_TBE, ValueType.INT4_TBE])
-def test_a_replica_that_does_not_know_a_value_type_is_told_so(
-    running: RunningService, value_type: ValueType
-) -> None:
-    admin_of(running).create_consumer("quantised", "clicks", Policy(value_type=value_type))
-    refused = (
-        f"table 'user' is sent in {value_type.value}, which clients know from protocol 4 on; this one speaks "
-        "protocols 1 to 3: update it, or give its consumer another value type"
-    )
-    with Trainer(running.grpc, [USER]) as trainer:
-        trainer.publish_all()
-        with ReplicaStream(running.grpc, consumer="quantised", protocols=Protocols(1, 3)) as replica:
-            assert refusal(lambda: replica.until("opened")) == (grpc.StatusCode.FAILED_PRECONDITION, refused)
-        with ReplicaStream(running.grpc, consumer="quantised", protocols=Protocols(1, 4)) as replica:
-            assert [table.sent_as for table in replica.until("opened").tables] == [value_type.number]

@@ -13,7 +13,6 @@ from deltasync.api.subscribe import ReplicaStream
 from deltasync.core.policy import Policy
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.protocol import OURS
 
 FLOOD = 10_000
 
@@ -33,7 +32,7 @@ def test_a_flood_of_acks_stays_with_who_sends_it(tmp_path: Path, monkeypatch: py
     async def scenario(service: Service) -> None:
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
         await service.create_consumer("predictors", "clicks", Policy())
-        responses = ReplicaStream(service, subscribe_open().open, OURS).run(flood())
+        responses = ReplicaStream(service, subscribe_open().open).run(flood())
         for _ in range(2):  # That it is opened, and the release.
             await anext(responses)
         for _ in range(100):

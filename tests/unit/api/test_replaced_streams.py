@@ -14,7 +14,6 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.protocol import OURS
 
 
 async def nothing() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
@@ -26,7 +25,7 @@ async def nothing() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
 def test_it_says_nothing_more_and_moves_no_offset(tmp_path: Path, now: str, error: type[DeltasyncError]) -> None:
     async def scenario(service: Service) -> None:
         registry, consumer = service.registry, await service.create_consumer("predictors", "clicks", Policy())
-        responses = ReplicaStream(service, subscribe_open().open, OURS).run(nothing())
+        responses = ReplicaStream(service, subscribe_open().open).run(nothing())
         await anext(responses)  # Progress, which is still being sent.
         await publish(service)
         if now == "replaced":

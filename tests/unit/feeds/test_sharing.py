@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import operator
 import threading
 import weakref
 from collections.abc import AsyncIterator
@@ -27,7 +26,6 @@ from deltasync.publish.session import PublishSession
 from deltasync.service.service import Service
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.protocol import OURS, Protocols
 from deltasync.wire.row_messages import release_chunk, serialized
 
 REPLICAS = 40
@@ -63,10 +61,7 @@ async def published(session: PublishSession, service: Service, requests: list[An
     return service.models["clicks"]
 
 
-@pytest.mark.parametrize("protocols", [Protocols(1, 4), OURS], ids=str)
-def test_forty_replicas_cost_one_freeze_and_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocols: Protocols
-) -> None:
+def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are written once; where they go with the end of the release, in a copy for each replica."""
     written = list[int]()
     frozen = list[int]()
@@ -87,14 +82,13 @@ def test_forty_replicas_cost_one_freeze_and_one_message(
         session = await join(service)
         await published(session, service, full_part(1, random_rows(0), WHOLE))
         openings = [subscribe_pb2.SubscribeOpen(consumer="plain", replica=str(each)) for each in range(REPLICAS)]
-        streams = [ReplicaStream(service, opening, protocols).run(silence()) for opening in openings]
+        streams = [ReplicaStream(service, opening).run(silence()) for opening in openings]
         for step, chunks in ((1, 2), (2, 1), (3, 1)):
             if step > 1:
                 await published(session, service, changed(step, step))
             sent = await asyncio.gather(*map(chunks_until_end, streams))
             assert len(written) == chunks
-            same = operator.eq if protocols == OURS else operator.is_
-            assert all(same(one, other) for each in sent for one, other in zip(each, sent[0], strict=True))
+            assert all(one == other for each in sent for one, other in zip(each, sent[0], strict=True))
             assert [len(each) for each in sent] == [chunks] * REPLICAS
             written.clear()
         assert frozen == [0]  # Later cuts were sent as they came.

@@ -16,7 +16,6 @@ from deltasync.core.policy import Policy
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.protocol import OURS
 from deltasync.wire.row_messages import serialized
 
 
@@ -40,7 +39,7 @@ async def next_kind(stream: Responses) -> str | None:
 async def subscribe(service: Service, consumer: str) -> None:
     """A replica asks for what there is, is told that there is nothing yet, and leaves."""
     opening = subscribe_pb2.SubscribeOpen(consumer=consumer, replica="r")
-    stream = ReplicaStream(service, opening, OURS).run(silence())
+    stream = ReplicaStream(service, opening).run(silence())
     assert await next_kind(stream) == "progress"
     assert await ask(service, consumer) == "empty"
     await cast("AsyncGenerator[Any, None]", stream).aclose()
@@ -85,7 +84,7 @@ def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
     async def scenario(service: Service) -> None:
         await service.create_consumer("plain", "clicks", Policy())
         opening = subscribe_pb2.SubscribeOpen(consumer="plain", replica="r")
-        stream = ReplicaStream(service, opening, OURS).run(silence())
+        stream = ReplicaStream(service, opening).run(silence())
         kinds = [await next_kind(stream)]
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))

@@ -33,7 +33,6 @@ from deltasync.storage.model_store import ModelStore
 from deltasync.trainer.demo.ports import free_port
 from deltasync.v1 import subscribe_pb2
 from deltasync.views.view import View
-from deltasync.wire.protocol import OURS
 
 TOP = Policy(top_k=1)
 WAIT = 20
@@ -113,7 +112,7 @@ def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, held: Hel
 async def replica_of(service: Service, consumer: str) -> Any:
     """A replica of a model that is recovering: it waits."""
     opening = subscribe_pb2.SubscribeOpen(consumer=consumer, replica="r")
-    stream = ReplicaStream(service, opening, OURS).run(silence())
+    stream = ReplicaStream(service, opening).run(silence())
     first = await anext(stream)
     assert isinstance(first, subscribe_pb2.SubscribeResponse)
     assert first.WhichOneof("message") == "progress"

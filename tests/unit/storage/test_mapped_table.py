@@ -368,7 +368,6 @@ def test_files_that_the_log_names_stay_while_a_table_is_split(
     become()
     table.remove_stale(table.mapped)
     table.flush()
-    assert not reopened(table).mapped.files.unnamed
     assert reopened(table).digests.tolist() == table.digests.tolist()
 
 
@@ -402,20 +401,3 @@ def test_what_a_split_table_had_in_a_shared_file_stays_while_the_log_names_it(tm
     tables[0].split(2)
     remove_unused(tmp_path, [before.files, *(table.mapped.files for table in tables)])
     assert before.plain()[3].tolist() == kept
-
-
-def test_digests_that_an_older_version_did_not_keep_are_made_of_the_rows(
-    tmp_path: Path, shared_file: bool
-) -> None:
-    if shared_file:
-        return  # Older versions had none.
-    table = written(tmp_path)
-    digests, squares = (next(tmp_path.rglob(f"*user*.{kind}")) for kind in ("digests", "squares"))
-    squares.unlink()
-    digests.rename(digests.with_suffix(".digests.new"))  # A process ended while they were made.
-    for _ in range(2):
-        back = reopened(table)
-        assert back.digests.tolist() == table.digests.tolist()
-        assert back.squares.tolist() == table.squares.tolist()
-        assert back.checksum == table.checksum
-        assert not list(tmp_path.rglob("*.new"))

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.support.format_1 import rows_of
 from tests.support.memory_store import MemoryDisk, MemoryStore
 from tests.support.seals import sealed
 
@@ -50,6 +50,12 @@ def publish(store: ModelStore, version: int, *batches: RowBatch, layout: bytes =
         store.append(version, 0, index, slot, rows, use.number)
     rows_in_all = sum(map(len, batches))
     store.seal(replace(sealed(version, world_size=1), rows=rows_in_all, **fields)).result(TIMEOUT)
+
+
+def rows_of(shard: Shard, *ids: int) -> RowBatch:
+    """Rows that hold a number each, in every column."""
+    values = np.full((len(ids), shard.cols), 1, shard.table.dtype) + np.arange(len(ids))[:, None]
+    return RowBatch(shard, np.array(ids), values.astype(shard.table.dtype))
 
 
 def recovered(log: LogStore, folder: Path) -> ModelStore:

@@ -43,7 +43,7 @@ async def changed(local: LocalModel, step: int) -> None:
 
 
 def messages(release: FrozenRelease) -> list[tuple[bytes, int]]:
-    return [chunk.sent(deletes=True) for chunk in release.chunks]
+    return [chunk.sent() for chunk in release.chunks]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)

@@ -187,9 +187,7 @@ class Play:
         sent = await self.view.release(before)
         held = frozen_at(self.view.tables, before, self.view.state.head, self.directory, 1 << 20)
         assert (sent.head, sent.checksums) == (held.head, held.checksums)
-        assert [each.sent(deletes=True) for each in sent.chunks] == [
-            each.sent(deletes=True) for each in held.chunks
-        ]
+        assert [each.sent() for each in sent.chunks] == [each.sent() for each in held.chunks]
 
     def lacking(self, number: int) -> list[int]:
         return [table.lacking(number) for table in self.view.standing(self.policy).tables()]
