@@ -32,7 +32,9 @@ Given = dict[str, dict[str, str | None]]
 
 
 def write(folder: Path, *, flushed: bool) -> None:
-    """A model of two tables, some of whose rows were deleted, its view, and consumers; newer rows in the log."""
+    """A model of two tables, some of whose rows were deleted, its view, and consumers; newer rows, and a
+    newer release of the view, are in the log alone unless all is `flushed`.
+    """
     asyncio.run(_write(folder, flushed=flushed))
 
 
@@ -54,10 +56,12 @@ async def _write(folder: Path, *, flushed: bool) -> None:
             _acknowledge(service, step)
             if step == 2 or flushed:
                 service.models["clicks"].flush()
-        view = service.views.get(service.registry.get("small"))
-        assert view
-        await _release(view)
-        view.flush()
+            view = service.views.get(service.registry.get("small"))
+            assert view
+            if step >= VERSIONS - 1:
+                await _release(view)
+            if step == VERSIONS - 1 or flushed:
+                view.flush()
         shutil.copytree(folder.with_suffix(".open"), folder)
 
 

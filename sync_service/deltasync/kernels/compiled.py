@@ -2,9 +2,9 @@
 
     @kernel(types.void(readable(types.int64, 1), ...))
 
-Numba keeps what it compiles on disk: in `NUMBA_CACHE_DIR` if that is set, else beside this source, or where that is
-read-only in the user's cache folder. Another folder than that beside the source begins with what is there already,
-as in an image. A signature that was not asked for is an error, not a compilation in the middle of a cut.
+Numba keeps what it compiles on disk: in `NUMBA_CACHE_DIR` if that is set, else beside this source, or where that
+is read-only in the user's cache folder. Another folder than that beside the source begins with what is there
+already, as in an image. A signature that was not asked for is an error, not a compilation in the middle of a cut.
 
 Numba compiles a function anew when its own file has changed, but not when another has of which it holds a part. So
 the names under which functions are kept have a stamp of all files of this room in them.

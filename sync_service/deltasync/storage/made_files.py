@@ -16,8 +16,8 @@ _FOLDER_NAME = "[0-9a-f]{32}"
 _ARRAY = r"[^/]*-[0-9a-f]{16}\.(?:[0-9a-f]{16}\.)?(?:rows|stamps|tags|digests|squares|since)"
 # Of releases under way; a file system may not have files without a name.
 _UNDER_WAY = "tmp[a-z0-9_]{8}"
-_TABLE_FILE = f"{_FOLDER_NAME}/(?:norms/)?(?:shared|{_ARRAY})|{_UNDER_WAY}"
-_TABLE_FOLDER = f"{_FOLDER_NAME}(?:/norms)?"
+_TABLE_FILE = f"(?:{_FOLDER_NAME}/)?(?:norms/)?(?:shared|{_ARRAY})|{_UNDER_WAY}"  # Also as named inside of a HASH.
+_TABLE_FOLDER = f"(?:{_FOLDER_NAME}/)?norms|{_FOLDER_NAME}"
 _FILE_OF_TABLES, _FOLDER_OF_TABLES = re.compile(_TABLE_FILE), re.compile(_TABLE_FOLDER)
 _PLACE = f"{NAME_PATTERN}/(?:tables|views/{NAME_PATTERN})"
 _FILE = re.compile(f"{_PLACE}/(?:{_TABLE_FILE})|{NAME_PATTERN}/{_UNDER_WAY}")

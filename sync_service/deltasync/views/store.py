@@ -343,7 +343,7 @@ class ViewStore:
             table.find_marked()
 
     def _heads_before(self, newest: Head) -> list[Head]:
-        """The heads of releases before the newest one, oldest first, back to where the chain of seals breaks off."""
+        """The heads of releases before the newest one, oldest first, back to where the seals no longer chain."""
         records = {}
         for each in self._log.read(self._heads, last=newest.number):
             with reading(name_of(self._heads, each.number)):

@@ -21,7 +21,7 @@ from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, rando
 
 from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, ResyncRequired, StorageFailed
-from deltasync.core.tables import Shard, TableKind, TableSpec
+from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.model import Model
 from deltasync.publish.session import PublishSession
 from deltasync.service.service import Service
@@ -198,28 +198,6 @@ def test_a_later_run_without_a_table_leaves_it_as_it_was(tmp_path: Path) -> None
         assert model.tables[0].stamps.tolist() == [2] * 40
 
     run(tmp_path, scenario)
-
-
-def test_a_kind_that_is_said_is_kept_over_restarts_and_by_older_trainers(tmp_path: Path) -> None:
-    said = replace(USER, kind=TableKind.PARAMETER)
-
-    async def first(service: Service) -> None:
-        await send(await join(service), full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].drain()
-        later = await join_later(service, [said, ITEM], continues=service.models["clicks"].position)
-        assert later.decision.yes, "its rows are what they were"
-        await send(later, part(2, []))
-        assert service.models["clicks"].tables[0].spec == said
-
-    async def second(service: Service) -> None:
-        assert service.models["clicks"].tables[0].spec == said
-        older = await join_later(service, TABLES, 3)
-        await send(older, grown_part(3, TABLES))
-        await service.coordinators["clicks"].drain()
-        assert service.models["clicks"].tables[0].spec == said
-
-    run(tmp_path, first)
-    run(tmp_path, second)
 
 
 def test_a_flush_meanwhile_does_not_forget_the_new_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

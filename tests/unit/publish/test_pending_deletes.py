@@ -3,7 +3,6 @@
 import asyncio
 import time
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,23 +191,6 @@ def test_a_cut_that_is_not_sealed_meets_nothing(tmp_path: Path) -> None:
         with pytest.raises(DeltasyncError, match="publish every row first"):
             await send(other, meeting(part(2, []), number))
         assert numbers(other) == [number]
-
-    run(tmp_path, scenario)
-
-
-def test_of_a_table_that_is_a_parameter_by_now_no_rows_are_asked_for(tmp_path: Path) -> None:
-    """A trainer that knew of no kinds has published it."""
-
-    async def scenario(service: Service) -> None:
-        rank = await join(service, takes_deletes=True)
-        await send(rank, full_part(1, random_rows(0), WHOLE))
-        await ask(service, [3])
-        dense = [replace(USER, kind=TableKind.PARAMETER), ITEM]
-        new = await join(
-            service, run="new", started=2, tables=dense, shards=[*map(Shard.whole, dense)], takes_deletes=True
-        )
-        assert new.deletes == []
-        assert "publishes no embedding table of that name" in service.pending_deletes()[0].reason
 
     run(tmp_path, scenario)
 

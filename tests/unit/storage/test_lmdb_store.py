@@ -268,14 +268,3 @@ def test_whatever_a_write_dies_of_reaches_who_waits_and_the_next_one_is_done(
     assert not log.refusing
     log.append("m", 1, 0, 0, b"x").result(TIMEOUT)
     assert log.items("") == {}
-
-
-@pytest.mark.parametrize("head", [0, 4096])
-def test_a_head_that_would_end_the_process_is_an_error(options: LogOptions, head: int) -> None:
-    """LMDB takes what it says of the list of free pages as it is, and aborts."""
-    LmdbStore(options).close()
-    with (options.directory / "data.mdb").open("r+b") as file:
-        file.seek(head + 44)
-        file.write(b"\x7f")
-    with pytest.raises(StorageFailed, match=r"data\.mdb: a tree has the flags"):
-        LmdbStore(options)

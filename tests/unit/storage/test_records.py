@@ -1,8 +1,5 @@
 """What records look like on disk, and that what looks otherwise is refused with a sentence."""
 
-import json
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,9 +65,9 @@ def test_rows_come_back_as_they_were(
 @pytest.mark.parametrize(
     ("byte", "value", "said"),
     [
-        (0, 3, "the log has rows of format 3, this service reads format 2: update the service"),
-        (1, 2, "the log has rows of kind 2, this service reads kind 1: update the service"),
-        (2, 31, "the log has rows of columns 31, this service reads columns 15: update the service"),
+        (0, 3, "the log has rows of format 3, this version reads 1: update deltasync"),
+        (1, 2, "the log has rows of kind 2, this version reads 1: update deltasync"),
+        (2, 31, "the log has rows of columns 31, this version reads 15: update deltasync"),
     ],
 )
 def test_rows_of_a_later_format_or_kind_are_refused_with_both_numbers(byte: int, value: int, said: str) -> None:
@@ -88,7 +85,7 @@ def test_any_bytes_are_rows_or_an_error_that_names_their_record(noise: bytes, af
             rows = unpacked(record)
     except StorageFailed as error:
         said = str(error)
-        assert "cuts/m/1/0/0" in said or "this service reads" in said  # It may also be rows.
+        assert "cuts/m/1/0/0" in said or "this version reads" in said  # It may also be rows.
     else:
         assert (len(rows.values), rows.values.shape[1]) == (len(rows.ids), rows.shard.cols)
 
@@ -112,10 +109,3 @@ def test_a_seal_comes_back_as_it_was() -> None:
     ) == sealed(7)
     timed = sealed(8, event_time_unix_ns=9)
     assert records.seal_of_record(records.unpack_json(records.pack_json(records.seal_record(timed)))) == timed
-
-
-def test_seals_of_before_runs_were_told_apart_are_read() -> None:
-    older: dict[str, Any] = records.seal_record(sealed(1))
-    assert older.pop("resync") is False
-    assert "event_time_unix_ns" not in older
-    assert records.seal_of_record(json.loads(json.dumps(older))) == sealed(1)
