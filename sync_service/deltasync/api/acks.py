@@ -31,7 +31,7 @@ def check_ack(ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> None:
 
 
 def unbound(ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> tuple[str, ...]:
-    """Names of the tables that a replica does not hold: those that it names, and those alone without a checksum."""
+    """Names of the tables that a replica does not hold: those it names, and those alone without a checksum."""
     everything = range(len(deliveries))
     shown = {each.slot for each in ack.sums} or everything
     lacking = {*ack.unbound, *set(everything).difference(shown)}

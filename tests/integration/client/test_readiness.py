@@ -44,7 +44,6 @@ from tests.support.server import RunningService
 from tests.support.state import Reachable
 from tests.support.wire import ReplicaStream, ack
 
-from deltasync.api.subscribe import ReplicaStream as ServedStream
 from deltasync.client import (
     CallbackTarget,
     Contradiction,
@@ -58,7 +57,6 @@ from deltasync.client import (
     TableSpec,
 )
 from deltasync.core.steady_clock import steady_ns
-from deltasync.v1 import subscribe_pb2
 
 LIMIT = 30.0
 POLICIES = {
@@ -533,7 +531,7 @@ def test_another_limit_is_told_and_sends_no_row_again(service: RunningService) -
     assert target.received_rows == sum(table.rows for table in TABLES)
 
 
-def test_a_client_of_before_is_not_sent_away_for_another_limit(service: RunningService) -> None:
+def test_a_client_without_tokens_is_not_sent_away_for_another_limit(service: RunningService) -> None:
     with Trainer(service.grpc) as trainer, ReplicaStream(service.grpc, replica="old") as stream:
         head = trainer.publish_all()
         stream.release()
@@ -561,26 +559,6 @@ def test_tokens_come_back_and_are_not_looked_into(service: RunningService) -> No
         stream.send(ack(0, head))
         trainer.set(USER, 3, 1.0)
         assert stream.release()[1].token == 3
-
-
-def test_a_service_of_before_says_nothing_and_the_newest_is_what_it_sends(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    end = ServedStream._end
-
-    def of_before(stream: ServedStream, *arguments: Any) -> subscribe_pb2.ReleaseEnd:
-        message = end(stream, *arguments)
-        message.ClearField("token")
-        message.ClearField("behind_ns")
-        return message
-
-    monkeypatch.setattr(ServedStream, "_end", of_before)
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 600)
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", NumpyTarget()) as replica:
-        trainer.publish_all()
-        replica.wait_until_ready(WAIT)
-        clock.move_on(3600)
-        assert replica.ready
 
 
 def test_a_consumer_that_is_deleted_stops_its_replicas(service: RunningService) -> None:

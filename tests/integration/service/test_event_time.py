@@ -113,7 +113,6 @@ def test_lag_and_metrics_tell_how_old_the_newest_event_is(running: RunningServic
 
 
 def test_what_nobody_says_is_nowhere(running: RunningService) -> None:
-    """As trainers of before, who know of no event times."""
     target = NumpyTarget()
     with RankStream(running.grpc) as rank, subscriber(running, target) as replica:
         rank.opened()

@@ -353,14 +353,6 @@ def test_the_lag_says_how_old_the_newest_event_is(held: float | None, shown: str
     assert newest + shown in lines
 
 
-def test_the_lag_of_a_service_of_before_is_shown() -> None:
-    lag = asdict(RANKED)
-    for replica in lag["replicas"]:
-        del replica["rewound"], replica["reason"], replica["state"]
-    del lag["head_seconds_behind_events"], lag["lag"]["seconds_behind_events"]
-    assert not any(line.startswith("events") for line in lag_text(lag).splitlines())
-
-
 def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> None:
     lines = lag_text(asdict(RANKED)).splitlines()
     assert lines[:2] == ["consumer top  model clicks  head 12  behind", "20 rows are still to be applied"]

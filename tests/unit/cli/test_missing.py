@@ -14,7 +14,7 @@ from deltasync.cli.lag import BEHIND
 LINE = {
     "consumer": "predictors", "model": "clicks", "state": "in sync", "reason": "all hold it", "versions": 0,
     "rows": 0, "bytes": 0, "seconds": 0.0, "unsent_share": None, "connected": 1, "replicas": 1,
-    "freshness": {"p50": None, "p99": None},
+    "freshness": {"p50": None, "p99": None}, "wrong": [],
 }  # fmt: skip
 
 

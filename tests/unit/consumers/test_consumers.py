@@ -241,4 +241,6 @@ def test_a_goodbye_without_a_stream_counts_for_the_instance_that_says_it(
     assert may_leave(found, "me").yes is leaves
     assert not may_leave(None, "me").yes
     assert not may_leave(replace(found, instance=""), "").yes
-    assert not may_leave(replace(found, instance="", left="its stream broke off"), "me").yes, "of an older client"
+    assert not may_leave(replace(found, instance="", left="its stream broke off"), "me").yes, (
+        "it names no instance"
+    )

@@ -37,7 +37,7 @@ def test_who_leaves_is_told_apart(
     [
         ("a", "b", Contradiction),  # Two of one name.
         ("a", "a", Superseded),  # It has reconnected.
-        ("", "b", Superseded),  # Clients of before say nothing: as before.
+        ("", "b", Superseded),
         ("a", "", Superseded),
         ("", "", Superseded),
     ],

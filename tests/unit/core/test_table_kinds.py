@@ -54,10 +54,6 @@ def test_messages_and_records_say_what_a_table_is(spec: TableSpec) -> None:
     assert delivery_from_message(delivery_to_message(delivery), Mode.EMBEDDINGS) == delivery
 
 
-def test_a_record_of_format_2_is_of_an_embedding_table() -> None:
-    assert spec_of_record({"name": "t", "rows": 1, "dim": 2, "dtype": "<f4"}) == TableSpec("t", 1, 2)
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -167,4 +167,4 @@ def test_the_seal_of_a_position_says_whether_the_past_is_the_same() -> None:
     other = resume(Position("h", 3, seal=7), "h", 5, 8)
     assert not other.yes
     assert "of a past that this history does not have" in other.reason
-    assert resume(Position("h", 3), "h", 5, 8).yes  # A client of before knows no seals.
+    assert resume(Position("h", 3), "h", 5, 8).yes

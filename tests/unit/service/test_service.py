@@ -82,9 +82,9 @@ def test_consumers_made_at_the_same_time_are_one(tmp_path: Path) -> None:
 def test_what_a_crash_left_of_a_deleted_consumer_is_ignored(tmp_path: Path) -> None:
     log = LmdbStore(LogOptions(directory=tmp_path / "log", max_bytes=1 << 20))
     for name, meta in {
-        "consumer/a": {"model": "m", "created_unix_ns": 1},
-        "offset/a/p": {"history": "h", "version": 3, "acked_unix_ns": 5},
-        "offset/ab/p": {"history": "h", "version": 4, "acked_unix_ns": 5},
+        "consumer/a": {"model": "m", "created_unix_ns": 1, "policy": {}},
+        "offset/a/p": {"history": "h", "version": 3, "seal": 9, "acked_unix_ns": 5},
+        "offset/ab/p": {"history": "h", "version": 4, "seal": 9, "acked_unix_ns": 5},
     }.items():
         log.put(name, pack_json(meta)).result(20)
 

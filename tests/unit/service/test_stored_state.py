@@ -144,7 +144,7 @@ LEFT_BEHIND = {
     f"clicks/tables/{TABLE_FILE}": f"clicks/tables/{TABLE_FILE}",
     "clicks/tmpab_12xyz": "clicks/tmpab_12xyz",
     f"clicks/views/small/{HASH}": f"clicks/views/small/{HASH}/norms/{TABLE_FILE}",
-    "clicks/views/gone": f"clicks/views/gone/{HASH}/user-99e389d25c10af32.0123456789abcdef.digests.new",
+    "clicks/views/gone": f"clicks/views/gone/{HASH}/user-99e389d25c10af32.0123456789abcdef.digests",
     "other": f"other/tables/{HASH}/shared",
     "empty": "empty",
 }

@@ -75,7 +75,7 @@ def test_a_table_that_finds_no_room_takes_none_while_it_is_tried(monkeypatch: py
 
 
 def test_of_a_table_that_was_never_published_another_may_come(tmp_path: Path) -> None:
-    """Of a cut that was not sealed, or of an open, which made tables in earlier versions."""
+    """Of a cut that was not sealed."""
     log: Any = LmdbStore(LogOptions(directory=tmp_path / "log", max_bytes=4 * MIB))
     store = ModelStore(log, "m", tmp_path / "m")
     store.change([TableSpec("t", 10, 4), TableSpec("other", 3, 2)], {})

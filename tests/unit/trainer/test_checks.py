@@ -15,7 +15,7 @@ def test_formats_up_to_the_newest_are_read(found: int) -> None:
 
 @pytest.mark.parametrize("found", [4, 10**9])
 def test_a_newer_format_is_refused_with_both_numbers_and_a_way_out(found: int) -> None:
-    message = f"a state has format {found}, this deltasync reads formats up to 3: update deltasync, or start"
+    message = f"a state is of format {found}, this version reads 3: update deltasync, or start"
     with pytest.raises(InvalidInput, match=message):
         check_format("a state", found, 3)
 

@@ -39,7 +39,7 @@ def test_a_version_is_known_by_its_seal() -> None:
     assert versions.cursor_at(Position("another name", 1, BIG)) == 4
     assert versions.cursor_at(at(2, 8)) == 6
     assert versions.cursor_at(at(2, 9)) is None, "another past"
-    assert versions.cursor_at(at(1, 0)) is None, "a service of before"
+    assert versions.cursor_at(at(1, 0)) is None, "without a seal nobody knows"
     assert known((1, 0, 4)).cursor_at(at(1, 0)) is None
 
 
@@ -83,10 +83,3 @@ def test_a_checkpoint_is_at_the_lowest_version_of_its_ranks(
     states = [state(9, *each) for each in zip(positions, versions, strict=True)]
     found = SyncState.of_all(states).position
     assert (found, found.seal) == (expected, expected.seal)
-
-
-def test_a_state_of_before_knows_a_position_without_a_seal() -> None:
-    of_before = {"tracker": {"clock": 2}, "history": "h", "version": 3}
-    found = SyncState.of_all([of_before])
-    assert (found.position, found.position.seal, found.event_time_unix_ns) == (at(3, 0), 0, None)
-    assert found.versions.cursor_at(at(3, 0)) is None

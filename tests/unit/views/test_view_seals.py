@@ -9,7 +9,6 @@ from tests.support.view_scenarios import TOP, USER, changed, refuse, run, run_ag
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.position import Position, next_epoch
-from deltasync.storage.records import pack_json, unpack_json
 from deltasync.views import history as histories
 from deltasync.views.records import heads_stream
 from deltasync.views.store import ViewStore
@@ -128,50 +127,6 @@ def test_who_goes_on_from_before_the_policy_is_known_by_the_seal_of_the_release(
         assert (start, start.seal) == (view.position, view.position.seal)
 
     run(tmp_path, scenario)
-
-
-def test_what_was_released_before_there_were_seals_counts_by_its_number(tmp_path: Path) -> None:
-    held = list[Position]()
-
-    async def before(local: LocalModel) -> None:
-        held.extend(await _releases(local, range(1, 4)))
-        head = unpack_json(local.log.items("release/top")[""])
-        del head["head"]["seal"]  # As a service of before has written it.
-        local.log.put("release/top", pack_json(head)).result()
-
-    async def after(local: LocalModel) -> None:
-        view = local.view()
-        assert view.position.seal == 0
-        assert all(view.seal_of(position.number) == 0 for position in held)
-        assert view.resume(Position(view.history, held[1].number))[0].yes
-        later = await _release(local, view, 9)
-        assert later.seal
-
-    run(tmp_path, before)
-    run_again(tmp_path, after)
-
-
-def test_heads_that_another_history_has_left_are_none_of_this_one(tmp_path: Path) -> None:
-    """A service of before removes a view, and makes another of that name, without them."""
-    held = list[Position]()
-
-    async def before(local: LocalModel) -> None:
-        held.extend(await _releases(local, range(1, 6)))
-        left = [(each.number, bytes(each.payload)) for each in local.log.read(heads_stream("top"))]
-        local.view().discard()
-        await _releases(local, range(6, 8))
-        for number, payload in left:
-            local.log.append(heads_stream("top"), number, 0, 0, payload).result()
-
-    async def after(local: LocalModel) -> None:
-        view = local.view()
-        assert view.position.number
-        for position in held:
-            assert view.seal_of(position.number) != position.seal
-            assert not view.resume(position)[0].yes
-
-    run(tmp_path, before)
-    run_again(tmp_path, after)
 
 
 def test_only_the_newest_heads_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tests.support.ranks import leave
 
 from deltasync.core.errors import StorageFailed
 from deltasync.trainer.clicks import checkpoints as module
-from deltasync.trainer.clicks.checkpoint import save_checkpoint, write_checkpoint
+from deltasync.trainer.clicks.checkpoint import write_checkpoint
 from deltasync.trainer.clicks.checkpoints import Checkpoints, checkpoints_in
 from deltasync.trainer.clicks.model import ClickModel
 from deltasync.trainer.clicks.model_options import ModelOptions
@@ -131,19 +131,6 @@ def an_older_one_that_cannot_be_removed_does_no_harm(folder: Path, patch: pytest
     assert [each.name for each in checkpoints_in(folder)] == ["step-000000000003", "step-000000000004"]
 
 
-def one_of_before_is_gone_on_from(folder: Path) -> None:
-    training = Training(folder, every=10)
-    training.step()
-    save_checkpoint(folder, training.model, training.optimizer, training.sync)
-    dist.barrier()
-    again = Training(folder)
-    assert again.checkpoints.load()
-    assert again.values() == {1.0}
-    again.step()
-    again.checkpoints.finish()
-    assert [each.name for each in checkpoints_in(folder)] == ["step-000000000002"]
-
-
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     patch = pytest.MonkeyPatch()
@@ -152,7 +139,6 @@ def main(folder: Path) -> None:
     a_checkpoint_has_the_weights_of_its_step(folder / "step", patch)
     one_that_cannot_be_written_leaves_the_one_before(folder / "failed", patch)
     an_older_one_that_cannot_be_removed_does_no_harm(folder / "stuck", patch)
-    one_of_before_is_gone_on_from(folder / "before")
     dist.barrier()
     dist.destroy_process_group()
     leave()

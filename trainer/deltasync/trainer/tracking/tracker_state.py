@@ -19,7 +19,7 @@ from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import NOTHING, RowStamps, forget
 
 _Saved = Mapping[str, Any]
-_KEYS = {"clock", "tables", "consumers", "steps"}
+_KEYS = {"format", "clock", "tables", "consumers", "steps"}
 _FORMAT = 1
 _NOT_SAVED = torch.iinfo(torch.int32).min
 
@@ -56,7 +56,8 @@ def load(tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Sa
 def _check_states(states: Sequence[_Saved]) -> None:
     mappings = [one for one in states if isinstance(one, Mapping)]
     for one in mappings:  # Before the rest, which a newer format may name otherwise.
-        check_format("a tracker's state", one.get("format"), _FORMAT)
+        if "format" in one:
+            check_format("a tracker's state", one["format"], _FORMAT)
     if not states or len(mappings) < len(states) or any(_KEYS - set(one) for one in mappings):
         raise InvalidInput(f"expected states of trackers, with {', '.join(sorted(_KEYS))}")
 
