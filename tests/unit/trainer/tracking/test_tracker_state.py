@@ -229,7 +229,7 @@ def test_what_is_no_state_is_told_from_one(state: Any) -> None:
         tracker().load_state_dict(state)
 
 
-def saved() -> dict[str, Any]:
+def of_format_1() -> dict[str, Any]:
     """A state: row 1 is due, and was 0.5 in its second column."""
     first = {"ids": torch.tensor([1]), "values": torch.tensor([[0.0, 0.5]])}
     consumer = {"mode": "embedding", "cursor": 1, "carried": {}, "first": {"t": first}}
@@ -239,7 +239,7 @@ def saved() -> dict[str, Any]:
 
 def test_what_was_saved_is_known_again() -> None:
     loading = tracker()
-    loading.load_state_dict(saved())
+    loading.load_state_dict(of_format_1())
     delta = loading.get_delta()
     assert loading.steps == 7
     assert delta.ids["t"].tolist() == [1]
@@ -257,13 +257,13 @@ def test_the_names_in_a_state_are_those_of_its_format() -> None:
     """Another name is another format, and what has this one must still be read."""
     saving = tracker()
     saving.mark("t", torch.tensor([1]))
-    assert names(saving.state_dict()) == names(saved())
+    assert names(saving.state_dict()) == names(of_format_1())
 
 
 def test_a_newer_format_is_refused_and_changes_nothing() -> None:
     loading = tracker()
     loading.mark("t", torch.tensor([2]))
-    with pytest.raises(InvalidInput, match="a tracker's state is of format 2, this version reads 1: update"):
+    with pytest.raises(InvalidInput, match="a tracker's state is of format 2, this version reads 1"):
         loading.load_state_dict([loading.state_dict(), {"format": 2, "rows": "elsewhere"}])
     assert loading.get_delta().ids["t"].tolist() == [2]
 
