@@ -19,7 +19,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
-from deltasync.core.tables import TableKind, TableSpec
+from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.views.store import ViewStore
@@ -147,26 +147,6 @@ def test_rows_that_came_before_there_was_room_for_them_go_out_once_there_is(
         np.testing.assert_array_equal(held[USER.name], delivery.decode(delivery.encode(source.rows)))
 
     run(tmp_path, scenario)
-
-
-def test_what_turns_out_to_be_no_embedding_table_is_sent_in_its_own_type(tmp_path: Path) -> None:
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(INT8)
-        await view.make_release(INT8, 0)
-        before = view.position.number
-        await grow(local, replace(USER, kind=TableKind.PARAMETER))
-        await release_everything(view, INT8)
-        assert [each.value_type for each in view.deliveries] == [None, ValueType.INT8]
-        release = await view.release(before)
-        assert ids_of(release) == {0: list(range(40))}
-        held, (source, _) = await held_by_a_replica(view), local.model.tables
-        assert held[USER.name].tobytes() == source.rows.tobytes()
-
-    async def again(local: LocalModel) -> None:
-        assert [each.value_type for each in local.view().deliveries] == [None, ValueType.INT8]
-
-    run(tmp_path, scenario)
-    run_again(tmp_path, again)
 
 
 def test_what_is_found_damaged_while_there_is_made_room_goes_with_the_next_release(
