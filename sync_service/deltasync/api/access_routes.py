@@ -1,9 +1,11 @@
 """Letting HTTP requests in, or not: before their body is received."""
 
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+import asyncio
 
-from deltasync.api.access import Access, Credentials, check
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deltasync.api.access import Access, Credentials, OpenCall, check
 from deltasync.api.access_table import need_of_request
 from deltasync.api.call_errors import error_response
 from deltasync.api.http_protocol import CERTIFICATE_NAMES
@@ -11,7 +13,7 @@ from deltasync.core.errors import DeltasyncError
 
 
 class AccessMiddleware:
-    """Lets a request in only if whoever makes it has the role that its route needs."""
+    """Lets a request in only if its caller has the role that the route needs, and ends it when that is revoked."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -29,7 +31,24 @@ class AccessMiddleware:
             except DeltasyncError as error:
                 await error_response(error)(scope, receive, send)
                 return
-            await self._app(scope, receive, send)
+            await self._answer(opened, scope, receive, send)
+
+    async def _answer(self, opened: OpenCall, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def sent(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        except asyncio.CancelledError:
+            if opened.revoked is None or begun:
+                raise
+            if task := asyncio.current_task():
+                task.uncancel()
+            await error_response(opened.revoked)(scope, receive, send)
 
 
 def _credentials(scope: Scope) -> Credentials:

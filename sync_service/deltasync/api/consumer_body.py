@@ -4,13 +4,10 @@ from typing import Any
 
 from fastapi import Request
 
-from deltasync.api.json_body import json_object
+from deltasync.api.json_body import json_object, text_of
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.errors import InvalidInput
 from deltasync.core.policy import FIELDS, Policy
 from deltasync.core.policy_fields import PolicyField
-
-_MAX_BODY_BYTES = 64 << 10
 
 _DEFAULT = Policy().as_dict()
 
@@ -28,21 +25,27 @@ _POLICY = {
     "additionalProperties": False,
 }
 
+
+def _body(schema: dict[str, Any], example: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}
+
+
+def _described(*names: str) -> dict[str, Any]:
+    properties = {name: {"type": "string"} for name in names}
+    return {
+        "type": "object",
+        "properties": {**properties, "policy": _POLICY},
+        "required": list(names),
+        "additionalProperties": False,
+    }
+
+
+_EXAMPLE = {"top_k": 0.1, "value_type": "int8"}
+
 # For /docs.
-BODY: dict[str, Any] = {
-    "required": True,
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "properties": {"model": {"type": "string"}, "policy": _POLICY},
-                "required": ["model"],
-                "additionalProperties": False,
-            },
-            "example": {"model": "clicks", "policy": {"top_k": 0.1, "value_type": "int8"}},
-        }
-    },
-}
+BODY = _body(_described("model"), {"model": "clicks", "policy": _EXAMPLE})
+NEW_BODY = _body(_described("name", "model"), {"name": "predictors", "model": "clicks", "policy": _EXAMPLE})
+POLICY_BODY = _body(_POLICY, _EXAMPLE)
 
 PAUSE_BODY: dict[str, Any] = {
     "content": {
@@ -58,14 +61,36 @@ PAUSE_BODY: dict[str, Any] = {
 }
 
 
+async def new_consumer(request: Request) -> tuple[str, str, Policy]:
+    """Name, model and policy of the consumer that a body describes; without a policy, the default one.
+
+    Raises:
+        InvalidInput: it describes none; the message says what is wrong.
+    """
+    described = await json_object(request, ("name", "model", "policy"))
+    wanted = ConsumerOptions.described(
+        text_of(described, "name"), described.get("model"), described.get("policy", {})
+    )
+    return wanted.name, wanted.model, wanted.policy or Policy()
+
+
 async def consumer_of(name: str, request: Request) -> ConsumerOptions:
     """The consumer that a body `{"model": ..., "policy": {...}}` describes; no policy is the default one.
 
     Raises:
         InvalidInput: it describes none; the message says what is wrong.
     """
-    described = await json_object(request, ("model", "policy"), _MAX_BODY_BYTES)
+    described = await json_object(request, ("model", "policy"))
     return ConsumerOptions.described(name, described.get("model"), described.get("policy", {}))
+
+
+async def policy_of(request: Request) -> Policy:
+    """The policy that a body describes.
+
+    Raises:
+        InvalidInput: it describes none; the message says what is wrong.
+    """
+    return Policy.from_dict(await json_object(request, tuple(field.name for field in FIELDS)))
 
 
 async def reason_of(request: Request) -> str:
@@ -74,10 +99,4 @@ async def reason_of(request: Request) -> str:
     Raises:
         InvalidInput: it gives something else.
     """
-    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
-        return ""
-    described = await json_object(request, ("reason",), _MAX_BODY_BYTES)
-    reason = described.get("reason", "")
-    if not isinstance(reason, str):
-        raise InvalidInput("body: expected a reason, as a text")
-    return reason
+    return text_of(await json_object(request, ("reason",), optional=True), "reason", "")

@@ -6,7 +6,16 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from deltasync.api.caller import author
-from deltasync.api.consumer_body import BODY, PAUSE_BODY, consumer_of, reason_of
+from deltasync.api.consumer_body import (
+    BODY,
+    NEW_BODY,
+    PAUSE_BODY,
+    POLICY_BODY,
+    consumer_of,
+    new_consumer,
+    policy_of,
+    reason_of,
+)
 from deltasync.consumers.consumer import Consumer
 from deltasync.service.brake import Brake
 from deltasync.service.removals import Removals
@@ -43,6 +52,16 @@ def consumer_routes(service: Service) -> APIRouter:
         """One consumer."""
         return _line(service.consumer(name))
 
+    @routes.post("", openapi_extra={"requestBody": NEW_BODY}, responses=_MADE)
+    async def create(request: Request, response: Response) -> ConsumerLine:
+        """Make a consumer. One that is there already stays as it is: 409 where it has another model or policy.
+        Needs role admin.
+        """
+        by = author()
+        name, model, policy = await new_consumer(request)
+        response.status_code = 200 if name in service.registry.consumers else 201
+        return _line(await service.create_consumer(name, model, policy, by))
+
     @routes.put("/{name}", openapi_extra={"requestBody": BODY}, responses=_MADE)
     async def put(name: str, request: Request, response: Response) -> ConsumerLine:
         """Make a consumer, or give the one there is this policy. Needs role admin."""
@@ -50,6 +69,12 @@ def consumer_routes(service: Service) -> APIRouter:
         wanted = await consumer_of(name, request)
         response.status_code = 200 if name in service.registry.consumers else 201
         return _line(await service.ensure_consumer(wanted, by))
+
+    @routes.put("/{name}/policy", openapi_extra={"requestBody": POLICY_BODY})
+    async def update(name: str, request: Request) -> ConsumerLine:
+        """Replace a consumer's policy as a whole; its replicas keep their place. Needs role admin."""
+        by = author()
+        return _line(await service.update_consumer(name, await policy_of(request), by))
 
     @routes.delete("/{name}", status_code=204)
     async def delete(name: str) -> None:

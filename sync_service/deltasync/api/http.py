@@ -12,6 +12,7 @@ from deltasync.api.http_errors import answer_errors
 from deltasync.api.lag_routes import lag_routes
 from deltasync.api.log_routes import log_routes
 from deltasync.api.model_routes import model_routes
+from deltasync.api.operation_routes import operation_routes
 from deltasync.api.origins import OriginsMiddleware
 from deltasync.api.overview_routes import overview_routes
 from deltasync.api.page import page_routes
@@ -64,6 +65,7 @@ def create_app(service: Service, access: Access, sampler: Sampler | None = None)
         process_routes(service),
         snapshot_routes(service),
         log_routes(service),
+        operation_routes(service),
     )
     # Included, each route would be made twice.
     app.router.routes += [route for router in routers for route in router.routes]

@@ -21,6 +21,8 @@ from deltasync.core.limits import Limits
 # After so many refusals in a row others have their turn.
 _REFUSALS_AT_ONCE = 64
 _WATCH_SECONDS = 1.0
+# Seconds of silence before the kernel probes a peer, seconds between probes, and how many may fail.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
@@ -32,6 +34,10 @@ class HttpListener(socket.socket):
     def __init__(self, listener: socket.socket, limits: Limits) -> None:
         """Take over a socket that listens."""
         super().__init__(fileno=listener.detach())
+        # Connections inherit this: a request may take hours, and its client may vanish without a word.
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            self.setsockopt(socket.IPPROTO_TCP, option, value)
         self._limits = limits
         self._of_peer = Counter[str]()
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)

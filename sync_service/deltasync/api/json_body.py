@@ -8,19 +8,44 @@ from starlette.requests import ClientDisconnect
 
 from deltasync.core.errors import InvalidInput
 
+MOST_BYTES = 64 << 10
 
-async def json_object(request: Request, keys: tuple[str, ...], most_bytes: int) -> dict[str, Any]:
+
+async def json_object(
+    request: Request, keys: tuple[str, ...], most_bytes: int = MOST_BYTES, *, optional: bool = False
+) -> dict[str, Any]:
     """The object that a request's body is, whatever content type it names.
+
+    Args:
+        request: the request.
+        keys: the keys that the object may have.
+        most_bytes: the largest body to take.
+        optional: take an empty body for an empty object.
 
     Raises:
         InvalidInput: it is none, has other keys, or is larger than `most_bytes`; the message says what is wrong.
     """
-    described = _parsed(await _body(request, most_bytes))
+    body = await _body(request, most_bytes)
+    if optional and not body:
+        return {}
+    described = _parsed(body)
     if not isinstance(described, dict):
         raise InvalidInput("body: expected an object")
     if unknown := sorted(described.keys() - set(keys)):
         raise InvalidInput(f"body: unknown key {unknown[0]!r}; keys: {', '.join(keys)}")
     return described
+
+
+def text_of(described: dict[str, Any], key: str, default: str | None = None) -> str:
+    """The text that a body has under a key, or the default.
+
+    Raises:
+        InvalidInput: it has none and there is no default, or it has something else.
+    """
+    text = described.get(key, default)
+    if not isinstance(text, str):
+        raise InvalidInput(f"body: expected {key}, as a text")
+    return text
 
 
 async def _body(request: Request, most_bytes: int) -> bytes:

@@ -65,7 +65,7 @@ def model_routes(service: Service) -> APIRouter:
         """Delete a model that nobody publishes and no consumer follows. Needs role admin."""
         await removals.delete_model(name, author())
 
-    @router.delete("/models/{name}/tables/{table}", status_code=204)
+    @router.delete("/models/{name}/tables/{table:path}", status_code=204)
     async def delete_table(name: str, table: str) -> None:
         """Delete a table that no connected rank publishes. Needs role admin."""
         await removals.delete_table(name, table, author())

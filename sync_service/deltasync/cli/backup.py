@@ -7,7 +7,7 @@ import click
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.needs import SERVICE, check_needs
-from deltasync.cli.waiting import waiting_for
+from deltasync.cli.showing import waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.words import counted
@@ -27,7 +27,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     allow_from_autoenv=False,  # There it names the data directory of the service that is asked.
     help="Copy this data directory, of a service that is stopped, instead of asking one.",
 )
-@service_options(rights=True)
+@service_options(changes=True)
 def backup(directory: Path, data_dir: Path | None, service: Endpoint) -> None:
     """Have all that a running service keeps in DIR, on the service's machine: new, or empty.
 
@@ -36,7 +36,7 @@ def backup(directory: Path, data_dir: Path | None, service: Endpoint) -> None:
     if data_dir is None:
         with waiting_for(service):
             made = Admin(service).backup(str(directory))
-        files, size = made.files, made.bytes
+        files, size = made["files"], made["bytes"]
     else:  # Imported only now: a call of a service needs none of it.
         from deltasync.service.offline import back_up_offline
 

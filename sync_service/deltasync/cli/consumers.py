@@ -4,18 +4,15 @@ from typing import Any
 
 import click
 
-from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.policy_options import policy_of, policy_options
+from deltasync.cli.showing import as_json_text, json_option, show
 from deltasync.cli.text_table import text_table
-from deltasync.cli.watching import as_json_text, json_option, show
 from deltasync.client.admin import Admin
+from deltasync.client.each_process import EachProcess, known
 from deltasync.client.endpoint import Endpoint
-from deltasync.consumers.pause import Pause
 from deltasync.core.policy import Policy
-from deltasync.v1 import admin_pb2
-from deltasync.wire.messages import policy_from_message
 
 _EVERYTHING = "every changed row, in its own type"
 
@@ -27,8 +24,8 @@ def consumers() -> None:
 
 @consumers.command("list", context_settings=CONTEXT)
 @json_option
-@http_options
-def list_consumers(http: Endpoint, as_json: bool) -> None:
+@service_options()
+def list_consumers(service: Endpoint, as_json: bool) -> None:
     """List all consumers.
 
     \b
@@ -38,11 +35,11 @@ def list_consumers(http: Endpoint, as_json: bool) -> None:
     paused    since when, by whom and why
     """
 
-    def text(asking: Asking) -> str:
-        lines = asking.get("/consumers")
-        return as_json_text(lines) if as_json else _lines_text(lines, asking.get("/lag"))
+    def text(processes: EachProcess) -> str:
+        lines = processes.lines("/consumers", "consumer")
+        return as_json_text(lines) if as_json else _lines_text(lines, known(processes.answers("/lag"), "consumer"))
 
-    show(text, http, watch=False)
+    show(text, service)
 
 
 def _lines_text(lines: list[Any], lags: list[Any]) -> str:
@@ -65,14 +62,14 @@ def _lines_text(lines: list[Any], lags: list[Any]) -> str:
 @click.argument("name")
 @click.option("--model", required=True, help="The model it subscribes to.")
 @policy_options
-@service_options(rights=True)
+@service_options(changes=True)
 def create_consumer(name: str, model: str, service: Endpoint, **options: Any) -> None:
     """Make consumer NAME; making an equal one again changes nothing.
 
     Without options of a policy its replicas are sent every changed row, in its own type, at once.
     """
     policy = policy_of(options)
-    paused = _paused(Admin(service).create_consumer(name, model, policy))
+    paused = Admin(service).create_consumer(name, model, policy)["paused"]
     words = "; ".join(filter(None, [policy.words, paused]))
     click.echo(f"consumer {name} follows model {model}{f': {words}' if words else ''}")
 
@@ -80,7 +77,7 @@ def create_consumer(name: str, model: str, service: Endpoint, **options: Any) ->
 @consumers.command("update", context_settings=CONTEXT)
 @click.argument("name")
 @policy_options
-@service_options(rights=True)
+@service_options(changes=True)
 def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
     """Give consumer NAME another policy, which replaces the one it has as a whole.
 
@@ -89,16 +86,16 @@ def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
     take values stop with an error, and where --value-type becomes one that their modules do not hold, those do.
     """
     policy, admin = policy_of(options), Admin(service)
-    before = [policy_from_message(consumer.policy) for consumer in admin.consumers() if consumer.name == name]
+    before = Policy.from_dict(admin.consumer(name)["policy"])
     admin.update_consumer(name, policy)
-    was = f" (was {before[0].words or _EVERYTHING})" if before and before[0] != policy else ""
+    was = f" (was {before.words or _EVERYTHING})" if before != policy else ""
     click.echo(f"policy of consumer {name}: {policy.words or _EVERYTHING}{was}")
 
 
 @consumers.command("pause", context_settings=CONTEXT)
 @click.argument("name")
 @click.option("--reason", default="", show_default=False, help="Why, for whoever looks at its lag.")
-@service_options(rights=True)
+@service_options(changes=True)
 def pause_consumer(name: str, reason: str, service: Endpoint) -> None:
     """Hold the replicas of consumer NAME at what they have, at once, whatever is published, until it is resumed.
 
@@ -110,7 +107,7 @@ def pause_consumer(name: str, reason: str, service: Endpoint) -> None:
 
 @consumers.command("resume", context_settings=CONTEXT)
 @click.argument("name")
-@service_options(rights=True)
+@service_options(changes=True)
 def resume_consumer(name: str, service: Endpoint) -> None:
     """Let consumer NAME go on, with all that its replicas lack."""
     Admin(service).resume_consumer(name)
@@ -119,15 +116,8 @@ def resume_consumer(name: str, service: Endpoint) -> None:
 
 @consumers.command("delete", context_settings=CONTEXT)
 @click.argument("name")
-@service_options(rights=True)
+@service_options(changes=True)
 def delete_consumer(name: str, service: Endpoint) -> None:
     """Forget consumer NAME and its offsets. Replicas that are connected stop, with what they hold."""
     Admin(service).delete_consumer(name)
     click.echo(f"consumer {name} deleted")
-
-
-def _paused(consumer: admin_pb2.Consumer) -> str:
-    if not consumer.HasField("pause"):
-        return ""
-    pause = consumer.pause
-    return Pause(pause.since.ToNanoseconds(), pause.by, pause.reason).words

@@ -1,9 +1,10 @@
-"""Which service a command talks to, and with which rights; and where a service listens."""
+"""Which service a command talks to, and with which rights."""
 
 import getpass
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,7 +13,6 @@ import click
 
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.endpoint_settings import endpoint_settings
-from deltasync.client.other_side import grpc_of, http_of
 from deltasync.core.errors import InvalidInput
 
 Command = Callable[..., Any]
@@ -37,8 +37,6 @@ _RIGHTS = (
 )
 _NAMES = ("ca", "cert", "key", "server_name", "token_file", "endpoint", "insecure")
 
-_SERVICE = "The service: where it answers gRPC, as HOST:PORT, or HTTP, as http://HOST:PORT."
-
 _BY = click.option(
     "--by",
     default=lambda: f"{_user()}@{socket.gethostname()}",
@@ -54,80 +52,69 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def service_options(*, default: str | None = "127.0.0.1:50051", rights: bool = False) -> Callable[[F], Command]:
-    """`--service` and what is shown there, and with `rights` `--by`; the command is given all as `service`, an
+def service_options(*, changes: bool = False) -> Callable[[F], Command]:
+    """`--service` and what is shown there, of a command that asks over HTTP; it is given all as `service`, an
     `Endpoint`.
 
     Each is also a variable of the environment, DELTASYNC_ and its name in capitals, and a key of the `--endpoint`
-    file, in this order.
+    file, in this order. There `http` is where HTTP is answered, beside the address that trainers and replicas use.
 
     Args:
-        default: the address unless one is given; None = one has to be.
-        rights: whether the command changes something.
+        changes: whether the command changes something: then it takes `--by`.
     """
-    service = _option("--service", _SERVICE, show_default=default or False)
-    return _endpoint_option("service", grpc_of, default, service, *([_BY] if rights else []))
+    return _endpoint_option(lambda _: _HTTP, _HTTP.help, *([_BY] if changes else []))
 
 
-def http_options(command: F) -> Command:
-    """`--service` and what is shown there, for a command that asks over HTTP; it is given all as `http`, an
-    `Endpoint`.
-    """
-    default = "http://127.0.0.1:8080"
-    service = _option("--service", _SERVICE, show_default=default)
-    http = _option("--http", "The same where only HTTP is reached, as http://HOST:PORT.")
-    return _endpoint_option("http", http_of, default, service, http)(command)
+def grpc_options(command: F) -> Command:
+    """The same of a command that is a replica while it runs."""
+    return _endpoint_option(lambda _: _GRPC, _GRPC.help)(command)
 
 
-def listening_options(command: F) -> F:
-    """`--host`, `--grpc-port` and `--http-port`."""
-    port = click.IntRange(0, 65535)
-    for option in (
-        click.option("--http-port", type=port, default=8080, help="Port for operators; 0 = any free one."),
-        click.option(
-            "--grpc-port",
-            type=port,
-            default=50051,
-            help="Port for trainers and replicas; 0 = any free one (see endpoints.json in the data folder).",
-        ),
-        click.option("--host", default="127.0.0.1", help="Address to listen on."),
-    ):
-        command = option(command)
-    return command
+def either_options(subscribes: Callable[[dict[str, Any]], bool]) -> Callable[[F], Command]:
+    """The same of a command that changes something over HTTP, or is a replica, as its other settings say."""
+    words = f"{_HTTP.help} With --snapshot or --checkpoint: where it answers gRPC, as HOST:PORT."
+    return _endpoint_option(lambda settings: _GRPC if subscribes(settings) else _HTTP, words, _BY)
 
 
 def _endpoint_option(
-    name: str, check: Callable[[Endpoint], Endpoint], default: str | None, *options: Callable[[Command], Command]
+    kind_of: Callable[[dict[str, Any]], "_Kind"], words: str, *options: Callable[[Command], Command]
 ) -> Callable[[F], Command]:
     def decorated(command: F) -> Command:
         @wraps(command)
         def with_endpoint(**settings: Any) -> Any:
             given = {each: settings.pop(each) for each in _NAMES} | {"by": settings.pop("by", "")}
+            kind = kind_of(settings)
             try:
-                addresses = settings.pop("service"), settings.pop("http", None)
-                endpoint = check(_endpoint(name, *addresses, default, given))
+                endpoint = kind.of(_endpoint(settings.pop("service"), kind, given))
             except InvalidInput as error:
                 raise click.UsageError(str(error)) from error
-            return command(**settings, **{name: endpoint})
+            return command(**settings, service=endpoint)
 
         wrapped: Command = with_endpoint
-        for option in reversed((*options, *_RIGHTS)):
+        service = _option("--service", words, show_default=kind_of({}).default)
+        for option in reversed((service, *options, *_RIGHTS)):
             wrapped = cast("Command", option(wrapped))
         return wrapped
 
     return decorated
 
 
-def _endpoint(
-    name: str, service: str | None, http: str | None, default: str | None, given: dict[str, Any]
-) -> Endpoint:
-    """The endpoint that is given: what the command line says wins over what goes with its kind better."""
-    found = endpoint_settings({**given, "address": service, "http": http}, os.environ)
-    address, other = found.pop("address", None), found.pop("http", None)
-    if name == "http" and not service:
-        address = other or address
-    if http:
-        Endpoint.of_http(Endpoint(**found | {"address": http}))
-    if (where := address or default) is None:
-        raise InvalidInput("Missing option '--service': where the service answers.")
-    return Endpoint(**found | {"address": where})
+@dataclass(frozen=True)
+class _Kind:
+    """One of the two ways in which a command talks to a service, by its default address."""
+
+    default: str
+    of: Callable[[Endpoint], Endpoint]
+    help: str
+
+
+_HTTP = _Kind("http://127.0.0.1:8080", Endpoint.of_http, "Where the service answers HTTP, as http://HOST:PORT.")
+_GRPC = _Kind("127.0.0.1:50051", Endpoint.of_grpc, "Where the service answers gRPC, as HOST:PORT.")
+
+
+def _endpoint(service: str | None, kind: _Kind, given: dict[str, Any]) -> Endpoint:
+    """The endpoint that is given; the command line has only the address of the command's own kind."""
+    found = endpoint_settings(given, os.environ)
+    if service:
+        found |= {"address": service, "http": ""}
+    return Endpoint(**{"address": found.get("http") or kind.default, **found})

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import http_options
-from deltasync.cli.watching import as_json_text, json_option
+from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.showing import as_json_text, json_option, print_missing
+from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.words import utc
@@ -22,30 +22,30 @@ _FEW, _MOST, _SECONDS = 50, 1000, 1.0
 @click.option("--last", type=click.IntRange(0, 1000), default=20, help="How many of those before.")
 @click.option("--follow", "-f", is_flag=True, help="Go on with those that come, until Ctrl-C.")
 @json_option
-@http_options
-def events(last: int, follow: bool, http: Endpoint, as_json: bool) -> None:
+@service_options()
+def events(last: int, follow: bool, service: Endpoint, as_json: bool) -> None:
     """Show what has happened: joins, refusals, repairs, takeovers.
 
     A line has the time (UTC), the level, the event, whom it concerns, and why. With --json and --follow, one JSON
     a line. Of several processes, those of all.
     """
     if not follow:
-        asking = Asking(http)
-        found = _newest(asking.get(f"/events?last={last}"), last)
-        asking.say_missing()
+        processes = EachProcess(service)
+        found = _newest(_last(processes, last), last)
+        print_missing(processes)
         click.echo(as_json_text(found) if as_json else "\n".join(map(event_line, found)))
         return
     with contextlib.suppress(KeyboardInterrupt):
-        _follow(http, last, as_json=as_json)
+        _follow(service, last, as_json=as_json)
 
 
-def _follow(http: Endpoint, last: int, *, as_json: bool) -> None:
+def _follow(service: Endpoint, last: int, *, as_json: bool) -> None:
     # Not by the stream that there is of events: that is of one process, and which there are changes meanwhile.
-    seen, first, away, missing = dict[str, int](), True, False, ""
+    seen, first, away, missing = dict[str, int](), True, False, dict[str, str]()
     while True:
-        asking = Asking(http)
+        processes = EachProcess(service)
         try:
-            found = _asked(asking, max(last, _FEW) if first else _FEW, None if first else seen)
+            found = _asked(processes, max(last, _FEW) if first else _FEW, None if first else seen)
         except ServiceUnavailable as error:
             if not away:
                 click.echo(f"The service does not answer, which is tried again: {error}", err=True)
@@ -54,18 +54,22 @@ def _follow(http: Endpoint, last: int, *, as_json: bool) -> None:
             new = unseen(found, seen)
             for each in _newest(new, last) if first else new:
                 click.echo(json.dumps(each) if as_json else event_line(each))
-            if asking.missing != missing:
-                asking.say_missing()
-            first, away, missing = False, False, asking.missing
+            if processes.missing.keys() != missing.keys():
+                print_missing(processes)
+            first, away, missing = False, False, processes.missing
         time.sleep(_SECONDS)
 
 
-def _asked(asking: Asking, few: int, seen: dict[str, int] | None) -> list[dict[str, Any]]:
+def _asked(processes: EachProcess, few: int, seen: dict[str, int] | None) -> list[dict[str, Any]]:
     """The last few events of each process; all that there are, where others may have come after those seen."""
-    found: list[dict[str, Any]] = asking.get(f"/events?last={few}")
+    found = _last(processes, few)
     if seen is not None and may_lack(found, seen, few):
-        found = asking.get(f"/events?last={_MOST}")
+        found = _last(processes, _MOST)
     return found
+
+
+def _last(processes: EachProcess, count: int) -> list[dict[str, Any]]:
+    return processes.lines(f"/events?last={count}", "unix_ns")
 
 
 def may_lack(found: list[dict[str, Any]], seen: dict[str, int], few: int) -> bool:

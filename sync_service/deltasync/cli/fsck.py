@@ -12,7 +12,7 @@ import click
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.needs import SERVICE, check_needs
-from deltasync.cli.waiting import waiting_for
+from deltasync.cli.showing import waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.errors import DeltasyncError
@@ -35,7 +35,7 @@ Tables = Sequence[dict[str, Any]]
 )
 @click.option("--mend", is_flag=True, help="With --data-dir: mend from the log what it has, as a service does.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@service_options(rights=True)
+@service_options(changes=True)
 def fsck(data_dir: Path | None, mend: bool, as_json: bool, service: Endpoint) -> None:
     """Look at everything that a service keeps: every row and every stamp; with --data-dir every record of the log
     too.
@@ -78,7 +78,7 @@ class _Found:
 def _found(data_dir: Path | None, service: Endpoint, *, mend: bool) -> _Found:
     if data_dir is None:
         with waiting_for(service):
-            return _Found([_row(each) for each in Admin(service).inspect()])
+            return _Found(Admin(service).inspect())
     # Imported only now: a call of a service needs none of it.
     if mend:
         from deltasync.service.mending import mend_data_directory
@@ -90,10 +90,6 @@ def _found(data_dir: Path | None, service: Endpoint, *, mend: bool) -> _Found:
 
     found = check_data_directory(data_dir)
     return _Found([asdict(each) for each in found.tables], found.problems, found.unused, foreign=found.foreign)
-
-
-def _row(table: Any) -> dict[str, Any]:
-    return {field.name: getattr(table, field.name) for field in table.DESCRIPTOR.fields}
 
 
 def _print(found: _Found) -> None:

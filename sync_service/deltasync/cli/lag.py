@@ -5,12 +5,12 @@ from typing import Any
 
 import click
 
-from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import http_options
+from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.lag_text import lag_text
+from deltasync.cli.showing import as_json_text, json_option, show, watch_option
 from deltasync.cli.text_table import seconds, share, text_table, urgency
-from deltasync.cli.watching import as_json_text, json_option, show, watch_option
+from deltasync.client.each_process import EachProcess, known
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.status import fetch_lag
 
@@ -33,8 +33,10 @@ _MOST_WRONG = 10
 )
 @watch_option
 @json_option
-@http_options
-def lag(consumers: tuple[str, ...], http: Endpoint, max_seconds: float | None, watch: bool, as_json: bool) -> None:
+@service_options()
+def lag(
+    consumers: tuple[str, ...], service: Endpoint, max_seconds: float | None, watch: bool, as_json: bool
+) -> None:
     """Show how far consumers are behind their models: of each NAME everything, without a name of each one line.
 
     \b
@@ -50,13 +52,17 @@ def lag(consumers: tuple[str, ...], http: Endpoint, max_seconds: float | None, w
     """
     answers: list[Any] = []
 
-    def text(asking: Asking) -> str:
-        answers[:] = [fetch_lag(http, name) for name in consumers] or asking.get("/lag")
+    def text(processes: EachProcess) -> str:
+        answers[:] = (
+            [fetch_lag(service, name) for name in consumers]
+            if consumers
+            else known(processes.answers("/lag"), "consumer")
+        )
         if as_json:
             return as_json_text(answers[0] if len(consumers) == 1 else answers)
         return "\n\n".join(map(lag_text, answers)) if consumers else lines_text(answers)
 
-    missing = show(text, http, watch=watch).missing
+    missing = show(text, service, watch=watch).missing
     if max_seconds is not None:
         late = [each for each in answers if too_far(each, max_seconds)]
         for each in late:

@@ -15,7 +15,7 @@ def models() -> None:
 
 @models.command("delete", context_settings=CONTEXT)
 @click.argument("name")
-@service_options(rights=True)
+@service_options(changes=True)
 def delete_model(name: str, service: Endpoint) -> None:
     """Delete model NAME, with its tables and all that is kept of it.
 

@@ -3,9 +3,8 @@
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import http_options, service_options
-from deltasync.cli.waiting import waiting_for
-from deltasync.cli.watching import as_json_text
+from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.showing import as_json_text, json_option, waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.route import Route
@@ -13,11 +12,11 @@ from deltasync.core.words import listed
 
 
 @click.command(context_settings=CONTEXT)
-@http_options
-@click.option("--json", "as_json", is_flag=True, help="Print the service's JSON answer.")
-def processes(http: Endpoint, as_json: bool) -> None:
+@json_option
+@service_options()
+def processes(service: Endpoint, as_json: bool) -> None:
     """List the processes of a service that are alive, and the models that each owns."""
-    lines = Route(http).get_json("/processes")
+    lines = Route(service).get_json("/processes")
     if as_json:
         click.echo(as_json_text(lines))
         return
@@ -30,7 +29,7 @@ def processes(http: Endpoint, as_json: bool) -> None:
 @click.command(context_settings=CONTEXT)
 @click.argument("model")
 @click.option("--to", "process", required=True, help="Name of the process that is to own it.")
-@service_options(rights=True)
+@service_options(changes=True)
 def move(model: str, process: str, service: Endpoint) -> None:
     """Have another process own MODEL. Its trainer and its replicas follow."""
     with waiting_for(service):
@@ -40,7 +39,7 @@ def move(model: str, process: str, service: Endpoint) -> None:
 
 @click.command(context_settings=CONTEXT)
 @click.argument("process", default="")
-@service_options(rights=True)
+@service_options(changes=True)
 def drain(process: str, service: Endpoint) -> None:
     """Have PROCESS, or the one that answers, give all its models to others, before it is stopped.
 

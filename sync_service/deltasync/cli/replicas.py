@@ -4,12 +4,12 @@ from typing import Any
 
 import click
 
-from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.showing import as_json_text, json_option, show, watch_option
 from deltasync.cli.text_table import seconds, text_table
-from deltasync.cli.watching import as_json_text, json_option, show, watch_option
 from deltasync.client.admin import Admin
+from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.status import fetch_lag
 
@@ -23,8 +23,8 @@ def replicas() -> None:
 @click.argument("consumers", nargs=-1, metavar="[CONSUMER]...")
 @watch_option
 @json_option
-@http_options
-def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_json: bool) -> None:
+@service_options()
+def list_replicas(consumers: tuple[str, ...], service: Endpoint, watch: bool, as_json: bool) -> None:
     """List the replicas of each CONSUMER, or of all.
 
     \b
@@ -39,9 +39,9 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
     why       what is wrong with it, in words
     """
 
-    def text(asking: Asking) -> str:
-        names = consumers or [each["consumer"] for each in asking.get("/consumers")]
-        lags = [fetch_lag(http, name) for name in names]
+    def text(processes: EachProcess) -> str:
+        names = consumers or [each["consumer"] for each in processes.lines("/consumers", "consumer")]
+        lags = [fetch_lag(service, name) for name in names]
         if as_json:
             return as_json_text(
                 [{"consumer": lag["consumer"], **each} for lag in lags for each in lag["replicas"]]
@@ -50,7 +50,7 @@ def list_replicas(consumers: tuple[str, ...], http: Endpoint, watch: bool, as_js
         titles = ("consumer", "replica", "state", "since", "offset", "versions", "seconds", "checked", "why")
         return text_table(titles, rows) if rows else "no replicas"
 
-    show(text, http, watch=watch)
+    show(text, service, watch=watch)
 
 
 def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
@@ -71,7 +71,7 @@ def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
 @replicas.command("forget", context_settings=CONTEXT)
 @click.argument("consumer")
 @click.argument("replica")
-@service_options(rights=True)
+@service_options(changes=True)
 def forget_replica(consumer: str, replica: str, service: Endpoint) -> None:
     """Forget REPLICA of CONSUMER, which is away: no lag counts it any more. `deltasync lag` names them.
 

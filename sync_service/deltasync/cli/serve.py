@@ -12,7 +12,6 @@ import click
 from deltasync.cli.access_options import access_options, admin_token_of_file, take_admin_token
 from deltasync.cli.config import CONTEXT, config_option, from_config, reader_of_config
 from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flags, merged
-from deltasync.cli.endpoint_options import listening_options
 from deltasync.cli.limit_settings import limits_of_file, limits_of_flags
 from deltasync.cli.log_options import log_options, take_log_options, take_snapshot_options
 from deltasync.cli.needs import SERVICE, check_needs
@@ -36,7 +35,16 @@ check_needs(*SERVICE)
     default=Path("deltasync-data"),
     help="Folder of everything the service keeps; made if missing.",
 )
-@listening_options
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option(
+    "--grpc-port",
+    type=click.IntRange(0, 65535),
+    default=50051,
+    help="Port for trainers and replicas; 0 = any free one (see endpoints.json in the data folder).",
+)
+@click.option(
+    "--http-port", type=click.IntRange(0, 65535), default=8080, help="Port for operators; 0 = any free one."
+)
 @tls_options
 @click.option(
     "--consumer",

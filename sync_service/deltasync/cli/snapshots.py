@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.showing import as_json_text, print_missing, waiting_for
 from deltasync.cli.text_table import seconds, size, text_table
-from deltasync.cli.waiting import waiting_for
-from deltasync.cli.watching import as_json_text
 from deltasync.client.admin import Admin
+from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.words import counted
 
@@ -21,24 +20,24 @@ if TYPE_CHECKING:
 
 @click.command(context_settings=CONTEXT)
 @click.argument("model")
-@service_options(rights=True)
+@service_options(changes=True)
 def snapshot(model: str, service: Endpoint) -> None:
     """Make a snapshot of MODEL now, where the service's snapshots go."""
     with waiting_for(service):
         made = Admin(service).make_snapshot(model)
-    size = f"{counted(made.bytes, 'byte')}, {made.new_bytes} of them new"
-    click.echo(f"snapshot of version {made.version} of model {model} is complete: {size}")
+    size = f"{counted(made['bytes'], 'byte')}, {made['new_bytes']} of them new"
+    click.echo(f"snapshot of version {made['version']} of model {model} is complete: {size}")
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("model", default="")
-@http_options
+@service_options()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, without --at the service's answer.")
 @click.option(
     "--at", "url", default="", metavar="URL", help="Show all that are at a folder or URL, without a service."
 )
 @click.option("--check", is_flag=True, help="With --at: compare all that they have with its checksums.")
-def snapshots(model: str, http: Endpoint, as_json: bool, url: str, check: bool) -> None:
+def snapshots(model: str, service: Endpoint, as_json: bool, url: str, check: bool) -> None:
     """Show the newest snapshot of MODEL, or of each model.
 
     \b
@@ -57,9 +56,9 @@ def snapshots(model: str, http: Endpoint, as_json: bool, url: str, check: bool) 
         return
     if check:
         raise click.UsageError("--check reads what is at --at URL")
-    asking = Asking(http)
-    lines = [each for each in asking.get("/snapshots") if model in ("", each["model"])]
-    asking.say_missing()
+    processes = EachProcess(service)
+    lines = [each for each in processes.lines("/snapshots", "model") if model in ("", each["model"])]
+    print_missing(processes)
     if as_json:
         click.echo(as_json_text(lines))
         return

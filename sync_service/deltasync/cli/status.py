@@ -4,14 +4,14 @@ from typing import Any
 
 import click
 
-from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import http_options
+from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.events import event_line
 from deltasync.cli.lag import lines_text
+from deltasync.cli.showing import as_json_text, json_option, overview, show, watch_option
 from deltasync.cli.text_table import seconds, size, text_table
 from deltasync.cli.versions import cuts_text
-from deltasync.cli.watching import as_json_text, json_option, show, watch_option
+from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
 
 _CUTS, _EVENTS = 5, 8
@@ -20,8 +20,8 @@ _CUTS, _EVENTS = 5, 8
 @click.command(context_settings=CONTEXT)
 @watch_option
 @json_option
-@http_options
-def status(http: Endpoint, watch: bool, as_json: bool) -> None:
+@service_options()
+def status(service: Endpoint, watch: bool, as_json: bool) -> None:
     """Show everything of a service on one screen: what is wrong, models and their trainers, consumers, the last
     cuts and where their time went, the last events. Of several processes, all of all.
 
@@ -36,11 +36,11 @@ def status(http: Endpoint, watch: bool, as_json: bool) -> None:
     of consumers  what `deltasync lag --help` says, and of cuts `deltasync versions --help`
     """
 
-    def text(asking: Asking) -> str:
-        answer = asking.get("/status")
+    def text(processes: EachProcess) -> str:
+        answer = overview(processes)
         return as_json_text(answer) if as_json else status_text(answer)
 
-    show(text, http, watch=watch)
+    show(text, service, watch=watch)
 
 
 def status_text(answer: dict[str, Any]) -> str:

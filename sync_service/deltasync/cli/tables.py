@@ -4,12 +4,12 @@ from typing import Any
 
 import click
 
-from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.showing import as_json_text, json_option, print_missing, show
 from deltasync.cli.text_table import size, text_table
-from deltasync.cli.watching import as_json_text, json_option, show
 from deltasync.client.admin import Admin
+from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.errors import NotFound
 from deltasync.core.words import listed
@@ -23,8 +23,8 @@ def tables() -> None:
 @tables.command("list", context_settings=CONTEXT)
 @click.argument("model", default="")
 @json_option
-@http_options
-def list_tables(model: str, http: Endpoint, as_json: bool) -> None:
+@service_options()
+def list_tables(model: str, service: Endpoint, as_json: bool) -> None:
     """List the tables of MODEL, or of all.
 
     \b
@@ -33,19 +33,19 @@ def list_tables(model: str, http: Endpoint, as_json: bool) -> None:
     trouble  that the last cut was refused for its rows, or that ranks of the trainer have different ones
     """
 
-    def text(asking: Asking) -> str:
-        lines = [each for each in asking.get("/tables") if model in ("", each["model"])]
+    def text(processes: EachProcess) -> str:
+        lines = [each for each in processes.lines("/tables", "model", "table") if model in ("", each["model"])]
         if model and not lines:
-            _check_known(model, asking)
+            _check_known(model, processes)
         return as_json_text(lines) if as_json else _lines_text(lines)
 
-    show(text, http, watch=False)
+    show(text, service)
 
 
-def _check_known(model: str, asking: Asking) -> None:
-    names = [each["model"] for each in asking.get("/models")]
+def _check_known(model: str, processes: EachProcess) -> None:
+    names = [each["model"] for each in processes.lines("/models", "model")]
     if model not in names:
-        asking.say_missing()
+        print_missing(processes)
         raise NotFound(f"no model {model!r}; models: {listed(names) or 'none yet'}")
 
 
@@ -66,7 +66,7 @@ def _lines_text(lines: list[Any]) -> str:
 @tables.command("delete", context_settings=CONTEXT)
 @click.argument("model")
 @click.argument("table")
-@service_options(rights=True)
+@service_options(changes=True)
 def delete_table(model: str, table: str, service: Endpoint) -> None:
     """Delete TABLE of MODEL, with its rows: replicas are not sent it any more.
 

@@ -3,15 +3,16 @@
 import contextlib
 import json
 import queue
+import signal
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import click
 import numpy as np
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
-from deltasync.cli.guest import goodbye_on_sigterm
+from deltasync.cli.endpoint_options import grpc_options
 from deltasync.cli.text_table import seconds, size
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
@@ -36,12 +37,26 @@ class _Watched:
         self.came.put(summary(release, self._rows))
 
 
+@contextlib.contextmanager
+def goodbye_on_sigterm() -> Iterator[None]:
+    """In the block SIGTERM is what Ctrl-C is: a replica says goodbye then, and is not waited for. Main thread."""
+
+    def end(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @click.command(context_settings=CONTEXT)
 @click.argument("consumer")
 @click.option("--rows", type=click.IntRange(0), default=0, help="How many rows of each table are shown.")
 @click.option("--count", type=click.IntRange(1), default=None, show_default="no end", help="End after so many.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON a line.")
-@service_options()
+@grpc_options
 def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: Endpoint) -> None:
     """Show the releases of CONSUMER as they pass, beginning with all that there is, until Ctrl-C.
 

@@ -8,21 +8,18 @@ from typing import Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
-from deltasync.cli.guest import goodbye_on_sigterm
+from deltasync.cli.endpoint_options import either_options
 from deltasync.cli.lag import BEHIND
+from deltasync.cli.showing import as_json_text, waiting_for
+from deltasync.cli.tail import goodbye_on_sigterm
 from deltasync.cli.text_table import text_table
-from deltasync.cli.waiting import waiting_for
-from deltasync.cli.watching import as_json_text
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.other_side import http_of
 from deltasync.client.status import fetch_lag
 from deltasync.client.stored_copy import StoredCopy, compare, snapshot_copy
 from deltasync.core.errors import DeltasyncError, NotFound, NotPermitted
-from deltasync.core.verified import VerifiedStatus, VerifiedTable
+from deltasync.core.verified import VerifiedLine, VerifiedStatus
 from deltasync.core.words import counted
-from deltasync.wire.verified_messages import verified_from_message
 
 _TITLES = ("what", "version", "table", "rows", "status", "checksum", "held", "why")
 
@@ -47,7 +44,7 @@ _TITLES = ("what", "version", "table", "rows", "status", "checksum", "held", "wh
 )
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, help="Seconds it may take.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@service_options(rights=True)
+@either_options(lambda settings: bool(settings.get("snapshot") or settings.get("checkpoint")))
 def verify(
     consumer: str,
     replicas: Sequence[str],
@@ -106,7 +103,7 @@ def _of_replicas(service: Endpoint, consumer: str, names: Sequence[str], timeout
 
 def _fleet(service: Endpoint, consumer: str) -> dict[str, str]:
     """The replicas of a consumer, but for guests, and of each that is away since when and why."""
-    replicas = [each for each in fetch_lag(http_of(service), consumer)["replicas"] if not each["guest"]]
+    replicas = [each for each in fetch_lag(service, consumer)["replicas"] if not each["guest"]]
     if not replicas:
         raise NotFound(f"consumer {consumer!r} has no replicas")
     return {each["replica"]: "" if each["connected"] else each["reason"] or "away" for each in replicas}
@@ -122,45 +119,29 @@ def _of_replica(service: Endpoint, consumer: str, name: str, timeout: float) -> 
         raise
     except DeltasyncError as error:
         return [_not_shown(name, str(error))]
-    return [_row(f"replica {name}", answer.version, verified_from_message(each)) for each in answer.tables]
+    return [{"what": f"replica {name}", "version": answer["version"], **each} for each in answer["tables"]]
 
 
 def _not_shown(name: str, why: str) -> dict[str, Any]:
     """A replica of whose tables nothing is known."""
-    row = _row(f"replica {name}", 0, VerifiedTable("", 0, VerifiedStatus.NOT_SHOWN))
-    return {**row, "version": None, "rows": None, "reason": why}
+    status = VerifiedStatus.NOT_SHOWN.value
+    line = VerifiedLine("", 0, status, checksum="", held="", differing=0, ids=[], changed=0, reason=why)
+    return {"what": f"replica {name}", "version": None, **vars(line), "rows": None}
 
 
 def _of_copy(service: Endpoint, consumer: str, copy: StoredCopy, timeout: float) -> list[dict[str, Any]]:
     of = f"version {copy.position.number}" if copy.position.number else "a version that it does not say"
     _say(f"{copy.name} is of {of}; the service's rows are fetched")
-    with goodbye_on_sigterm(), waiting_for(service):
+    with goodbye_on_sigterm(), waiting_for(None):
         found = compare(service, consumer, copy, timeout)
     if not found.since:
         _say("the service cannot say what has changed since: all rows are compared with those of now")
-    return [_row(copy.name, found.version, each) for each in found.tables]
+    return [{"what": copy.name, "version": found.version, **vars(VerifiedLine.of(each))} for each in found.tables]
 
 
 def _say(text: str) -> None:
     """What is under way; not to where the answer goes."""
     click.echo(text, err=True)
-
-
-def _row(what: str, version: int, table: VerifiedTable) -> dict[str, Any]:
-    compared = table.status in (VerifiedStatus.EQUAL, VerifiedStatus.DIFFERS)
-    return {
-        "what": what,
-        "version": version,
-        "table": table.table,
-        "rows": table.rows,
-        "status": table.status.value,
-        "checksum": f"{table.checksum:016x}" if compared or table.checksum else "",
-        "held": f"{table.held:016x}" if compared else "",
-        "differing": table.differing,
-        "ids": table.ids.tolist(),
-        "changed": table.changed,
-        "reason": table.reason,
-    }
 
 
 def _line(row: dict[str, Any]) -> tuple[Any, ...]:

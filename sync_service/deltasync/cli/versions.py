@@ -5,11 +5,11 @@ from urllib.parse import quote
 
 import click
 
-from deltasync.cli.asking import Asking
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import http_options
+from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.showing import as_json_text, json_option, show, watch_option
 from deltasync.cli.text_table import seconds, size, text_table
-from deltasync.cli.watching import as_json_text, json_option, show, watch_option
+from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
 
 _PARTS = ("gather", "send", "seal", "log", "apply", "release", "ack")
@@ -20,8 +20,8 @@ _PARTS = ("gather", "send", "seal", "log", "apply", "release", "ack")
 @click.option("--last", type=click.IntRange(1, 200), default=20, help="How many of each model.")
 @watch_option
 @json_option
-@http_options
-def versions(model: str, last: int, http: Endpoint, watch: bool, as_json: bool) -> None:
+@service_options()
+def versions(model: str, last: int, service: Endpoint, watch: bool, as_json: bool) -> None:
     """Show the last versions of MODEL, or of each, and where their time went.
 
     \b
@@ -34,12 +34,12 @@ def versions(model: str, last: int, http: Endpoint, watch: bool, as_json: bool) 
     ack      until that replica said that it holds it
     """
 
-    def text(asking: Asking) -> str:
+    def text(processes: EachProcess) -> str:
         query = f"&model={quote(model, safe='')}" if model else ""
-        lines = asking.get(f"/versions?last={last}{query}")
+        lines = processes.lines(f"/versions?last={last}{query}", "model")
         return as_json_text(lines) if as_json else cuts_text(lines)
 
-    show(text, http, watch=watch)
+    show(text, service, watch=watch)
 
 
 def cuts_text(lines: list[dict[str, Any]]) -> str:

@@ -1,41 +1,38 @@
-"""Managing consumers and deleting rows from a program."""
+"""What operators read and change, from a program."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import quote
 
-import grpc
-
+from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.route import Route
-from deltasync.core.errors import InvalidInput
+from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.policy import Policy
-from deltasync.v1 import admin_pb2, admin_pb2_grpc
-from deltasync.wire.messages import policy_to_message
 
-T = TypeVar("T")
+_DAY_SECONDS, _WEEK_SECONDS = 86_400.0, 7 * 86_400.0
 
 
 class Admin:
-    """Makes, changes, pauses and deletes consumers of a service, and has rows deleted. Each call connects anew.
+    """Manages the consumers, models, rows and processes of a service over HTTP. Each call connects anew.
 
-    Every method raises NotPermitted for a wrong token, ServiceUnavailable where the service cannot be reached, and
-    what its call of the same name raises.
+    Answers are dicts and lists of these, with the keys that the service's /docs describes. Every method raises
+    NotPermitted without the role that it needs, and ServiceUnavailable where the service cannot be reached.
     """
 
     def __init__(self, service: Endpoint | str) -> None:
-        """`service` is where it answers gRPC, with its admin token; an address alone is enough for a list.
+        """Ask the service at an endpoint.
+
+        Args:
+            service: where it answers HTTP, with a token or a certificate that has role admin; an address alone,
+                http://HOST:PORT, is enough for a list where nobody needs a role for that.
 
         Raises:
-            InvalidInput: the address is not HOST:PORT.
+            InvalidInput: the address is not http://HOST:PORT or https://HOST:PORT.
         """
-        self._endpoint = Endpoint.of_grpc(service)
+        self._endpoint = Endpoint.of_http(service)
 
-    def describe(self) -> admin_pb2.DescribeResponse:
-        """Which service answers, and where it answers HTTP."""
-        return self._call(lambda stub: stub.Describe(admin_pb2.DescribeRequest()))
-
-    def create_consumer(self, name: str, model: str, policy: Policy) -> admin_pb2.Consumer:
+    def create_consumer(self, name: str, model: str, policy: Policy) -> dict[str, Any]:
         """Make a consumer; making an equal one again changes nothing.
 
         Returns:
@@ -45,19 +42,25 @@ class Admin:
             InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
             Contradiction: it exists for another model, or with another policy.
         """
-        consumer = admin_pb2.Consumer(name=name, model=model, policy=policy_to_message(policy))
-        request = admin_pb2.CreateConsumerRequest(consumer=consumer)
-        return self._call(lambda stub: stub.CreateConsumer(request)).consumer
+        body = {"name": name, "model": model, "policy": policy.as_dict()}
+        return self._object("POST", "/consumers", body)
 
-    def update_consumer(self, name: str, policy: Policy) -> None:
+    def update_consumer(self, name: str, policy: Policy) -> dict[str, Any]:
         """Give a consumer another policy; its replicas keep their place.
 
         Raises:
             NotFound: there is none of that name.
             InvalidInput: a policy that the model's tables cannot meet.
         """
-        request = admin_pb2.UpdateConsumerRequest(name=name, policy=policy_to_message(policy))
-        self._call(lambda stub: stub.UpdateConsumer(request))
+        return self._object("PUT", f"{_consumer(name)}/policy", policy.as_dict())
+
+    def consumer(self, name: str) -> dict[str, Any]:
+        """A consumer: its model, policy and replicas.
+
+        Raises:
+            NotFound: there is none of that name.
+        """
+        return self._object("GET", _consumer(name))
 
     def delete_consumer(self, name: str) -> None:
         """Forget a consumer, its offsets and its view.
@@ -65,8 +68,7 @@ class Admin:
         Raises:
             NotFound: there is none of that name.
         """
-        request = admin_pb2.DeleteConsumerRequest(name=name)
-        self._call(lambda stub: stub.DeleteConsumer(request))
+        self._ask("DELETE", _consumer(name))
 
     def pause_consumer(self, name: str, reason: str = "") -> None:
         """Hold a consumer's replicas at what they have, whatever is published, until it is resumed.
@@ -75,8 +77,7 @@ class Admin:
             NotFound: there is none of that name.
             InvalidInput: a reason of more than 400 characters, or of several lines.
         """
-        request = admin_pb2.PauseConsumerRequest(name=name, reason=reason)
-        self._call(lambda stub: stub.PauseConsumer(request))
+        self._ask("PUT", f"{_consumer(name)}/pause", {"reason": reason})
 
     def resume_consumer(self, name: str) -> None:
         """Let a paused consumer go on, with all that its replicas lack.
@@ -84,8 +85,7 @@ class Admin:
         Raises:
             NotFound: there is none of that name.
         """
-        request = admin_pb2.ResumeConsumerRequest(name=name)
-        self._call(lambda stub: stub.ResumeConsumer(request))
+        self._ask("DELETE", f"{_consumer(name)}/pause")
 
     def forget_replica(self, consumer: str, replica: str) -> None:
         """Forget a replica that is away: no lag counts it any more.
@@ -94,8 +94,7 @@ class Admin:
             NotFound: there is no such consumer, or no such replica of it.
             Contradiction: it is connected.
         """
-        request = admin_pb2.ForgetReplicaRequest(consumer=consumer, replica=replica)
-        self._call(lambda stub: stub.ForgetReplica(request))
+        self._ask("DELETE", _replica(consumer, replica))
 
     def delete_model(self, name: str) -> None:
         """Delete a model, with its tables and all that is kept of it.
@@ -104,8 +103,7 @@ class Admin:
             NotFound: there is none of that name.
             Contradiction: a rank publishes it, or a consumer follows it.
         """
-        request = admin_pb2.DeleteModelRequest(name=name)
-        self._call(lambda stub: stub.DeleteModel(request))
+        self._ask("DELETE", _model(name))
 
     def delete_table(self, model: str, table: str) -> None:
         """Delete a table of a model; replicas are not sent it any more.
@@ -114,16 +112,14 @@ class Admin:
             NotFound: there is no such model, or no such table in it.
             Contradiction: a rank publishes it, or another table belongs to it.
         """
-        request = admin_pb2.DeleteTableRequest(model=model, table=table)
-        self._call(lambda stub: stub.DeleteTable(request))
+        self._ask("DELETE", f"{_model(model)}/tables/{quote(table, safe='')}")
 
-    def consumers(self) -> list[admin_pb2.Consumer]:
-        """All consumers, by name."""
-        request = admin_pb2.ListConsumersRequest()
-        return list(self._call(lambda stub: stub.ListConsumers(request)).consumers)
+    def consumers(self) -> list[dict[str, Any]]:
+        """All consumers of all processes, by name."""
+        return self._lines("/consumers", "consumer")
 
-    def delete_rows(self, model: str, table: str, ids: Iterable[int]) -> admin_pb2.PendingDelete:
-        """Have rows deleted: of the trainer, of the service and of all replicas.
+    def delete_rows(self, model: str, table: str, ids: Iterable[int]) -> dict[str, Any]:
+        """Delete rows: of the trainer, of the service and of all replicas.
 
         The request is durable once this returns. The trainer meets it with one of its next cuts; while there is
         none that can, it is pending.
@@ -133,56 +129,54 @@ class Admin:
             table: one of its embedding tables.
             ids: global row ids, in any order: 1 to 100,000 of them.
 
+        Returns:
+            The delete: how many rows, and what it waits for.
+
         Raises:
             NotFound: no such model, or no such table in it.
             InvalidInput: no ids or too many, an id outside of the table, or a table that is none of embeddings.
             Contradiction: too many deletes of the model are pending.
         """
-        wanted = list(ids)
+        wanted = [int(each) for each in ids]
         if wanted and min(wanted) < 0:
             raise InvalidInput(f"row {min(wanted)} of table {table!r}: rows count from 0")
-        request = admin_pb2.DeleteRowsRequest(model=model, table=table, ids=wanted)
-        return self._call(lambda stub: stub.DeleteRows(request)).pending
+        return self._object("POST", "/deletes", {"model": model, "table": table, "ids": wanted})
 
-    def pending_deletes(self) -> list[admin_pb2.PendingDelete]:
-        """The deletes that are asked for and not done, by model and number; each with what it waits for."""
-        request = admin_pb2.ListPendingDeletesRequest()
-        return list(self._call(lambda stub: stub.ListPendingDeletes(request)).pending)
+    def pending_deletes(self) -> list[dict[str, Any]]:
+        """The deletes that are asked for and not done, of all processes; each with what it waits for."""
+        return self._lines("/deletes", "model", "asked_unix_ns")
 
-    def backup(self, directory: str, timeout_seconds: float = 7 * 86400.0) -> admin_pb2.BackupResponse:
-        """Have the service copy all that it keeps, while it goes on; its log says how far it has come.
+    def backup(self, directory: str, timeout_seconds: float = _WEEK_SECONDS) -> dict[str, Any]:
+        """Copy all that the service keeps, while it goes on; its log says how far it has come.
 
         Args:
             directory: absolute path of a folder on the service's machine: empty, or to be made.
             timeout_seconds: how long it may take.
 
         Returns:
-            What the backup has, once it is complete.
+            Files and bytes of the backup, once it is complete.
 
         Raises:
             InvalidInput: the path is relative or inside of the data directory, or the folder has something.
             Contradiction: another backup is being made.
             StorageFailed: something could not be read or written.
         """
-        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
-        return patient._call(lambda stub: stub.Backup(admin_pb2.BackupRequest(directory=directory)))
+        return self._object("POST", "/backup", {"directory": directory}, timeout_seconds)
 
-    def inspect(self, timeout_seconds: float = 7 * 86400.0) -> list[admin_pb2.InspectedTable]:
-        """Have the service look at all rows that it keeps, at full speed; its log says how far it has come.
+    def inspect(self, timeout_seconds: float = _WEEK_SECONDS) -> list[dict[str, Any]]:
+        """Look at all rows that a process keeps, at full speed; its log says how far it has come.
 
         Args:
             timeout_seconds: how long it may take.
 
         Returns:
-            What was found of each table, and what is left once it has mended what it can.
+            What was found of each table, and what is left once the service has mended what it can.
         """
-        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
-        return list(patient._call(lambda stub: stub.Inspect(admin_pb2.InspectRequest())).tables)
+        found: list[dict[str, Any]] = self._ask("POST", "/inspect", None, timeout_seconds)
+        return found
 
-    def verify_replica(
-        self, consumer: str, replica: str, timeout_seconds: float = 86400.0
-    ) -> admin_pb2.VerifyReplicaResponse:
-        """Have a replica read again all rows that it holds; those that differ are sent again.
+    def verify_replica(self, consumer: str, replica: str, timeout_seconds: float = _DAY_SECONDS) -> dict[str, Any]:
+        """Make a replica read again all rows that it holds; the service sends those that differ again.
 
         Args:
             consumer: the name of its consumer.
@@ -190,33 +184,33 @@ class Admin:
             timeout_seconds: how long it may take.
 
         Returns:
-            How each table compares with what the replica was sent.
+            The model's version that it holds, and how each table compares with what the replica was sent.
 
         Raises:
             NotFound: there is no such consumer, or no such replica of it.
             Contradiction: it is away, holds nothing yet, or its client does not know how.
         """
-        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
-        request = admin_pb2.VerifyReplicaRequest(consumer=consumer, replica=replica)
-        return patient._call(lambda stub: stub.VerifyReplica(request))
+        return self._object("POST", f"{_replica(consumer, replica)}/verify", None, timeout_seconds)
 
-    def make_snapshot(self, model: str, timeout_seconds: float = 86400.0) -> admin_pb2.MakeSnapshotResponse:
-        """Have a snapshot of a model made now, where the service's snapshots go.
+    def make_snapshot(self, model: str, timeout_seconds: float = _DAY_SECONDS) -> dict[str, Any]:
+        """Make a snapshot of a model now, where the service's snapshots go.
 
         Args:
             model: the model.
             timeout_seconds: how long it may take.
+
+        Returns:
+            Version, bytes and new bytes of the snapshot.
 
         Raises:
             NotFound: no such model, or nothing of it is published.
             Contradiction: the service has no place for snapshots.
             StorageFailed: it could not be made.
         """
-        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
-        return patient._call(lambda stub: stub.MakeSnapshot(admin_pb2.MakeSnapshotRequest(model=model)))
+        return self._object("POST", f"{_model(model)}/snapshot", None, timeout_seconds)
 
-    def move_model(self, model: str, process: str, timeout_seconds: float = 86400.0) -> None:
-        """Have another process of the service own a model.
+    def move_model(self, model: str, process: str, timeout_seconds: float = _DAY_SECONDS) -> None:
+        """Give a model to another process of the service.
 
         Args:
             model: the model.
@@ -226,12 +220,10 @@ class Admin:
         Raises:
             NotFound: no such model, or no such process.
         """
-        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
-        request = admin_pb2.MoveModelRequest(model=model, process=process)
-        patient._call(lambda stub: stub.MoveModel(request))
+        self._ask("POST", f"{_model(model)}/move", {"process": process}, timeout_seconds)
 
-    def drain_process(self, process: str = "", timeout_seconds: float = 86400.0) -> list[str]:
-        """Have a process give all its models to others, and take none any more.
+    def drain_process(self, process: str = "", timeout_seconds: float = _DAY_SECONDS) -> list[str]:
+        """Give all models of a process to others. It takes none any more until it is started again.
 
         Args:
             process: its name; empty is the one that answers.
@@ -244,21 +236,34 @@ class Admin:
             NotFound: no such process.
             Contradiction: there is no other that could have them.
         """
-        patient = Admin(replace(self._endpoint, timeout_seconds=timeout_seconds))
-        return list(patient._call(lambda stub: stub.DrainProcess(_drain(process))).models)
+        models: list[str] = self._object("POST", "/drain", {"process": process}, timeout_seconds)["models"]
+        return models
 
-    def _call(self, call: Callable[[admin_pb2_grpc.AdminServiceStub], T]) -> T:
-        route = Route(self._endpoint)
-        while True:
-            endpoint = route.endpoint
-            with endpoint.channel() as channel:
-                try:
-                    return call(admin_pb2_grpc.AdminServiceStub(channel))
-                except grpc.RpcError as failure:
-                    error = endpoint.error_of(failure)
-                    if not route.turn(error):
-                        raise error from failure
+    def _lines(self, path: str, *by: str) -> list[dict[str, Any]]:
+        """A list of all processes: a program is not to take a part of it for everything."""
+        processes = EachProcess(self._endpoint)
+        lines = processes.lines(path, *by)
+        for name, why in processes.missing.items():
+            raise ServiceUnavailable(f"process {name} has not answered: {why}")
+        return lines
+
+    def _object(
+        self, method: str, path: str, body: Any = None, patience_seconds: float | None = None
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = self._ask(method, path, body, patience_seconds)
+        return found
+
+    def _ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
+        return Route(self._endpoint).ask(method, path, body, patience_seconds)
 
 
-def _drain(process: str) -> admin_pb2.DrainProcessRequest:
-    return admin_pb2.DrainProcessRequest(process=process)
+def _consumer(name: str) -> str:
+    return f"/consumers/{quote(name, safe='')}"
+
+
+def _replica(consumer: str, replica: str) -> str:
+    return f"{_consumer(consumer)}/replicas/{quote(replica, safe='')}"
+
+
+def _model(name: str) -> str:
+    return f"/models/{quote(name, safe='')}"

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from deltasync.client.endpoint_settings import endpoint_settings, file_settings
-from deltasync.client.http_answer import JsonAnswer, Tls, get_answer
+from deltasync.client.http_answer import HttpRequest, Tls, json_answer
 from deltasync.client.tls_files import TlsFiles
 from deltasync.client.troubles import meaning
 from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
@@ -49,8 +49,9 @@ class Endpoint:
     anew for each connection: what is renewed in place is used from the next one on.
 
     Attributes:
-        address: where it answers gRPC, as HOST:PORT; or HTTP, as http://HOST:PORT or https://HOST:PORT. Of a
-            service of several processes the addresses of some, with commas: each knows who has what is asked for.
+        address: where trainers and replicas reach it, by gRPC: HOST:PORT. For operators alone it may be where it
+            answers HTTP: http://HOST:PORT or https://HOST:PORT. Of a service of several processes the addresses of
+            some, with commas: each knows who has what is asked for.
         token: what shows who calls; without one, and without a certificate, a service that knows roles refuses
             most calls.
         timeout_seconds: how long a call may take. Streams live as long as they are needed.
@@ -61,7 +62,7 @@ class Endpoint:
         key: PEM file of its key.
         server_name: the name that the service's certificate is for, where it is not the host of the address.
         token_file: a file that has the token.
-        http: where the same service answers HTTP.
+        http: where the same service answers HTTP, for operators.
         insecure: send a token over plain text to another machine, where anybody on the way can read it.
 
     Raises:
@@ -148,7 +149,8 @@ class Endpoint:
         for each in endpoint.alone():
             host, _, port = each.address.rpartition(":")
             if not host or not port.isdigit() or host.startswith(_HTTP):
-                raise InvalidInput(f"service {each.address!r}: expected HOST:PORT")
+                text = f"service {each.address!r}: expected HOST:PORT"
+                raise InvalidInput(f"{text}, of gRPC: by default port 50051" if is_url(each.address) else text)
             each._check_use()
         return endpoint
 
@@ -160,11 +162,11 @@ class Endpoint:
             InvalidInput: that is not http://HOST:PORT or https://HOST:PORT, or a file cannot be used.
         """
         endpoint = service if isinstance(service, Endpoint) else cls(service)
-        if endpoint.http and not is_url(endpoint.address):
+        if endpoint.http:
             endpoint = replace(endpoint, address=endpoint.http, http="")
         for each in endpoint.alone():
             if not is_url(each.address):
-                raise InvalidInput(f"service {each.address!r}: expected http://HOST:PORT")
+                raise InvalidInput(f"service {each.address!r}: expected http://HOST:PORT, by default port 8080")
             each._check_use()
         return endpoint
 
@@ -177,9 +179,12 @@ class Endpoint:
         """Where another process of the same service is asked, as this endpoint asks: by gRPC, or by HTTP.
 
         Raises:
-            InvalidInput: that is no address, or what is secret would be sent to it over plain text.
+            InvalidInput: that is no address, is one of HTTP with another scheme than this one's, or what is secret
+                would be sent to it over plain text.
         """
         address = owner.http if is_url(self.address) else owner.grpc
+        if is_url(self.address) and address.partition(":")[0] != self.address.partition(":")[0]:
+            raise InvalidInput(f"service {address!r}: {self.address} has named it, which has another scheme")
         other = replace(self, address=address, http="")
         return Endpoint.of_http(other) if is_url(self.address) else Endpoint.of_grpc(other)
 
@@ -203,23 +208,31 @@ class Endpoint:
         return grpc.intercept_channel(channel, _Calls(metadata, self.timeout_seconds))
 
     def get_json(self, path: str) -> Any:
-        """The service's JSON answer to an HTTP GET of `path`; raises what `get_answer` does."""
-        return self.get_answer(path).value
+        """The service's JSON answer to an HTTP GET of `path`; raises what `ask` does."""
+        return self.ask("GET", path)
 
-    def get_answer(self, path: str) -> JsonAnswer:
-        """The same, and which processes of the service had no part in it.
+    def ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
+        """The service's JSON answer to an HTTP request; None where it is empty.
+
+        Args:
+            method: GET, PUT, POST or DELETE.
+            path: with the query.
+            body: what is sent as JSON; None = nothing.
+            patience_seconds: how long the answer may take, where that is longer than `timeout_seconds`.
 
         Raises:
-            NotFound: the service knows no such thing.
-            NotPermitted: it does not let this endpoint ask.
+            NotOwner: another process of the service is to be asked.
+            DeltasyncError: the error that the service has answered.
             ServiceUnavailable: it does not answer in time, or not with JSON; or a file cannot be used now.
         """
         self._check_secrecy()
         with _renewing():
             context = self._files.context() if self.tls else None
             rights = self._rights()
-        tls = Tls(context, self.server_name, self.cert is not None)
-        return get_answer(self.address.rstrip("/") + path, rights, self.timeout_seconds, tls)
+        request = HttpRequest(
+            self.address.rstrip("/") + path, rights, self.timeout_seconds, method, body, patience_seconds
+        )
+        return json_answer(request, Tls(context, self.server_name, self.cert is not None))
 
     def error_of(self, failure: grpc.RpcError) -> DeltasyncError:
         """The error that a failed call stands for: see `from_rpc_error`. Where there was no connection it says

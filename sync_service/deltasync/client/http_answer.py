@@ -1,4 +1,4 @@
-"""An answer over HTTP that comes in time and is not too much, whoever answers."""
+"""One HTTP request whose whole answer comes in time and is not too large, whoever answers."""
 
 import http.client
 import io
@@ -6,24 +6,25 @@ import json
 import socket
 import ssl
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from deltasync.client.troubles import meaning
-from deltasync.core.errors import DeltasyncError, NotFound, NotOwner, NotPermitted, ServiceUnavailable
+from deltasync.core.errors import DeltasyncError, NotOwner, ServiceFailed, ServiceUnavailable
 from deltasync.core.owner import Owner
-from deltasync.wire.protocol import MISSING_HEADER
+from deltasync.core.words import printable
+from deltasync.wire.error_codes import error_named
 
 # The lag of a hundred thousand replicas takes less.
 _MOST_BYTES = 256 << 20
 _MOST_ERROR_BYTES = 16 << 20
-# What is no trouble of the connection.
-_KINDS: Mapping[int, type[DeltasyncError]] = {401: NotPermitted, 403: NotPermitted, 404: NotFound}
+_LONGEST_ERROR, _LONGEST_ADDRESS = 4_000, 300
+# How a peer that has gone without a word is found while an answer takes hours: seconds of silence before the first
+# probe, seconds between probes, and how many may fail. Not every system has all of these options.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 @dataclass(frozen=True)
@@ -42,38 +43,66 @@ class Tls:
 
 
 @dataclass(frozen=True)
-class JsonAnswer:
-    """What was answered.
+class HttpRequest:
+    """A request to a service.
 
     Attributes:
-        value: the JSON.
-        missing: names of processes of the service that had no part in it, as they did not answer.
+        url: http:// or https://, with the path and the query.
+        headers: rights, and who asks.
+        timeout_seconds: how long it may take to connect, and after that, until the answer is there as a whole.
+        method: GET, PUT, POST or DELETE.
+        body: what is sent as JSON; None = no body.
+        patience_seconds: how long the answer may take instead, of a request that takes minutes or hours.
     """
 
-    value: Any
-    missing: str = ""
+    url: str
+    headers: Mapping[str, str]
+    timeout_seconds: float
+    method: str = "GET"
+    body: Any = None
+    patience_seconds: float | None = None
+
+    @property
+    def answer_seconds(self) -> float:
+        """How long the answer may take."""
+        return self.timeout_seconds if self.patience_seconds is None else self.patience_seconds
 
 
-def get_answer(url: str, headers: Mapping[str, str], timeout_seconds: float, tls: Tls | None = None) -> JsonAnswer:
-    """The JSON that a GET of `url` is answered with: `timeout_seconds` after it is connected, whole.
+def json_answer(request: HttpRequest, tls: Tls | None = None) -> Any:
+    """The JSON answer to a request; None where the answer is empty. Redirects are not followed, proxies not used.
 
     Raises:
-        NotFound: the service knows no such thing.
-        NotPermitted: it does not let who asks see it.
         NotOwner: another process of the service is to be asked.
+        DeltasyncError: the error that the service has answered.
         ServiceUnavailable: it does not answer in time, or not with JSON.
     """
-    tls = tls or Tls()
-    request = urllib.request.Request(url, headers=dict(headers))  # noqa: S310  # the endpoint has seen it
+    tls, url = tls or Tls(), request.url
     try:
-        with _opener(tls).open(request, timeout=timeout_seconds) as answer:
-            return JsonAnswer(json.loads(_body(answer, _MOST_BYTES)), answer.headers.get(MISSING_HEADER, ""))
-    except urllib.error.HTTPError as error:
-        raise _refused(error, url) from error
+        status, headers, body = _answer(request, tls)
+        if status < HTTPStatus.MULTIPLE_CHOICES:
+            return json.loads(body) if body else None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        means = meaning(_printable(error), tls=tls.context is not None, certificate=tls.certificate)
+        said = _words(error)
+        means = meaning(said, tls=tls.context is not None, certificate=tls.certificate)
         asked = "is the service running, and is this its HTTP address?"
-        raise ServiceUnavailable(f"{url}: {_printable(error)}: {means or asked}") from error
+        raise ServiceUnavailable(f"{url}: {said}: {means or asked}") from error
+    raise _refused(status, headers, body, url)
+
+
+def _answer(request: HttpRequest, tls: Tls) -> tuple[int, Mapping[str, str], bytes]:
+    parts = urllib.parse.urlsplit(request.url)
+    kind = _Https if parts.scheme == "https" else _Http
+    connection = kind(parts.hostname or "", parts.port, request=request, tls=tls)
+    try:
+        path = parts.path + (f"?{parts.query}" if parts.query else "")
+        body = None if request.body is None else json.dumps(request.body).encode()
+        kinds = {} if body is None else {"Content-Type": "application/json"}
+        connection.request(request.method, path or "/", body, {**request.headers, **kinds})
+        answer = connection.getresponse()
+        refused = answer.status >= HTTPStatus.MULTIPLE_CHOICES
+        return answer.status, answer.headers, _body(answer, _MOST_ERROR_BYTES if refused else _MOST_BYTES)
+    finally:
+        connection.close()
 
 
 class _Pieces(io.RawIOBase):
@@ -109,72 +138,67 @@ class _Answer(http.client.HTTPResponse):
 class _Http(http.client.HTTPConnection):
     response_class = _Answer
 
+    def __init__(self, host: str, port: int | None, *, request: HttpRequest, tls: Tls) -> None:
+        super().__init__(host, port, timeout=request.timeout_seconds)
+        self._request, self._tls = request, tls
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                self.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._secure()
+        self.sock.settimeout(self._request.answer_seconds)
+
+    def _secure(self) -> None:
+        pass
+
 
 class _Https(_Http):
     """A connection over TLS, whose peer shows a certificate for a name that need not be that of its host."""
 
     default_port = http.client.HTTPS_PORT
 
-    def __init__(self, host: str, *, tls: Tls, **named: Any) -> None:
-        super().__init__(host, **named)
-        self._tls = tls
-
-    def connect(self) -> None:
-        super().connect()
+    def _secure(self) -> None:
         context = self._tls.context or ssl.create_default_context()
         self.sock = context.wrap_socket(self.sock, server_hostname=self._tls.server_name or self.host)
 
 
-class _Connections(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    def __init__(self, tls: Tls) -> None:
-        super().__init__()
-        self._tls = tls
-
-    def http_open(self, req: urllib.request.Request) -> Any:
-        return self.do_open(_Http, req)
-
-    def https_open(self, req: urllib.request.Request) -> Any:
-        return self.do_open(_Https, req, tls=self._tls)  # type: ignore[arg-type]
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Leads nowhere else: rights are for the service alone."""
-
-    def redirect_request(self, *_arguments: Any, **_named: Any) -> None:
-        return None
-
-
-def _opener(tls: Tls) -> urllib.request.OpenerDirector:
-    # Inside the trusted network there is no proxy; one meant for the package index must not be asked.
-    return urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect(), _Connections(tls))
-
-
 def _body(answer: Any, most: int) -> bytes:
-    body: bytes = answer.read(most + 1)
+    try:
+        body: bytes = answer.read(most + 1)
+    except (OSError, http.client.HTTPException) as error:
+        if answer.status < HTTPStatus.MULTIPLE_CHOICES:
+            raise
+        body = f"{answer.reason}, and then {_words(error)}".encode()
     if len(body) > most:
         raise ValueError(f"an answer of more than {most} bytes")
     return body
 
 
-def _refused(error: urllib.error.HTTPError, url: str) -> DeltasyncError:
-    if error.code == HTTPStatus.TEMPORARY_REDIRECT and (owner := _owner(error.headers.get("Location", ""))):
+def _refused(status: int, headers: Mapping[str, str], body: bytes, url: str) -> DeltasyncError:
+    if status == HTTPStatus.TEMPORARY_REDIRECT and (owner := _owner(headers.get("Location", ""))):
         return NotOwner(f"{url}: {owner.http} has it", owner=owner)
+    text = printable(body.decode(errors="replace"), _LONGEST_ERROR)
     try:
-        body = error.read(_MOST_ERROR_BYTES).decode(errors="replace")
-        kind = _KINDS.get(error.code)
-        if kind and body.startswith("{"):
-            return kind(json.loads(body).get("message", body))
-    except (OSError, http.client.HTTPException, ValueError) as broken:
-        body = f"{error.reason}, and then {_printable(broken)}"
-    return ServiceUnavailable(f"{url}: HTTP {error.code}: {body}")
+        said = json.loads(body)
+        kind, words = error_named(said["error"]), printable(str(said["message"]), _LONGEST_ERROR)
+    except (ValueError, LookupError, TypeError):  # It is not our service that has answered.
+        kind, words = None, ""
+    if kind is None:
+        failed = status == HTTPStatus.INTERNAL_SERVER_ERROR
+        return (ServiceFailed if failed else ServiceUnavailable)(f"{url}: HTTP {status}: {text}")
+    return kind(f"{url}: {words}" if issubclass(kind, ServiceFailed | ServiceUnavailable) else words)
 
 
 def _owner(location: str) -> Owner | None:
+    location = printable(location, _LONGEST_ADDRESS)
     parts = urllib.parse.urlsplit(location)
     return Owner("", "", f"{parts.scheme}://{parts.netloc}") if parts.netloc else None
 
 
-def _printable(error: Exception) -> str:
+def _words(error: Exception) -> str:
     """An error's text, unless that holds the raw bytes of an answer that is no HTTP."""
-    text = str(error.reason if isinstance(error, urllib.error.URLError) else error).strip()
+    text = str(error).strip()
     return text if text.isprintable() else f"{type(error).__name__}: no HTTP answer"

@@ -4,7 +4,6 @@ import random
 from typing import Any
 
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.http_answer import JsonAnswer
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotOwner, ServiceUnavailable
 
 # Processes that name each other are not followed for ever.
@@ -16,9 +15,9 @@ _LONGEST_SECONDS = 1.0
 class Route:
     """The process to ask: one of those that the endpoint names, or the owner that one of them has named.
 
-    An owner that was named is asked with the endpoint's own rights, and as the endpoint says: with TLS it shows a
-    certificate of the same CA; and a token is not sent to another machine over plain text unless the endpoint
-    allows it, in which case the next of its own addresses is asked.
+    An owner that was named is asked with the endpoint's own rights, over the same scheme: with TLS it shows a
+    certificate of the same CA. A token is not sent to another machine over plain text unless the endpoint allows
+    that. Where an owner may not be asked, the next of the endpoint's own addresses is.
 
     Attributes:
         endpoint: of the process to ask now.
@@ -32,14 +31,14 @@ class Route:
         self.endpoint = self._all[0]
 
     def get_json(self, path: str) -> Any:
-        """The JSON answer to an HTTP GET of `path`, of whichever process has it; see `Endpoint.get_json`."""
-        return self.get_answer(path).value
+        """The JSON answer to an HTTP GET of `path`, of the process that has it; see `Endpoint.ask`."""
+        return self.ask("GET", path)
 
-    def get_answer(self, path: str) -> JsonAnswer:
-        """The same, and which processes had no part in it."""
+    def ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
+        """The JSON answer to an HTTP request, of the process that has what is asked for; see `Endpoint.ask`."""
         while True:
             try:
-                return self.endpoint.get_answer(path)
+                return self.endpoint.ask(method, path, body, patience_seconds)
             except DeltasyncError as error:
                 if not self.turn(error):
                     raise

@@ -16,6 +16,8 @@ _MEANINGS = {
     "service not known": _OTHER_HOST,
     "No address associated": _OTHER_HOST,
     "name resolution": _OTHER_HOST,
+    "no HTTP answer": "perhaps gRPC is answered there: give the service's HTTP address, by default port 8080",
+    "http1.x server": "HTTP is answered there: give the service's gRPC address, by default port 50051",
     "WRONG_VERSION_NUMBER": "it does not speak TLS there: give no CA, and http://, or the port that does",
 }
 # An alert that the other side has sent.

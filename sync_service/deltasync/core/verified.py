@@ -1,11 +1,11 @@
 """How rows that somebody holds compare with the service's."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
 from deltasync.core.damage import ranges
-from deltasync.core.numbered import Numbered
 from deltasync.core.rows import Ids
 from deltasync.core.words import counted
 
@@ -13,16 +13,16 @@ from deltasync.core.words import counted
 MOST_NAMED = 1_000
 
 
-class VerifiedStatus(Numbered):
+class VerifiedStatus(Enum):
     """How what is held of a table compares."""
 
-    EQUAL = "equal", 1
+    EQUAL = "equal"
     """Every row is what it should be."""
-    DIFFERS = "differs", 2
+    DIFFERS = "differs"
     """Some rows are not."""
-    NOT_HELD = "not held", 3
+    NOT_HELD = "not held"
     """The table is not there."""
-    NOT_SHOWN = "not shown", 4
+    NOT_SHOWN = "not shown"
     """It cannot be said what is held."""
 
 
@@ -63,3 +63,37 @@ class VerifiedTable:
             VerifiedStatus.NOT_HELD: "it is not held",
             VerifiedStatus.NOT_SHOWN: "its rows cannot be read back",
         }.get(self.status, "")
+
+
+@dataclass(frozen=True)
+class VerifiedLine:
+    """A `VerifiedTable` in JSON: checksums are 16 digits of base 16, or empty where there is none to compare.
+
+    `rows` were compared, the first 1,000 of `differing` rows are in `ids`, and `changed` others were left out.
+    """
+
+    table: str
+    rows: int
+    status: str
+    checksum: str
+    held: str
+    differing: int
+    ids: list[int]
+    changed: int
+    reason: str
+
+    @classmethod
+    def of(cls, table: VerifiedTable) -> "VerifiedLine":
+        """The line that describes a table."""
+        compared = table.status in (VerifiedStatus.EQUAL, VerifiedStatus.DIFFERS)
+        return cls(
+            table=table.table,
+            rows=table.rows,
+            status=table.status.value,
+            checksum=f"{table.checksum:016x}" if compared or table.checksum else "",
+            held=f"{table.held:016x}" if compared else "",
+            differing=table.differing,
+            ids=table.ids.tolist(),
+            changed=table.changed,
+            reason=table.reason,
+        )

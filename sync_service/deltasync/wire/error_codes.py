@@ -72,6 +72,11 @@ def http_errors() -> dict[int, list[str]]:
     return found
 
 
+def error_named(name: object) -> type[DeltasyncError] | None:
+    """The error that an HTTP answer names, or None."""
+    return next((kind for kind, _, _ in _CODES if kind.__name__ == name), None)
+
+
 def error_metadata(error: DeltasyncError) -> tuple[tuple[str, str], ...]:
     """The trailing metadata of a call that ends with an error."""
     owner = error.owner if isinstance(error, NotOwner) else None

@@ -1,0 +1,111 @@
+"""What operators have a service do that takes long: look, copy, verify, move. All of it needs role admin."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from deltasync.api.caller import author
+from deltasync.api.json_body import json_object, text_of
+from deltasync.api.long_requests import while_wanted
+from deltasync.core.verified import VerifiedLine
+from deltasync.service.backups import Backups
+from deltasync.service.inspection import InspectedTable, inspect
+from deltasync.service.processes import drain_process
+from deltasync.service.service import Service
+from deltasync.service.snapshots import snapshots_of
+from deltasync.service.verification import verify_replica
+
+
+def _body(key: str, words: str, example: str, *, required: bool) -> dict[str, Any]:
+    """For /docs: a body with one text."""
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": "string", "description": words}},
+        "required": [key] if required else [],
+        "additionalProperties": False,
+    }
+    content = {"application/json": {"schema": schema, "example": {key: example}}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+_BACKUP = _body("directory", "Absolute path on the service's machine.", "/var/backups/deltasync", required=True)
+_MOVE = _body("process", "The process that is to own the model.", "sync-1", required=True)
+_DRAIN = _body("process", "The process to drain; this one unless given.", "sync-0", required=False)
+
+
+@dataclass(frozen=True)
+class BackupLine:
+    """A backup that is complete: how many files it has, and how many bytes."""
+
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MadeSnapshot:
+    """A snapshot that is complete: its version, all of its bytes, and those that no snapshot before it had."""
+
+    version: int
+    bytes: int
+    new_bytes: int
+
+
+@dataclass(frozen=True)
+class VerifiedReplica:
+    """What a replica found when it read its rows again, by table; `version` is the model's that it holds."""
+
+    version: int
+    tables: list[VerifiedLine]
+
+
+@dataclass(frozen=True)
+class DrainedProcess:
+    """The models that a process has given up."""
+
+    models: list[str]
+
+
+def operation_routes(service: Service) -> APIRouter:
+    """The routes. Each request stays open until the work is done; if the client hangs up, the work is cancelled."""
+    router, backups = APIRouter(), Backups(service)
+
+    @router.post("/inspect")
+    async def inspect_rows(request: Request) -> list[InspectedTable]:
+        """Look at all rows of this process, mend what can be mended, and say what is left. Needs role admin."""
+        return await while_wanted(request, service, inspect(service, author()))
+
+    @router.post("/backup", openapi_extra=_BACKUP)
+    async def backup(request: Request) -> BackupLine:
+        """Copy everything that the service keeps to a new or empty folder of its machine. Needs role admin."""
+        directory = text_of(await json_object(request, ("directory",)), "directory")
+        made = await while_wanted(request, service, backups.make(Path(directory), author()))
+        return BackupLine(made.files, made.bytes)
+
+    @router.post("/drain", openapi_extra=_DRAIN)
+    async def drain(request: Request) -> DrainedProcess:
+        """Give all models of a process to others. It takes none until it is started again. Needs role admin."""
+        process = text_of(await json_object(request, ("process",), optional=True), "process", "")
+        return DrainedProcess(await while_wanted(request, service, drain_process(service, process)))
+
+    @router.post("/models/{name}/snapshot")
+    async def snapshot(name: str, request: Request) -> MadeSnapshot:
+        """Make a snapshot of a model now. Needs role admin."""
+        made = await while_wanted(request, service, snapshots_of(service).make(name))
+        return MadeSnapshot(made.version, made.bytes, made.new_bytes())
+
+    @router.post("/models/{name}/move", status_code=204, openapi_extra=_MOVE)
+    async def move(name: str, request: Request) -> None:
+        """Give a model to another process, after a snapshot of it. Needs role admin."""
+        process = text_of(await json_object(request, ("process",)), "process")
+        service.model(name)
+        await while_wanted(request, service, service.owners.move(name, process))
+
+    @router.post("/consumers/{name}/replicas/{replica}/verify")
+    async def verify(name: str, replica: str, request: Request) -> VerifiedReplica:
+        """Have a replica read all its rows again, and compare them with what it was sent. Needs role admin."""
+        found = await while_wanted(request, service, verify_replica(service, name, replica, author()))
+        return VerifiedReplica(found.version, [VerifiedLine.of(each) for each in found.tables])
+
+    return router
