@@ -1,4 +1,4 @@
-"""The gRPC side: its port, what it serves there, and what gRPC itself sees to."""
+"""The gRPC side, for trainers and replicas: its port, what it serves there, and what gRPC itself sees to."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,6 @@ from grpc_reflection.v1alpha import reflection
 
 from deltasync.api.access import Access
 from deltasync.api.access_calls import AccessInterceptor
-from deltasync.api.admin import AdminServicer
 from deltasync.api.binding import not_bound, with_port
 from deltasync.api.call_errors import ErrorInterceptor
 from deltasync.api.certificates import HANDSHAKE_SECONDS, CertificateFiles
@@ -22,8 +21,6 @@ from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.limits import LimitOptions
 from deltasync.service.service import Service
 from deltasync.v1 import (
-    admin_pb2,
-    admin_pb2_grpc,
     publish_pb2,
     publish_pb2_grpc,
     subscribe_pb2,
@@ -33,7 +30,6 @@ from deltasync.v1 import (
 _SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
     for module, name in (
-        (admin_pb2, "AdminService"),
         (publish_pb2, "PublishService"),
         (subscribe_pb2, "SubscribeService"),
     )
@@ -90,7 +86,6 @@ def bind_grpc(
     )
     publish_pb2_grpc.add_PublishServiceServicer_to_server(PublishServicer(service), server)
     subscribe_pb2_grpc.add_SubscribeServiceServicer_to_server(SubscribeServicer(service), server)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(service), server)
     healthy = Health(_SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -68,7 +68,7 @@ class DrainedProcess:
 
 
 def operation_routes(service: Service) -> APIRouter:
-    """The routes. Each request stays open until the work is done; if the client hangs up, the work is cancelled."""
+    """The routes. A request stays open until the work is done; a client that hangs up cancels it."""
     router, backups = APIRouter(), Backups(service)
 
     @router.post("/inspect")

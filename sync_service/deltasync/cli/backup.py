@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.needs import SERVICE, check_needs
 from deltasync.cli.showing import waiting_for
 from deltasync.client.admin import Admin
@@ -27,7 +27,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     allow_from_autoenv=False,  # There it names the data directory of the service that is asked.
     help="Copy this data directory, of a service that is stopped, instead of asking one.",
 )
-@service_options(changes=True)
+@operator_options(changes=True)
 def backup(directory: Path, data_dir: Path | None, service: Endpoint) -> None:
     """Have all that a running service keeps in DIR, on the service's machine: new, or empty.
 

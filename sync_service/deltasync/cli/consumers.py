@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.policy_options import policy_of, policy_options
 from deltasync.cli.showing import as_json_text, json_option, show
 from deltasync.cli.text_table import text_table
@@ -24,7 +24,7 @@ def consumers() -> None:
 
 @consumers.command("list", context_settings=CONTEXT)
 @json_option
-@service_options()
+@operator_options()
 def list_consumers(service: Endpoint, as_json: bool) -> None:
     """List all consumers.
 
@@ -62,7 +62,7 @@ def _lines_text(lines: list[Any], lags: list[Any]) -> str:
 @click.argument("name")
 @click.option("--model", required=True, help="The model it subscribes to.")
 @policy_options
-@service_options(changes=True)
+@operator_options(changes=True)
 def create_consumer(name: str, model: str, service: Endpoint, **options: Any) -> None:
     """Make consumer NAME; making an equal one again changes nothing.
 
@@ -77,7 +77,7 @@ def create_consumer(name: str, model: str, service: Endpoint, **options: Any) ->
 @consumers.command("update", context_settings=CONTEXT)
 @click.argument("name")
 @policy_options
-@service_options(changes=True)
+@operator_options(changes=True)
 def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
     """Give consumer NAME another policy, which replaces the one it has as a whole.
 
@@ -95,7 +95,7 @@ def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
 @consumers.command("pause", context_settings=CONTEXT)
 @click.argument("name")
 @click.option("--reason", default="", show_default=False, help="Why, for whoever looks at its lag.")
-@service_options(changes=True)
+@operator_options(changes=True)
 def pause_consumer(name: str, reason: str, service: Endpoint) -> None:
     """Hold the replicas of consumer NAME at what they have, at once, whatever is published, until it is resumed.
 
@@ -107,7 +107,7 @@ def pause_consumer(name: str, reason: str, service: Endpoint) -> None:
 
 @consumers.command("resume", context_settings=CONTEXT)
 @click.argument("name")
-@service_options(changes=True)
+@operator_options(changes=True)
 def resume_consumer(name: str, service: Endpoint) -> None:
     """Let consumer NAME go on, with all that its replicas lack."""
     Admin(service).resume_consumer(name)
@@ -116,7 +116,7 @@ def resume_consumer(name: str, service: Endpoint) -> None:
 
 @consumers.command("delete", context_settings=CONTEXT)
 @click.argument("name")
-@service_options(changes=True)
+@operator_options(changes=True)
 def delete_consumer(name: str, service: Endpoint) -> None:
     """Forget consumer NAME and its offsets. Replicas that are connected stop, with what they hold."""
     Admin(service).delete_consumer(name)

@@ -4,7 +4,7 @@ import getpass
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -37,6 +37,19 @@ _RIGHTS = (
 )
 _NAMES = ("ca", "cert", "key", "server_name", "token_file", "endpoint", "insecure")
 
+
+@dataclass(frozen=True)
+class _Kind:
+    """One of the two ways in which a command talks to a service, by its default address."""
+
+    default: str | None
+    of: Callable[[Endpoint], Endpoint]
+    words: str
+
+
+_HTTP = _Kind("http://127.0.0.1:8080", Endpoint.of_http, "Where the service answers HTTP, as http://HOST:PORT.")
+_GRPC = _Kind("127.0.0.1:50051", Endpoint.of_grpc, "Where the service answers gRPC, as HOST:PORT.")
+
 _BY = click.option(
     "--by",
     default=lambda: f"{_user()}@{socket.gethostname()}",
@@ -52,32 +65,43 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def service_options(*, changes: bool = False) -> Callable[[F], Command]:
-    """`--service` and what is shown there, of a command that asks over HTTP; it is given all as `service`, an
-    `Endpoint`.
+def operator_options(*, changes: bool = False) -> Callable[[F], Command]:
+    """`--service` and the options for rights, of a command that asks over HTTP; it gets all of them as `service`,
+    an `Endpoint`.
 
-    Each is also a variable of the environment, DELTASYNC_ and its name in capitals, and a key of the `--endpoint`
-    file, in this order. There `http` is where HTTP is answered, beside the address that trainers and replicas use.
+    Each option is also a variable of the environment, DELTASYNC_ and its name in capitals, and a key of the
+    `--endpoint` file, in this order. Both can have two addresses of one service: DELTASYNC_HTTP, or the key `http`, for
+    operators; and DELTASYNC_SERVICE, or the key `address`, for trainers and replicas, and also for operators where
+    it is one of HTTP.
 
     Args:
         changes: whether the command changes something: then it takes `--by`.
     """
-    return _endpoint_option(lambda _: _HTTP, _HTTP.help, *([_BY] if changes else []))
+    return _endpoint_option(lambda _: _HTTP, _HTTP.words, *([_BY] if changes else []))
 
 
-def grpc_options(command: F) -> Command:
-    """The same of a command that is a replica while it runs."""
-    return _endpoint_option(lambda _: _GRPC, _GRPC.help)(command)
+def service_options(*, default: str | None = "127.0.0.1:50051") -> Callable[[F], Command]:
+    """The same for a command that publishes or subscribes, over gRPC.
+
+    Args:
+        default: the address unless one is given; None = one has to be.
+    """
+    return _endpoint_option(lambda _: replace(_GRPC, default=default), _GRPC.words)
 
 
-def either_options(subscribes: Callable[[dict[str, Any]], bool]) -> Callable[[F], Command]:
-    """The same of a command that changes something over HTTP, or is a replica, as its other settings say."""
-    words = f"{_HTTP.help} With --snapshot or --checkpoint: where it answers gRPC, as HOST:PORT."
+def either_options(subscribes: Callable[[dict[str, Any]], bool], when: str) -> Callable[[F], Command]:
+    """The same for a command that changes something over HTTP, or else subscribes.
+
+    Args:
+        subscribes: whether the command subscribes, by its other settings.
+        when: the same in words.
+    """
+    words = f"{_HTTP.words} {when} where it answers gRPC, as HOST:PORT."
     return _endpoint_option(lambda settings: _GRPC if subscribes(settings) else _HTTP, words, _BY)
 
 
 def _endpoint_option(
-    kind_of: Callable[[dict[str, Any]], "_Kind"], words: str, *options: Callable[[Command], Command]
+    kind_of: Callable[[dict[str, Any]], _Kind], words: str, *options: Callable[[Command], Command]
 ) -> Callable[[F], Command]:
     def decorated(command: F) -> Command:
         @wraps(command)
@@ -91,30 +115,21 @@ def _endpoint_option(
             return command(**settings, service=endpoint)
 
         wrapped: Command = with_endpoint
-        service = _option("--service", words, show_default=kind_of({}).default)
-        for option in reversed((service, *options, *_RIGHTS)):
+        service = _option("--service", words, show_default=kind_of({}).default or False)
+        every: list[Callable[[Command], Command]] = [service, *options, *_RIGHTS]
+        for option in reversed(every):
             wrapped = cast("Command", option(wrapped))
         return wrapped
 
     return decorated
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """One of the two ways in which a command talks to a service, by its default address."""
-
-    default: str
-    of: Callable[[Endpoint], Endpoint]
-    help: str
-
-
-_HTTP = _Kind("http://127.0.0.1:8080", Endpoint.of_http, "Where the service answers HTTP, as http://HOST:PORT.")
-_GRPC = _Kind("127.0.0.1:50051", Endpoint.of_grpc, "Where the service answers gRPC, as HOST:PORT.")
-
-
 def _endpoint(service: str | None, kind: _Kind, given: dict[str, Any]) -> Endpoint:
-    """The endpoint that is given; the command line has only the address of the command's own kind."""
+    """The endpoint that is given; the command line has only the address that the command itself uses."""
     found = endpoint_settings(given, os.environ)
     if service:
-        found |= {"address": service, "http": ""}
-    return Endpoint(**{"address": found.get("http") or kind.default, **found})
+        found |= {"address": service} | ({"http": ""} if kind.of == Endpoint.of_http else {})
+    address = found.pop("address", None) or found.get("http") or kind.default
+    if address is None:
+        raise InvalidInput("Missing option '--service': where the service answers.")
+    return Endpoint(**found | {"address": address})

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.showing import as_json_text, json_option, print_missing
 from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
@@ -22,7 +22,7 @@ _FEW, _MOST, _SECONDS = 50, 1000, 1.0
 @click.option("--last", type=click.IntRange(0, 1000), default=20, help="How many of those before.")
 @click.option("--follow", "-f", is_flag=True, help="Go on with those that come, until Ctrl-C.")
 @json_option
-@service_options()
+@operator_options()
 def events(last: int, follow: bool, service: Endpoint, as_json: bool) -> None:
     """Show what has happened: joins, refusals, repairs, takeovers.
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.needs import SERVICE, check_needs
 from deltasync.cli.showing import waiting_for
 from deltasync.client.admin import Admin
@@ -35,7 +35,7 @@ Tables = Sequence[dict[str, Any]]
 )
 @click.option("--mend", is_flag=True, help="With --data-dir: mend from the log what it has, as a service does.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@service_options(changes=True)
+@operator_options(changes=True)
 def fsck(data_dir: Path | None, mend: bool, as_json: bool, service: Endpoint) -> None:
     """Look at everything that a service keeps: every row and every stamp; with --data-dir every record of the log
     too.

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.lag_text import lag_text
 from deltasync.cli.showing import as_json_text, json_option, show, watch_option
 from deltasync.cli.text_table import seconds, share, text_table, urgency
@@ -33,7 +33,7 @@ _MOST_WRONG = 10
 )
 @watch_option
 @json_option
-@service_options()
+@operator_options()
 def lag(
     consumers: tuple[str, ...], service: Endpoint, max_seconds: float | None, watch: bool, as_json: bool
 ) -> None:

@@ -3,7 +3,7 @@
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 
@@ -15,7 +15,7 @@ def models() -> None:
 
 @models.command("delete", context_settings=CONTEXT)
 @click.argument("name")
-@service_options(changes=True)
+@operator_options(changes=True)
 def delete_model(name: str, service: Endpoint) -> None:
     """Delete model NAME, with its tables and all that is kept of it.
 

@@ -3,7 +3,7 @@
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.showing import as_json_text, json_option, waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
@@ -13,7 +13,7 @@ from deltasync.core.words import listed
 
 @click.command(context_settings=CONTEXT)
 @json_option
-@service_options()
+@operator_options()
 def processes(service: Endpoint, as_json: bool) -> None:
     """List the processes of a service that are alive, and the models that each owns."""
     lines = Route(service).get_json("/processes")
@@ -29,7 +29,7 @@ def processes(service: Endpoint, as_json: bool) -> None:
 @click.command(context_settings=CONTEXT)
 @click.argument("model")
 @click.option("--to", "process", required=True, help="Name of the process that is to own it.")
-@service_options(changes=True)
+@operator_options(changes=True)
 def move(model: str, process: str, service: Endpoint) -> None:
     """Have another process own MODEL. Its trainer and its replicas follow."""
     with waiting_for(service):
@@ -39,7 +39,7 @@ def move(model: str, process: str, service: Endpoint) -> None:
 
 @click.command(context_settings=CONTEXT)
 @click.argument("process", default="")
-@service_options(changes=True)
+@operator_options(changes=True)
 def drain(process: str, service: Endpoint) -> None:
     """Have PROCESS, or the one that answers, give all its models to others, before it is stopped.
 

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.showing import as_json_text, json_option, show, watch_option
 from deltasync.cli.text_table import seconds, text_table
 from deltasync.client.admin import Admin
@@ -23,7 +23,7 @@ def replicas() -> None:
 @click.argument("consumers", nargs=-1, metavar="[CONSUMER]...")
 @watch_option
 @json_option
-@service_options()
+@operator_options()
 def list_replicas(consumers: tuple[str, ...], service: Endpoint, watch: bool, as_json: bool) -> None:
     """List the replicas of each CONSUMER, or of all.
 
@@ -71,7 +71,7 @@ def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
 @replicas.command("forget", context_settings=CONTEXT)
 @click.argument("consumer")
 @click.argument("replica")
-@service_options(changes=True)
+@operator_options(changes=True)
 def forget_replica(consumer: str, replica: str, service: Endpoint) -> None:
     """Forget REPLICA of CONSUMER, which is away: no lag counts it any more. `deltasync lag` names them.
 

@@ -3,7 +3,7 @@
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.showing import print_missing
 from deltasync.client.admin import Admin
 from deltasync.client.each_process import EachProcess
@@ -20,7 +20,7 @@ def rows() -> None:
 @click.argument("model")
 @click.argument("table")
 @click.argument("ids", metavar="ID...", type=click.IntRange(min=0), nargs=-1, required=True)
-@service_options(changes=True)
+@operator_options(changes=True)
 def delete_rows(model: str, table: str, ids: tuple[int, ...], service: Endpoint) -> None:
     """Have the rows ID... of TABLE deleted: by MODEL's trainer, with one of its next cuts, and by all replicas.
 
@@ -35,7 +35,7 @@ def delete_rows(model: str, table: str, ids: tuple[int, ...], service: Endpoint)
 
 
 @rows.command("pending", context_settings=CONTEXT)
-@service_options()
+@operator_options()
 def pending_deletes(service: Endpoint) -> None:
     """List the deletes that are not done: model, table, number of rows, since when, and what they wait for."""
     processes = EachProcess(service)

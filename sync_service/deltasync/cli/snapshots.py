@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.showing import as_json_text, print_missing, waiting_for
 from deltasync.cli.text_table import seconds, size, text_table
 from deltasync.client.admin import Admin
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command(context_settings=CONTEXT)
 @click.argument("model")
-@service_options(changes=True)
+@operator_options(changes=True)
 def snapshot(model: str, service: Endpoint) -> None:
     """Make a snapshot of MODEL now, where the service's snapshots go."""
     with waiting_for(service):
@@ -31,7 +31,7 @@ def snapshot(model: str, service: Endpoint) -> None:
 
 @click.command(context_settings=CONTEXT)
 @click.argument("model", default="")
-@service_options()
+@operator_options()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, without --at the service's answer.")
 @click.option(
     "--at", "url", default="", metavar="URL", help="Show all that are at a folder or URL, without a service."

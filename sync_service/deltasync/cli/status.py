@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.events import event_line
 from deltasync.cli.lag import lines_text
 from deltasync.cli.showing import as_json_text, json_option, overview, show, watch_option
@@ -20,7 +20,7 @@ _CUTS, _EVENTS = 5, 8
 @click.command(context_settings=CONTEXT)
 @watch_option
 @json_option
-@service_options()
+@operator_options()
 def status(service: Endpoint, watch: bool, as_json: bool) -> None:
     """Show everything of a service on one screen: what is wrong, models and their trainers, consumers, the last
     cuts and where their time went, the last events. Of several processes, all of all.

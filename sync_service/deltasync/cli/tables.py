@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.showing import as_json_text, json_option, print_missing, show
 from deltasync.cli.text_table import size, text_table
 from deltasync.client.admin import Admin
@@ -23,7 +23,7 @@ def tables() -> None:
 @tables.command("list", context_settings=CONTEXT)
 @click.argument("model", default="")
 @json_option
-@service_options()
+@operator_options()
 def list_tables(model: str, service: Endpoint, as_json: bool) -> None:
     """List the tables of MODEL, or of all.
 
@@ -66,7 +66,7 @@ def _lines_text(lines: list[Any]) -> str:
 @tables.command("delete", context_settings=CONTEXT)
 @click.argument("model")
 @click.argument("table")
-@service_options(changes=True)
+@operator_options(changes=True)
 def delete_table(model: str, table: str, service: Endpoint) -> None:
     """Delete TABLE of MODEL, with its rows: replicas are not sent it any more.
 

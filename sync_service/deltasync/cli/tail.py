@@ -12,7 +12,7 @@ import click
 import numpy as np
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import grpc_options
+from deltasync.cli.endpoint_options import service_options
 from deltasync.cli.text_table import seconds, size
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
@@ -56,7 +56,7 @@ def goodbye_on_sigterm() -> Iterator[None]:
 @click.option("--rows", type=click.IntRange(0), default=0, help="How many rows of each table are shown.")
 @click.option("--count", type=click.IntRange(1), default=None, show_default="no end", help="End after so many.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON a line.")
-@grpc_options
+@service_options()
 def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: Endpoint) -> None:
     """Show the releases of CONSUMER as they pass, beginning with all that there is, until Ctrl-C.
 

@@ -44,7 +44,10 @@ _TITLES = ("what", "version", "table", "rows", "status", "checksum", "held", "wh
 )
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, help="Seconds it may take.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@either_options(lambda settings: bool(settings.get("snapshot") or settings.get("checkpoint")))
+@either_options(
+    lambda settings: bool(settings.get("snapshot") or settings.get("checkpoint")),
+    "With --snapshot or --checkpoint",
+)
 def verify(
     consumer: str,
     replicas: Sequence[str],

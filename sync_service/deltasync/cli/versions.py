@@ -6,7 +6,7 @@ from urllib.parse import quote
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.showing import as_json_text, json_option, show, watch_option
 from deltasync.cli.text_table import seconds, size, text_table
 from deltasync.client.each_process import EachProcess
@@ -20,7 +20,7 @@ _PARTS = ("gather", "send", "seal", "log", "apply", "release", "ack")
 @click.option("--last", type=click.IntRange(1, 200), default=20, help="How many of each model.")
 @watch_option
 @json_option
-@service_options()
+@operator_options()
 def versions(model: str, last: int, service: Endpoint, watch: bool, as_json: bool) -> None:
     """Show the last versions of MODEL, or of each, and where their time went.
 

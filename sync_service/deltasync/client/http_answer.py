@@ -9,6 +9,7 @@ import time
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
+from email.message import Message
 from http import HTTPStatus
 from typing import Any
 
@@ -89,7 +90,7 @@ def json_answer(request: HttpRequest, tls: Tls | None = None) -> Any:
     raise _refused(status, headers, body, url)
 
 
-def _answer(request: HttpRequest, tls: Tls) -> tuple[int, Mapping[str, str], bytes]:
+def _answer(request: HttpRequest, tls: Tls) -> tuple[int, Message, bytes]:
     parts = urllib.parse.urlsplit(request.url)
     kind = _Https if parts.scheme == "https" else _Http
     connection = kind(parts.hostname or "", parts.port, request=request, tls=tls)
@@ -177,7 +178,7 @@ def _body(answer: Any, most: int) -> bytes:
     return body
 
 
-def _refused(status: int, headers: Mapping[str, str], body: bytes, url: str) -> DeltasyncError:
+def _refused(status: int, headers: Message, body: bytes, url: str) -> DeltasyncError:
     if status == HTTPStatus.TEMPORARY_REDIRECT and (owner := _owner(headers.get("Location", ""))):
         return NotOwner(f"{url}: {owner.http} has it", owner=owner)
     text = printable(body.decode(errors="replace"), _LONGEST_ERROR)

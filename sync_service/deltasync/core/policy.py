@@ -22,7 +22,8 @@ class Policy:
     """What a consumer wants. The default is every changed row, in its own type, at once.
 
     A field is declared here, with what it takes and means, and by its name in `admin.proto`: messages, JSON, TOML,
-    the options of commands and the table in sync_service/README.md follow from that.
+    A field is declared here, with what it takes and means: JSON, TOML, the options of commands and the table in
+    sync_service/README.md follow from that.
 
     Raises:
         InvalidInput: a field is out of bounds, or fields that cannot be met together.

@@ -142,7 +142,7 @@ class PolicyField:
     """A field of a policy.
 
     Attributes:
-        name: what it is called in programs, messages, JSON and TOML.
+        name: what it is called in programs, JSON and TOML.
         default: what it is unless it is set. None = no limit, and is then taken, too.
         kind: the values that it takes.
         words: what it means, in Markdown.

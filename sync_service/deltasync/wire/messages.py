@@ -10,13 +10,11 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
 from deltasync.core.numbered import Numbered
-from deltasync.core.policy import FIELDS, Policy
-from deltasync.core.policy_fields import OneOf, Patterns, PolicyField
 from deltasync.core.position import Position
 from deltasync.core.tables import STATE_TYPES, Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.core.words import counted
-from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
+from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 
 N = TypeVar("N", bound=Numbered)
 
@@ -131,29 +129,3 @@ def position_from_message(message: tables_pb2.Position) -> Position:
 def position_to_message(position: Position) -> tables_pb2.Position:
     """The message that names a position."""
     return tables_pb2.Position(history=position.history, version=position.number, seal=position.seal)
-
-
-def policy_from_message(message: admin_pb2.Policy) -> Policy:
-    """The policy a message describes.
-
-    Raises:
-        InvalidInput: a field is out of bounds, or fields that cannot be met together.
-    """
-    return Policy(**{each.name: _value_from_message(each, getattr(message, each.name)) for each in FIELDS})
-
-
-def _value_from_message(field: PolicyField, said: Any) -> Any:
-    """The value of a policy's field; 0, or nothing, is the default."""
-    if not said:
-        return field.default
-    if isinstance(field.kind, OneOf):
-        return _member(field.kind.members, said, field.name.replace("_", " "))
-    return tuple(said) if isinstance(field.kind, Patterns) else said
-
-
-def policy_to_message(policy: Policy) -> admin_pb2.Policy:
-    """The message that describes a policy."""
-    values = {each.name: getattr(policy, each.name) for each in FIELDS}
-    return admin_pb2.Policy(
-        **{name: value.number if isinstance(value, Numbered) else value for name, value in values.items()}
-    )

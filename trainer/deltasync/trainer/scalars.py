@@ -11,7 +11,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from deltasync.client import Endpoint
-from deltasync.client.other_side import http_of
 from deltasync.client.status import fetch_lag
 from deltasync.core.errors import DeltasyncError
 from deltasync.core.words import are
@@ -39,7 +38,7 @@ class ScalarOptions:
 
     Attributes:
         every: steps between.
-        service: where the service answers, gRPC or HTTP, to whoever may read status; needed for lag alone.
+        service: where the service answers HTTP, with the right to read its status; needed for lag alone.
         consumers: those whose lag is told.
         close_seconds: how long `Scalars.close` waits for callbacks at most.
     """
@@ -58,10 +57,9 @@ class ScalarOptions:
 
 
 def _checked(service: Endpoint | str) -> Endpoint:
-    """An endpoint to ask for lag, of either side of a service that may be away."""
-    endpoint = service if isinstance(service, Endpoint) else Endpoint(service)
-    endpoint = replace(endpoint, timeout_seconds=min(endpoint.timeout_seconds, _LAG_SECONDS))
-    return Endpoint.of_http(endpoint) if "://" in endpoint.address else Endpoint.of_grpc(endpoint)
+    """An endpoint to ask for lag, of a service that may be away."""
+    endpoint = Endpoint.of_http(service)
+    return replace(endpoint, timeout_seconds=min(endpoint.timeout_seconds, _LAG_SECONDS))
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,6 @@ class Scalars:
         self._closed = False
         self._before = _Sample.of(sync, {})
         self._telling: _Sample | None = None
-        self._http: Endpoint | None = None
         self._busy_with = ""
         self._failing = set[str]()
         self._thread = threading.Thread(target=self._run, name="deltasync-scalars", daemon=True)
@@ -210,9 +207,7 @@ class Scalars:
         self._before = sample
 
     def _lag(self, consumer: str) -> dict[str, float]:
-        http, self._http = self._http or http_of(_checked(self._options.service)), None
-        lag = fetch_lag(http, consumer)["lag"]
-        self._http = http  # Where that did not answer, it is looked up anew.
+        lag = fetch_lag(_checked(self._options.service), consumer)["lag"]
         return {f"lag/{consumer}_{name}": float(lag[name]) for name in ("versions", "rows", "seconds")}
 
     def _try(self, what: str, call: Callable[[], T]) -> T | None:

@@ -199,7 +199,7 @@ def running_fleet(
     with Children() as children:
         service = children.service(admin_token=token)
         for name, policy in policies.items():
-            Admin(Endpoint(service.grpc, token)).create_consumer(name, _MODEL, policy)
+            Admin(Endpoint(service.http, token)).create_consumer(name, _MODEL, policy)
         names, size = tuple(policies), replicas_of_a_process
         groups = [names[start : start + size] for start in range(0, len(names), size)]
         replicas = {group: children.peer("fleet", service.grpc, *group) for group in groups}

@@ -81,7 +81,7 @@ class _World:
     def __init__(self, services: Services, trainer: _Trainer, replica: Subscriber) -> None:
         self.services, self.trainer, self.replica = services, trainer, replica
         self._route = Route(Endpoint.of_http(Endpoint(services.http, _TOKEN)))
-        self._admin = Admin(Endpoint(services.grpc, _TOKEN))
+        self._admin = Admin(Endpoint(services.http, _TOKEN))
 
     def killed(self) -> tuple[float, float]:
         """Seconds from the owner's end until a cut is sealed, and until the replica holds it."""

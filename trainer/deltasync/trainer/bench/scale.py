@@ -138,7 +138,7 @@ def _served(spec: TableSpec, policy: Policy) -> Iterator[SizedTable]:
     token = secrets.token_hex()
     with Children() as children:
         service = children.service(admin_token=token)
-        Admin(Endpoint(service.grpc, token)).create_consumer(_MODEL, _MODEL, policy)
+        Admin(Endpoint(service.http, token)).create_consumer(_MODEL, _MODEL, policy)
         replica = children.peer("fleet", service.grpc, _MODEL)
         replica.read()
         options = PublisherOptions(

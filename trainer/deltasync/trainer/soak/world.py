@@ -36,7 +36,6 @@ from deltasync.trainer.soak.fuse import blown
 from deltasync.trainer.soak.leftovers import directory_bytes
 from deltasync.trainer.soak.link import Link, Links
 from deltasync.trainer.soak.plain_model import PlainModel, fuse_file
-from deltasync.wire.messages import policy_from_message
 
 T = TypeVar("T")
 
@@ -147,7 +146,7 @@ class World:
     def policies(self) -> dict[str, Policy]:
         """The consumers' policies, as the service has them."""
         consumers = self.call(lambda admin: admin.consumers())
-        return {each.name: policy_from_message(each.policy) for each in consumers}
+        return {each["consumer"]: Policy.from_dict(each["policy"]) for each in consumers}
 
     def link(self, name: str) -> Link:
         """How a replica, or the ranks of a model, reach the service."""
@@ -159,7 +158,7 @@ class World:
         Raises:
             SoakFailed: it is away for too long.
         """
-        admin = Admin(Endpoint(self.grpc, self._token, _CALL_SECONDS))
+        admin = Admin(Endpoint(f"http://{self._http}", self._token, _CALL_SECONDS))
         deadline = time.monotonic() + _CALLS_SECONDS
         while True:
             try:
