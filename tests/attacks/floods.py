@@ -8,7 +8,7 @@ from tests.attacks.attack import Answers, Family, Outcome, until
 from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, opening, subscription
 from tests.attacks.target import MODEL, Target
 
-from deltasync.v1 import admin_pb2, publish_pb2
+from deltasync.v1 import publish_pb2, subscribe_pb2
 
 FAMILY = Family()
 
@@ -56,14 +56,11 @@ def opens_of_no_consumer(target: Target) -> Outcome:
     return answers.outcome
 
 
-@FAMILY.attack("calls without a token that would change something, and lists")
+@FAMILY.attack("calls without a token that would change something")
 def calls(target: Target) -> Outcome:
     answers = Answers()
     made = (
-        ("AdminService/DeleteConsumer", admin_pb2.DeleteConsumerRequest(name="predictors")),
-        ("AdminService/DeleteModel", admin_pb2.DeleteModelRequest(name=MODEL)),
-        ("AdminService/ListConsumers", admin_pb2.ListConsumersRequest()),
-        ("AdminService/Backup", admin_pb2.BackupRequest(directory="/tmp/strange")),  # noqa: S108
+        ("SubscribeService/Leave", subscribe_pb2.LeaveRequest(consumer="predictors", replica="strange")),
         ("PublishService/Wanted", publish_pb2.WantedRequest(model=MODEL, run="honest")),
     )
 

@@ -211,7 +211,7 @@ def wait_until_delivered(service: Reachable, consumer: str, head: Position) -> d
 
 
 def admin_of(service: Reachable) -> Admin:
-    return Admin(Endpoint(service.grpc, TOKEN))
+    return Admin(Endpoint(service.http, TOKEN))
 
 
 def release_at_once(patch: pytest.MonkeyPatch) -> None:

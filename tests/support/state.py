@@ -11,6 +11,7 @@ class Reachable(Protocol):
     """A service, in this process or another."""
 
     grpc: str
+    http: str
 
     def get_json(self, path: str) -> Any: ...
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import click
 
@@ -70,9 +70,9 @@ def operator_options(*, changes: bool = False) -> Callable[[F], Command]:
     an `Endpoint`.
 
     Each option is also a variable of the environment, DELTASYNC_ and its name in capitals, and a key of the
-    `--endpoint` file, in this order. Both can have two addresses of one service: DELTASYNC_HTTP, or the key `http`, for
-    operators; and DELTASYNC_SERVICE, or the key `address`, for trainers and replicas, and also for operators where
-    it is one of HTTP.
+    `--endpoint` file, in this order. Both can have two addresses of one service. Operators use DELTASYNC_HTTP, or
+    the key `http`. Trainers and replicas use DELTASYNC_SERVICE, or the key `address`; so do operators where that is
+    an address of HTTP.
 
     Args:
         changes: whether the command changes something: then it takes `--by`.
@@ -118,7 +118,7 @@ def _endpoint_option(
         service = _option("--service", words, show_default=kind_of({}).default or False)
         every: list[Callable[[Command], Command]] = [service, *options, *_RIGHTS]
         for option in reversed(every):
-            wrapped = cast("Command", option(wrapped))
+            wrapped = option(wrapped)
         return wrapped
 
     return decorated

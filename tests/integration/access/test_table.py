@@ -18,7 +18,7 @@ from deltasync.api.audit import Audit
 from deltasync.api.http import create_app
 from deltasync.core.access import Role, grants
 from deltasync.core.events import Events
-from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2
+from deltasync.v1 import publish_pb2, subscribe_pb2
 
 DENIED, OK = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.OK
 # Nobody, tokens that nobody knows, and each that somebody does.
@@ -30,7 +30,6 @@ FIRST = {
     "Subscribe": subscribe_open(consumer="predictors"),
     "Leave": subscribe_pb2.LeaveRequest(consumer="predictors", replica="r"),
     "ServerReflectionInfo": reflection_pb2.ServerReflectionRequest(list_services=""),
-    "Backup": admin_pb2.BackupRequest(directory="relative"),
 }
 
 
@@ -47,7 +46,7 @@ def allowed(name: str, role: Role | None) -> bool:
     return any(each.covers(role, None) for each in grants(texts))
 
 
-@pytest.mark.parametrize("method", [*CALLS, "/deltasync.v1.AdminService/Unheard"])
+@pytest.mark.parametrize("method", [*CALLS, "/deltasync.v1.PublishService/Unheard"])
 def test_a_call_is_let_in_with_its_role_alone(service: GuardedService, method: str) -> None:
     need, name = need_of_call(method), method.rpartition("/")[2]
     for caller in CALLERS:
@@ -96,7 +95,7 @@ def test_a_role_is_for_the_names_that_it_names(
 def test_who_may_not_is_refused_before_a_message(service: GuardedService) -> None:
     """Nothing is sent, and yet there is an answer."""
     with grpc.insecure_channel(service.grpc) as channel:
-        for method in ("PublishService/Publish", "SubscribeService/Subscribe", "AdminService/DeleteModel"):
+        for method in ("PublishService/Publish", "SubscribeService/Subscribe"):
             stream: Any = channel.stream_stream(f"/deltasync.v1.{method}")
             with pytest.raises(grpc.RpcError) as refused:
                 next(stream(endless(), timeout=20))
@@ -119,7 +118,7 @@ def test_all_that_there_is_is_in_the_table() -> None:
     routes = {(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods}
     routes |= {("GET", each.path) for each in app.routes if type(each) is Route}  # Of the documentation.
     assert routes == {(method, path.replace(":path", "")) for method, path in ROUTES}
-    modules = (admin_pb2, publish_pb2, subscribe_pb2)
+    modules = (publish_pb2, subscribe_pb2)
     services = [each for module in modules for each in module.DESCRIPTOR.services_by_name.values()]
     ours = {f"/{each.full_name}/{method.name}" for each in services for method in each.methods}
     assert {name for name in CALLS if name.startswith("/deltasync.")} == ours
@@ -148,7 +147,7 @@ def test_names_of_tables_may_be_anything(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["", "/deltasync.v1.PublishService/publish", "/deltasync.v2.AdminService/Inspect"]
+    "method", ["", "/deltasync.v1.PublishService/publish", "/deltasync.v2.PublishService/Publish"]
 )
 def test_a_call_in_no_table_needs_admin(method: str) -> None:
     assert need_of_call(method) == Need(Role.ADMIN)

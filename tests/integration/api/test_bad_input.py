@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tests.support.server import TOKEN, RunningService
+from tests.support.server import RunningService
 from tests.support.state import state_of
 from tests.support.wire import (
     ITEM,
@@ -28,7 +28,7 @@ from tests.support.wire import (
 
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
+from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES
 
 INVALID, CONTRADICTION = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
@@ -424,18 +424,6 @@ def test_bytes_that_are_no_protobuf_in_the_middle_of_a_part(served: tuple[Runnin
             list(call)
     assert refused.value.code() is INVALID
     assert state_of(service) == before
-
-
-@pytest.mark.parametrize("method", ["CreateConsumer", "DeleteConsumer", "ListConsumers"])
-def test_bytes_that_are_no_protobuf_for_the_admin(served: tuple[RunningService, Position], method: str) -> None:
-    with grpc.insecure_channel(served[0].grpc) as channel:
-        call: Any = channel.unary_unary(f"/deltasync.v1.AdminService/{method}")
-        with pytest.raises(grpc.RpcError) as refused:
-            call(b"\xff", timeout=10, metadata=(("authorization", f"Bearer {TOKEN}"),))
-        assert refused.value.code() is INVALID
-        listing: Any = channel.unary_unary("/deltasync.v1.AdminService/ListConsumers")
-        listed = listing(b"", timeout=10)
-    assert len(admin_pb2.ListConsumersResponse.FromString(listed).consumers) == 2
 
 
 def test_tables_are_told_apart() -> None:

@@ -54,10 +54,10 @@ def answered(rank: RankStream, step: int, *numbers: int) -> list[Any]:
 
 def test_ranks_are_asked_until_they_say_that_it_is_done(running: RunningService, rank: RankStream) -> None:
     pending = admin_of(running).delete_rows("clicks", ITEM.name, [7, 3])
-    assert (pending.model, pending.table, pending.rows) == ("clicks", ITEM.name, 2)
-    assert pending.reason == "run run-1 is asked, and deletes them with one of its next cuts"
+    assert (pending["model"], pending["table"], pending["rows"]) == ("clicks", ITEM.name, 2)
+    assert pending["reason"] == "run run-1 is asked, and deletes them with one of its next cuts"
     (asked,) = answered(rank, 2)
-    assert (asked.number, asked.table, list(asked.ids)) == (pending.number, 1, [3, 7])
+    assert (asked.number, asked.table, list(asked.ids)) == (pending["asked_unix_ns"], 1, [3, 7])
     assert admin_of(running).pending_deletes() == [pending]
     assert answered(rank, 3, asked.number) == []
     assert admin_of(running).pending_deletes() == []
@@ -67,7 +67,7 @@ def test_ranks_are_asked_until_they_say_that_it_is_done(running: RunningService,
 
 
 def test_a_run_that_comes_later_is_asked_with_its_first_answer(running: RunningService, rank: RankStream) -> None:
-    number = admin_of(running).delete_rows("clicks", USER.name, [1]).number
+    number = admin_of(running).delete_rows("clicks", USER.name, [1])["asked_unix_ns"]
     with RankStream(running.grpc, run="run-2", started=2, takes_deletes=True) as later:
         assert [each.number for each in later.opened().deletes] == [number]
 
@@ -76,7 +76,7 @@ def test_a_rank_that_does_not_know_of_deletes_is_not_asked(running: RunningServi
     admin_of(running).delete_rows("clicks", USER.name, [1])
     with RankStream(running.grpc, run="run-2", started=2) as old:
         assert not old.opened().deletes
-        assert admin_of(running).pending_deletes()[0].reason.endswith("does not know of deletes: update it")
+        assert admin_of(running).pending_deletes()[0]["reason"].endswith("does not know of deletes: update it")
 
 
 def test_over_http(running: RunningService, rank: RankStream) -> None:
@@ -88,7 +88,7 @@ def test_over_http(running: RunningService, rank: RankStream) -> None:
         "model": "clicks",
         "table": USER.name,
         "rows": 2,
-        "asked_unix_ns": admin_of(running).pending_deletes()[0].number,
+        "asked_unix_ns": admin_of(running).pending_deletes()[0]["asked_unix_ns"],
         "reason": "run run-1 is asked, and deletes them with one of its next cuts",
     }
     assert post(running, wanted, token="wrong")[0] == 403  # noqa: S106
@@ -154,12 +154,12 @@ def test_what_is_refused(
 
 def test_it_needs_the_token(running: RunningService, rank: RankStream) -> None:
     with pytest.raises(NotPermitted):
-        Admin(Endpoint(running.grpc, "wrong")).delete_rows("clicks", USER.name, [1])
-    assert Admin(running.grpc).pending_deletes() == [], "a look needs none"
+        Admin(Endpoint(running.http, "wrong")).delete_rows("clicks", USER.name, [1])
+    assert Admin(running.http).pending_deletes() == [], "a look needs none"
 
 
 def test_by_the_command_line(running: RunningService, rank: RankStream) -> None:
-    service = ["--service", running.grpc]
+    service = ["--service", running.http]
     arguments = ["delete", "clicks", USER.name, "5", "1", *service]
     done = CliRunner(env={"DELTASYNC_TOKEN": TOKEN}).invoke(rows, arguments)
     assert done.output == (
@@ -178,8 +178,8 @@ def test_a_request_outlives_a_restart(tmp_path: Path) -> None:
         stream.opened()
         stream.send(*full_part(1, random_rows(0), WHOLE))
         stream.sealed()
-        number = admin_of(service).delete_rows("clicks", USER.name, [1]).number
+        number = admin_of(service).delete_rows("clicks", USER.name, [1])["asked_unix_ns"]
     with RunningService(tmp_path / "data") as service:
-        assert admin_of(service).pending_deletes()[0].number == number
+        assert admin_of(service).pending_deletes()[0]["asked_unix_ns"] == number
         with RankStream(service.grpc, run="run-2", started=2, takes_deletes=True) as stream:
             assert [each.number for each in stream.opened().deletes] == [number]

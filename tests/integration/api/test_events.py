@@ -73,7 +73,7 @@ def test_who_goes_without_a_word_was_not_refused(
 
 
 def test_changes_of_consumers_are_told(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
-    admin = Admin(Endpoint(service.grpc, TOKEN, by="anna"))
+    admin = Admin(Endpoint(service.http, TOKEN, by="anna"))
     admin.create_consumer("new", "clicks", Policy())
     admin.update_consumer("new", Policy(top_k=3))
     admin.delete_consumer("new")

@@ -15,7 +15,7 @@ SLOW = ("fastapi", "numba", "torch", "torchrec")
 NOBODY = "127.0.0.1:1"
 CALLS = [
     ["bench", "--list"],
-    ["lag", "predictors", "--http", f"http://{NOBODY}"],
+    ["lag", "predictors", "--service", f"http://{NOBODY}"],
     ["consumers", "list", "--service", NOBODY],
     ["consumers", "create", "predictors", "--model", "clicks", "--top-k", "0.1", "--service", NOBODY],
     ["rows", "pending", "--service", NOBODY],

@@ -54,11 +54,11 @@ def test_one_address_does_for_all(service: RunningService, kind: str) -> None:
 
 
 def test_a_service_that_makes_no_snapshots_says_so(service: RunningService) -> None:
-    titles, line = shown("snapshots", "--service", service.grpc).splitlines()
+    titles, line = shown("snapshots", "--service", service.http).splitlines()
     assert titles.split() == ["model", "version", "behind", "age", "bytes", "new", "why"]
     assert line.split()[:2] == ["clicks", "2"]
     assert "none are made: deltasync serve --snapshots" in line
-    (found,) = json.loads(shown("snapshots", "--json", "--service", service.grpc))
+    (found,) = json.loads(shown("snapshots", "--json", "--service", service.http))
     assert (found["version"], found["age_seconds"]) == (0, None)
 
 
@@ -67,9 +67,9 @@ def test_the_newest_snapshots_are_listed(tmp_path: Path) -> None:
     service.options = replace(service.options, snapshots=SnapshotOptions(url=str(tmp_path / "at"), seconds=3600))
     with service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
-        code, _, _ = deltasync("snapshot", "clicks", "--service", service.grpc, admin_token="secret")  # noqa: S106
+        code, _, _ = deltasync("snapshot", "clicks", "--service", service.http, admin_token="secret")  # noqa: S106
         trainer.publish_all()
-        _, line = shown("snapshots", "--service", service.grpc).splitlines()
+        _, line = shown("snapshots", "--service", service.http).splitlines()
         assert (code, line.split()[:3]) == (0, ["clicks", "1", "1"])
 
 
@@ -186,7 +186,7 @@ def test_who_ends_tail_leaves_no_replica_behind(service: RunningService, ended_b
 
 
 def test_a_hint_says_how_to_show_who_one_is(service: RunningService) -> None:
-    code, _, said = deltasync("consumers", "delete", "mobile", "--service", service.grpc)
+    code, _, said = deltasync("consumers", "delete", "mobile", "--service", service.http)
     assert (code, "DELTASYNC_TOKEN or --token-file" in said) == (1, True)
 
 

@@ -71,9 +71,6 @@ def silent() -> Iterator[str]:
 def test_every_grpc_call_shows_its_rights(token: str, shown: str | None) -> None:
     with listening() as (address, calls):
         endpoint = Endpoint(address, token)
-        with pytest.raises(ServiceUnavailable):
-            Admin(endpoint).consumers()
-        assert calls.rights("ListConsumers") == shown
         options = PublisherOptions(service=endpoint, model="clicks", run="r", run_started_unix_ns=1)
         with Publisher(options, [USER], [Shard.whole(USER)]) as publisher:
             publisher.publish(Part(step=1, step_end_unix_ns=1))
@@ -106,8 +103,8 @@ def test_an_http_call_shows_its_rights(token: str, shown: str | None) -> None:
 
 def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
     with silent() as address:
-        with pytest.raises(ServiceUnavailable, match=address):
-            Admin(Endpoint(address, timeout_seconds=0.1)).consumers()
+        with pytest.raises(ServiceUnavailable, match=f"http://{address}/inspect"):
+            Admin(Endpoint(f"http://{address}")).inspect(timeout_seconds=0.1)
         with pytest.raises(ServiceUnavailable, match=f"http://{address}/consumers/c/lag"):
             fetch_lag(Endpoint(f"http://{address}", timeout_seconds=0.1), "c")
 
@@ -159,3 +156,59 @@ def test_an_answer_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ServiceUnavailable, match="more than 1048576 bytes"):
             fetch_lag(f"http://127.0.0.1:{listener.getsockname()[1]}", "c")
         thread.join()
+
+
+class Told(BaseHTTPRequestHandler):
+    """Notes what is asked, and sends who asks to an address, or answers `{}`."""
+
+    asked: list[tuple[str, str, str, str | None]]
+    location = ""
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
+        self.asked.append((self.command, self.path, body, self.headers["Authorization"]))
+        self.send_response(307 if self.location else 200)
+        if self.location:
+            self.send_header("location", self.location + self.path)
+        self.send_header("content-length", "0" if self.location else "2")
+        self.end_headers()
+        if not self.location:
+            self.wfile.write(b"{}")
+
+    do_POST = do_DELETE = do_PUT
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
+
+
+@contextmanager
+def told(location: str = "") -> Iterator[tuple[str, list[tuple[str, str, str, str | None]]]]:
+    handler = type("Handler", (Told,), {"asked": [], "location": location})
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", handler.asked  # type: ignore[attr-defined]
+        server.shutdown()
+        thread.join()
+
+
+def test_a_change_goes_to_the_process_that_has_the_model_with_its_body_and_rights() -> None:
+    with told() as (owner, asked), told(owner) as (other, first):
+        Admin(Endpoint(other, TOKEN)).pause_consumer("c/1", "late")
+    assert first == asked == [("PUT", "/consumers/c%2F1/pause", '{"reason": "late"}', RIGHTS)]
+
+
+@pytest.mark.parametrize(
+    "location", ["https://127.0.0.1:1", "ftp://127.0.0.1:1", "http://elsewhere.example:1", "//"]
+)
+def test_a_token_does_not_follow_to_another_scheme_or_over_plain_text_to_another_machine(location: str) -> None:
+    with told(location) as (address, asked), pytest.raises(ServiceUnavailable):
+        Admin(Endpoint(address, TOKEN)).delete_model("clicks")
+    assert asked == [("DELETE", "/models/clicks", "", RIGHTS)]
+
+
+def test_processes_that_send_a_change_to_each_other_are_not_followed_for_ever() -> None:
+    with told("http://127.0.0.1:1") as (address, asked):
+        with pytest.raises(ServiceUnavailable):
+            Admin(Endpoint(address, TOKEN)).resume_consumer("c")
+        assert len(asked) < 5

@@ -167,7 +167,7 @@ def test_a_snapshot_of_another_past_is_not_served(service: RunningService, url: 
         snapshot(service, trainer)
     admin = admin_of(service)
     for each in admin.consumers():
-        admin.delete_consumer(each.name)
+        admin.delete_consumer(each["consumer"])
     admin.delete_model("clicks")
     admin.create_consumer("plain", "clicks", Policy())
     with Trainer(service.grpc, run="other", started=5, seed=9) as trainer:

@@ -257,7 +257,9 @@ def test_weights_of_another_type_are_an_error_of_one_line(
 
 
 def verify(service: RunningService, *arguments: str) -> tuple[int, str, str]:
-    return deltasync("verify", "predictors", "--service", service.grpc, *arguments, token="secret")  # noqa: S106
+    subscribes = {"--snapshot", "--checkpoint"} & set(arguments)
+    address = service.grpc if subscribes else service.http
+    return deltasync("verify", "predictors", "--service", address, *arguments, token="secret")  # noqa: S106
 
 
 @pytest.mark.usefixtures("quick")
@@ -337,5 +339,5 @@ def test_one_that_shows_nothing_does_not_hide_what_others_show(service: RunningS
 
 def test_who_has_no_right_is_told_so_once(service: RunningService, trainer: Trainer) -> None:
     trainer.publish_all()
-    code, shown, said = deltasync("verify", "predictors", "--replica", "a", "--service", service.grpc)
+    code, shown, said = deltasync("verify", "predictors", "--replica", "a", "--service", service.http)
     assert (code, shown, "DELTASYNC_TOKEN" in said) == (1, "", True)

@@ -180,7 +180,7 @@ def test_a_model_is_moved_while_it_is_published(cluster: Cluster) -> None:
             for _ in range(4):
                 owner = cluster.owner()
                 to = next(each for each in cluster.services if each is not owner)
-                Admin(Endpoint(owner.grpc, ADMIN_TOKEN)).move_model("clicks", cluster.name_of(to))
+                Admin(Endpoint(owner.http, ADMIN_TOKEN)).move_model("clicks", cluster.name_of(to))
                 before = len(published)
                 while len(published) < before + 3:
                     assert not training.done() or training.result()
@@ -196,7 +196,7 @@ def test_a_process_is_drained_through_any_other(cluster: Cluster) -> None:
     trainer, replicas = follow(cluster)
     owner = cluster.owner()
     other = next(each for each in cluster.services if each is not owner)
-    assert Admin(Endpoint(other.grpc, ADMIN_TOKEN)).drain_process(cluster.name_of(owner)) == ["clicks"]
+    assert Admin(Endpoint(other.http, ADMIN_TOKEN)).drain_process(cluster.name_of(owner)) == ["clicks"]
     publish(trainer)
     check(trainer, replicas)
     assert cluster.owner() is not owner

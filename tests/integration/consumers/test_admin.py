@@ -1,120 +1,130 @@
-"""Managing consumers, by gRPC and by the command line, and what operators see."""
+"""Managing consumers, over HTTP and by the command line, and what operators see."""
 
-import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.command import deltasync
+from tests.support.fleet import admin_of
 from tests.support.metrics import EVENT_METRICS, METRICS, POLICY_METRICS, SNAPSHOT_METRICS, TLS_METRICS, samples_of
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import TABLES, WHOLE, RankStream, ReplicaStream, ack, full_part, part, random_rows, size_of
 
-from deltasync.v1 import admin_pb2, admin_pb2_grpc
+from deltasync.client import Admin, Contradiction, DeltasyncError, Endpoint, InvalidInput, NotFound, NotPermitted
+from deltasync.core.policy import Policy
 
-GOOD = (("authorization", f"Bearer {TOKEN}"),)
 UNITS = ("versions", "rows", "bytes", "seconds")
-SERVICES = {f"deltasync.v1.{name}Service" for name in ("Publish", "Subscribe", "Admin")}
+SERVICES = {f"deltasync.v1.{name}Service" for name in ("Publish", "Subscribe")}
 
 
-@pytest.fixture
-def admin(running: RunningService) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
-    with grpc.insecure_channel(running.grpc) as channel:
-        yield admin_pb2_grpc.AdminServiceStub(channel)
+def names(service: RunningService) -> list[str]:
+    return [each["consumer"] for each in Admin(service.http).consumers()]
 
 
-def create(name: str, model: str = "clicks") -> admin_pb2.CreateConsumerRequest:
-    return admin_pb2.CreateConsumerRequest(consumer=admin_pb2.Consumer(name=name, model=model))
+def test_changes_need_the_token(running: RunningService) -> None:
+    changes: list[Callable[[Admin], object]] = [
+        lambda admin: admin.create_consumer("new", "clicks", Policy()),
+        lambda admin: admin.update_consumer("probes", Policy(top_k=2)),
+        lambda admin: admin.delete_consumer("probes"),
+    ]
+    for token in ("", "wrong"):
+        for change in changes:
+            with pytest.raises(NotPermitted) as refused:
+                change(Admin(Endpoint(running.http, token)))
+            assert str(refused.value) == "no token and no certificate that the service knows: role admin is needed"
+    assert names(running) == ["predictors", "probes"]
 
 
-def delete(name: str) -> admin_pb2.DeleteConsumerRequest:
-    return admin_pb2.DeleteConsumerRequest(name=name)
-
-
-def change(admin: admin_pb2_grpc.AdminServiceStub, request: Any, metadata: Any = GOOD) -> Any:
-    if isinstance(request, admin_pb2.CreateConsumerRequest):
-        return admin.CreateConsumer(request, timeout=10, metadata=metadata)
-    return admin.DeleteConsumer(request, timeout=10, metadata=metadata)
-
-
-def names(admin: admin_pb2_grpc.AdminServiceStub) -> list[str]:
-    return [each.name for each in admin.ListConsumers(admin_pb2.ListConsumersRequest(), timeout=10).consumers]
-
-
-def refused(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[grpc.StatusCode, str]:
-    assert isinstance(error.value, grpc.Call)
-    return error.value.code(), error.value.details() or ""
-
-
-def test_changes_need_the_token(admin: admin_pb2_grpc.AdminServiceStub) -> None:
-    wrong = [(), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),), (("authorization", ""),)]
-    for metadata, request in itertools.product(wrong, (create("new"), delete("probes"))):
-        with pytest.raises(grpc.RpcError) as error:
-            change(admin, request, metadata)
-        assert refused(error) == (
-            grpc.StatusCode.PERMISSION_DENIED,
-            "no token and no certificate that the service knows: role admin is needed",
-        )
-    assert names(admin) == ["predictors", "probes"]
-
-
-def test_a_service_without_a_token_takes_no_changes(tmp_path: Path) -> None:
-    with (
-        RunningService(tmp_path / "data", admin_token=None) as service,
-        grpc.insecure_channel(service.grpc) as channel,
-    ):
-        admin = admin_pb2_grpc.AdminServiceStub(channel)
+@pytest.mark.parametrize("admin_token", [None, ""])
+def test_a_service_without_a_token_takes_no_changes(tmp_path: Path, admin_token: str | None) -> None:
+    with RunningService(tmp_path / "data", admin_token=admin_token) as service:
         for token in ("", "None", "secret"):
-            with pytest.raises(grpc.RpcError) as error:
-                admin.CreateConsumer(create("new"), timeout=10, metadata=(("authorization", f"Bearer {token}"),))
-            assert refused(error)[0] is grpc.StatusCode.PERMISSION_DENIED
-            assert "role admin is needed" in refused(error)[1]
-        assert names(admin) == ["predictors", "probes"]
+            with pytest.raises(NotPermitted, match="role admin is needed"):
+                Admin(Endpoint(service.http, token)).create_consumer("new", "clicks", Policy())
+        assert names(service) == ["predictors", "probes"]
 
 
-def test_consumers_are_made_listed_and_deleted(
-    running: RunningService, admin: admin_pb2_grpc.AdminServiceStub
-) -> None:
-    made = change(admin, create("a-new.one")).consumer
-    assert (made.name, made.model) == ("a-new.one", "clicks")
-    assert made.created.seconds > 1_600_000_000
-    again = change(admin, create("a-new.one")).consumer
-    assert again == made
-    assert names(admin) == ["a-new.one", "predictors", "probes"]
-    assert [line["consumer"] for line in running.get_json("/consumers")] == names(admin)
-    change(admin, delete("a-new.one"))
-    assert names(admin) == ["predictors", "probes"]
+def test_consumers_are_made_listed_and_deleted(running: RunningService) -> None:
+    admin = admin_of(running)
+    made = admin.create_consumer("a-new.one", "clicks", Policy())
+    assert (made["consumer"], made["model"]) == ("a-new.one", "clicks")
+    assert admin.create_consumer("a-new.one", "clicks", Policy()) == made == admin.consumer("a-new.one")
+    assert names(running) == ["a-new.one", "predictors", "probes"]
+    admin.delete_consumer("a-new.one")
+    assert names(running) == ["predictors", "probes"]
 
 
-BAD_CHANGES = [
-    (create("a/b"), grpc.StatusCode.INVALID_ARGUMENT, "consumer name 'a/b'"),
-    (create("a", "m/n"), grpc.StatusCode.INVALID_ARGUMENT, "model name 'm/n'"),
-    (admin_pb2.CreateConsumerRequest(), grpc.StatusCode.INVALID_ARGUMENT, "consumer name ''"),
-    (create("probes", "other"), grpc.StatusCode.FAILED_PRECONDITION, "exists for model 'clicks': delete it first"),
-    (delete("no"), grpc.StatusCode.NOT_FOUND, "consumers: predictors, probes"),
+def test_only_an_update_changes_the_policy_of_a_consumer_that_is_there(running: RunningService) -> None:
+    admin = admin_of(running)
+    with pytest.raises(Contradiction, match="exists with another policy: update it instead"):
+        admin.create_consumer("probes", "clicks", Policy(top_k=3))
+    assert admin.consumer("probes")["policy"] == Policy().as_dict()
+    assert admin.update_consumer("probes", Policy(top_k=3))["policy"]["top_k"] == 3
+    with pytest.raises(NotFound, match="consumers: predictors, probes"):
+        admin.update_consumer("no", Policy())
+    assert names(running) == ["predictors", "probes"]
+
+
+BAD_CHANGES: list[tuple[Callable[[Admin], object], type[DeltasyncError], str]] = [
+    (lambda admin: admin.create_consumer("a/b", "clicks", Policy()), InvalidInput, "consumer name 'a/b'"),
+    (lambda admin: admin.create_consumer("a", "m/n", Policy()), InvalidInput, "model name 'm/n'"),
+    (lambda admin: admin.create_consumer("", "", Policy()), InvalidInput, "consumer name ''"),
+    (
+        lambda admin: admin.create_consumer("probes", "other", Policy()),
+        Contradiction,
+        "exists for model 'clicks': delete it first",
+    ),
+    (lambda admin: admin.delete_consumer("no"), NotFound, "consumers: predictors, probes"),
+    (lambda admin: admin.delete_consumer("a/b"), NotFound, "/openapi.json names all routes"),
+    (lambda admin: admin.delete_table("clicks", "a table/of any name?"), NotFound, "no model 'clicks'"),
+    (lambda admin: admin.move_model("clicks", "elsewhere"), NotFound, "no model 'clicks'"),
+    (lambda admin: admin.make_snapshot("clicks"), Contradiction, "start the service with --snapshots"),
+    (lambda admin: admin.drain_process(), Contradiction, "there is no other process"),
+    (lambda admin: admin.drain_process("elsewhere"), NotFound, "no process 'elsewhere'"),
+    (lambda admin: admin.verify_replica("probes", "r"), NotFound, "consumer 'probes' has no replica 'r'"),
 ]
 
 
-def test_bad_changes_change_nothing(admin: admin_pb2_grpc.AdminServiceStub) -> None:
-    for request, code, said in BAD_CHANGES:
-        with pytest.raises(grpc.RpcError) as error:
-            change(admin, request)
-        assert refused(error)[0] is code
-        assert said in refused(error)[1]
-    assert names(admin) == ["predictors", "probes"]
+@pytest.mark.parametrize(("change", "error", "said"), BAD_CHANGES)
+def test_bad_changes_change_nothing(
+    running: RunningService, change: Callable[[Admin], object], error: type[DeltasyncError], said: str
+) -> None:
+    with pytest.raises(error) as refused:
+        change(admin_of(running))
+    assert said in str(refused.value)
+    assert names(running) == ["predictors", "probes"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "said"),
+    [
+        ("POST", "/consumers", {}, "body: expected name, as a text"),
+        ("POST", "/consumers", {"name": "c"}, "model: expected the name of a model"),
+        ("POST", "/consumers", {"name": "c", "model": "m", "policy": []}, "policy: expected an object"),
+        ("POST", "/consumers", {"name": "c", "model": "m", "by": "me"}, "body: unknown key 'by'"),
+        ("PUT", "/consumers/probes/policy", {"top": 3}, "body: unknown key 'top'"),
+        ("PUT", "/consumers/probes/policy", {"top_k": 1.5}, "top_k 1.5: expected"),
+        ("PUT", "/consumers/probes/policy", None, "body: no JSON"),
+        ("POST", "/backup", {}, "body: expected directory, as a text"),
+        ("POST", "/drain", {"process": 1}, "body: expected process, as a text"),
+        ("POST", "/models/clicks/move", {}, "body: expected process, as a text"),
+    ],
+)
+def test_bodies_that_describe_nothing_are_refused(
+    running: RunningService, method: str, path: str, body: object, said: str
+) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        Endpoint(running.http, TOKEN).ask(method, path, body)
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("published", [False, True])
 def test_deleting_a_consumer_disconnects_its_replicas_at_once(
-    running: RunningService,
-    admin: admin_pb2_grpc.AdminServiceStub,
-    monkeypatch: pytest.MonkeyPatch,
-    published: bool,
+    running: RunningService, monkeypatch: pytest.MonkeyPatch, published: bool
 ) -> None:
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
     with RankStream(running.grpc) as rank, ReplicaStream(running.grpc, consumer="probes") as replica:
@@ -124,15 +134,14 @@ def test_deleting_a_consumer_disconnects_its_replicas_at_once(
             replica.release()
         else:
             replica.until("progress", "opened")
-        change(admin, delete("probes"))
+        admin_of(running).delete_consumer("probes")
         assert replica.refusal() == (grpc.StatusCode.NOT_FOUND, "consumer 'probes' was deleted")
     assert running.get("/consumers/probes/lag")[0] == 404
 
 
 def test_a_consumer_made_anew_knows_nothing_of_its_predecessor(tmp_path: Path) -> None:
     """Nor after a restart."""
-    with RunningService(tmp_path / "data") as service, grpc.insecure_channel(service.grpc) as channel:
-        admin = admin_pb2_grpc.AdminServiceStub(channel)
+    with RunningService(tmp_path / "data") as service:
         with RankStream(service.grpc) as rank, ReplicaStream(service.grpc, consumer="probes") as replica:
             rank.opened()
             rank.send(*full_part(1, random_rows(0), WHOLE))
@@ -142,8 +151,8 @@ def test_a_consumer_made_anew_knows_nothing_of_its_predecessor(tmp_path: Path) -
             replica.end()
             replica.refusal()
         assert service.get_json("/consumers/probes/lag")["offset"] == 1
-        change(admin, delete("probes"))
-        change(admin, create("probes"))
+        admin_of(service).delete_consumer("probes")
+        admin_of(service).create_consumer("probes", "clicks", Policy())
         assert service.get_json("/consumers/probes/lag")["replicas"] == []
     with RunningService(tmp_path / "data") as service:
         assert service.get_json("/consumers/probes/lag")["replicas"] == []
@@ -206,7 +215,7 @@ def test_metrics_are_prometheus_text_with_the_names_that_were_promised(running: 
 
 
 def test_the_command_line_manages_consumers(running: RunningService) -> None:
-    at = ("--service", running.grpc)
+    at = ("--service", running.http)
     listed = deltasync("consumers", "list", *at)[1].splitlines()
     assert [line.split()[:3] for line in listed[1:]] == [
         ["predictors", "clicks", "empty"],
@@ -214,7 +223,7 @@ def test_the_command_line_manages_consumers(running: RunningService) -> None:
     ]
     made = deltasync("consumers", "create", "new", "--model", "m", *at, admin_token=TOKEN)
     assert made == (0, "consumer new follows model m\n", "")
-    assert deltasync("consumers", "delete", "new", admin_token=TOKEN, service=running.grpc)[:2] == (
+    assert deltasync("consumers", "delete", "new", admin_token=TOKEN, service=running.http)[:2] == (
         0,
         "consumer new deleted\n",
     )
@@ -230,7 +239,7 @@ def test_the_command_line_shows_lag(running: RunningService) -> None:
         rank.opened()
         rank.send(*full_part(1, random_rows(0), WHOLE))
         replica.release()
-        code, shown, _ = deltasync("lag", "predictors", "--http", running.http)
+        code, shown, _ = deltasync("lag", "predictors", "--service", running.http)
         assert code == 0
         lines = [line.split() for line in shown.splitlines()]
         assert lines[0][:6] == ["consumer", "predictors", "model", "clicks", "head", "1"]
@@ -245,35 +254,27 @@ def test_the_command_line_shows_lag(running: RunningService) -> None:
 
 
 def test_the_command_line_says_what_is_wrong(running: RunningService) -> None:
-    code, _, said = deltasync("lag", "nobody", "--http", running.http)
+    code, _, said = deltasync("lag", "nobody", "--service", running.http)
     assert (code, said) == (1, "Error: no consumer 'nobody'; consumers: predictors, probes\n")
     for wrong, hint in (
         (
-            ("--http", "http://127.0.0.1:1"),
+            ("--service", "http://127.0.0.1:1"),
             "nothing listens there: is the service running, and is this its address?",
         ),
-        (("--http", f"http://{running.grpc}"), "is the service running, and is this its HTTP address?"),
-        (("--service", "127.0.0.1:1"), "nothing listens there: is the service running, and is this its address?"),
+        (
+            ("--service", f"http://{running.grpc}"),
+            "perhaps gRPC is answered there: give the service's HTTP address",
+        ),
     ):
         code, _, said = deltasync("lag", "predictors", *wrong)
         assert (code, hint in said, said.count("\n")) == (1, True, 1), said
-    assert deltasync("lag", "predictors", "--http", running.grpc)[0] == 2
-    code, _, said = deltasync("consumers", "list", "--service", "127.0.0.1:1")
+    assert deltasync("lag", "predictors", "--service", running.grpc)[0] == 2
+    code, _, said = deltasync("consumers", "list", "--service", "http://127.0.0.1:1")
     assert code == 1
-    assert "Error: 127.0.0.1:1" in said
+    assert "Error: http://127.0.0.1:1" in said
 
 
 def test_http_says_that_something_does_not_exist(running: RunningService) -> None:
     assert running.get("/consumers/nobody/lag")[0] == 404
     assert running.get("/nowhere")[0] == 403
     assert running.get("/nowhere", TOKEN)[0] == 404
-
-
-def test_an_empty_admin_token_is_none(tmp_path: Path) -> None:
-    with (
-        RunningService(tmp_path / "data", admin_token="") as service,
-        grpc.insecure_channel(service.grpc) as channel,
-    ):
-        for sent in ("Bearer ", "Bearer"):
-            with pytest.raises(grpc.RpcError, match="role admin is needed"):
-                change(admin_pb2_grpc.AdminServiceStub(channel), create("c"), [("authorization", sent)])

@@ -139,7 +139,7 @@ def test_it_outlives_the_service_with_what_replicas_hold(tmp_path: Path) -> None
     arguments = ("--consumer", "predictors=clicks")
     target = Recorder()
     with ServiceProcess(tmp_path / "data", *arguments) as service:
-        admin = Admin(Endpoint(service.grpc, TOKEN, by="anna"))
+        admin = Admin(Endpoint(service.http, TOKEN, by="anna"))
         admin.update_consumer("predictors", Policy(ready_within_seconds=30))
         with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
             wait_until_in_sync(service, "predictors", trainer.publish_all())
@@ -193,17 +193,17 @@ def test_damaged_rows_of_a_replica_that_lacks_nothing_are_repaired_meanwhile(ser
 
 
 def test_it_is_told_counted_and_shown(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
-    consumer, options = (("consumer", "probes"),), ("--service", service.grpc)
+    consumer, options = (("consumer", "probes"),), ("--service", service.http)
     monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
     _, text, _ = deltasync("consumers", "pause", "probes", "--reason", "a bad eval", "--by", "anna", *options)
     assert text == "consumer probes is paused; go on with: deltasync consumers resume probes\n"
-    listed = deltasync("consumers", "list", "--service", service.grpc)[1]
+    listed = deltasync("consumers", "list", "--service", service.http)[1]
     assert re.search(
         r"^probes +clicks +paused +0/0 +paused since \S+ by anna as admin token \(127.0.0.1:\d+\): a bad eval$",
         listed,
         re.MULTILINE,
     )
-    shown = deltasync("lag", "probes", "--http", service.http)[1]
+    shown = deltasync("lag", "probes", "--service", service.http)[1]
     assert re.search(r"paused\npaused since \S+ by anna .*: a bad eval; otherwise empty: ", shown)
     samples = samples_of(service)
     assert samples["deltasync_consumer_paused", consumer] == 1
@@ -248,7 +248,7 @@ def test_it_is_pulled_over_http(service: RunningService) -> None:
 def test_what_is_wrong_pauses_nothing(service: RunningService) -> None:
     for change in (Admin.pause_consumer, Admin.resume_consumer):
         with pytest.raises(NotPermitted):
-            change(Admin(Endpoint(service.grpc, "wrong")), "probes")
+            change(Admin(Endpoint(service.http, "wrong")), "probes")
         with pytest.raises(NotFound):
             change(admin_of(service), "no")
     with pytest.raises(InvalidInput, match="reason"):

@@ -160,7 +160,7 @@ def test_a_bad_body_changes_nothing_and_the_answer_says_why(
     assert answer["error"] == "InvalidInput"
     assert said in answer["message"]
     assert policies_of(running) == {"predictors": {}, "probes": {}}
-    assert deltasync("consumers", "list", "--service", running.grpc)[0] == 0
+    assert deltasync("consumers", "list", "--service", running.http)[0] == 0
 
 
 def test_a_bad_name_is_refused(running: RunningService) -> None:
@@ -196,7 +196,7 @@ def test_the_command_line_sets_changes_and_shows_policies(
     running: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
-    at = ("--service", running.grpc)
+    at = ("--service", running.http)
     made = deltasync("consumers", "create", "new", "--model", "clicks", "--top-k", "0.1", "--tables", "*user", *at)
     assert made == (0, "consumer new follows model clicks: tables=*user top_k=0.1\n", "")
     assert policies_of(running)["new"] == {"tables": ["*user"], "top_k": 0.1}
@@ -218,7 +218,7 @@ def test_the_command_line_sets_changes_and_shows_policies(
 
 
 def test_the_command_line_says_why_a_policy_is_refused(running: RunningService) -> None:
-    at = ("--service", running.grpc)
+    at = ("--service", running.http)
     code, _, said = deltasync("consumers", "update", "nobody", *at, admin_token=TOKEN)
     assert (code, said) == (1, "Error: no consumer 'nobody'; consumers: predictors, probes\n")
     code, _, said = deltasync("consumers", "update", "probes", "--top-k", "3", *at)
@@ -237,7 +237,7 @@ def test_the_file_gives_its_policies_at_every_start(tmp_path: Path) -> None:
     with service:
         assert policies_of(service) == {"plain": {}, "top": {"top_k": 0.1}}
         for name in ("plain", "top"):
-            at = ("--service", service.grpc)
+            at = ("--service", service.http)
             assert deltasync("consumers", "update", name, "--top-k", "3", *at, admin_token=TOKEN)[0] == 0
         assert policies_of(service) == {"plain": {"top_k": 3}, "top": {"top_k": 3}}
         assert service.terminate() == 0
@@ -357,7 +357,7 @@ def test_a_changed_policy_keeps_the_place_of_replicas(topped: RunningService) ->
         publish(rank, 2)
         second = follower.release()
         assert second.rows == 3
-        assert deltasync("consumers", "update", "top", "--service", topped.grpc, admin_token=TOKEN)[0] == 0
+        assert deltasync("consumers", "update", "top", "--service", topped.http, admin_token=TOKEN)[0] == 0
         follower.acknowledge(second)
         third = follower.release()
         assert third.rows == 67
@@ -377,7 +377,7 @@ def test_the_command_line_shows_the_lag_of_a_consumer_with_a_policy(topped: Runn
         put(topped, "top", model="clicks", policy=PAUSE)
         follower.acknowledge(second)
         lag = lag_when(topped, lambda lag: lag["offset"] == second.position.version)
-        code, shown, _ = deltasync("lag", "top", "--http", topped.http)
+        code, shown, _ = deltasync("lag", "top", "--service", topped.http)
         assert code == 0
         lines = [" ".join(line.split()) for line in shown.splitlines()]
         number, left = second.position.version, lag["release"]["left_bytes"]
@@ -407,7 +407,7 @@ def test_a_damaged_replica_is_seen_until_it_is_repaired(topped: RunningService) 
         samples = samples_of(topped)
         assert samples["deltasync_consumer_damaged_tables", CONSUMER] == 2
         assert samples["deltasync_consumer_damages_total", CONSUMER] == 2
-        shown = deltasync("lag", "top", "--http", topped.http)[1]
+        shown = deltasync("lag", "top", "--service", topped.http)[1]
         names = ", ".join(table.name for table in TABLES)
         assert re.search(
             rf"(?m)^replica p0 +holds other rows than it was sent in {re.escape(names)}, which are to be",
@@ -418,7 +418,7 @@ def test_a_damaged_replica_is_seen_until_it_is_repaired(topped: RunningService) 
         samples = samples_of(topped)
         assert samples["deltasync_consumer_damaged_tables", CONSUMER] == 0
         assert samples["deltasync_consumer_damages_total", CONSUMER] == 2
-        assert "damaged" not in deltasync("lag", "top", "--http", topped.http)[1]
+        assert "damaged" not in deltasync("lag", "top", "--service", topped.http)[1]
 
 
 def test_what_is_unsent_is_not_told_as_nothing_after_a_restart(tmp_path: Path) -> None:

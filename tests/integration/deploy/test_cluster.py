@@ -320,6 +320,6 @@ def test_what_is_published_is_in_a_snapshot_in_object_storage(
         head = trainer.publish_all()
     admin = Admin(endpoint("", secrets["deltasync-access"]["admin-token"].read_text().strip()))
     made = admin.make_snapshot("clicks")
-    assert (made.version, made.bytes > 0) == (head.number, True)
+    assert (made["version"], made["bytes"] > 0) == (head.number, True)
     (listed,) = [each for each in _get(service, "/snapshots", secrets).json() if each["model"] == "clicks"]
     assert (listed["version"], listed["reason"]) == (head.number, "")

@@ -17,7 +17,7 @@ from tests.support.wire import WHOLE, ack, close, full_part, part, publish_open,
 from tests.support.wire import whole_part as whole
 
 from deltasync.core.position import Position
-from deltasync.v1 import admin_pb2, publish_pb2, subscribe_pb2, tables_pb2
+from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 from deltasync.wire.protocol import protocol_to_metadata
 
 pytestmark = pytest.mark.usefixtures("unharmed")
@@ -65,28 +65,9 @@ SUBSCRIBED: list[Message] = [
     ),
     subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(goodbye=True)),
 ]
-_POLICY = admin_pb2.Policy(
-    tables=["sparse.*"], top_k=0.5, max_age_seconds=1, max_bytes=100, value_type=tables_pb2.VALUE_TYPE_BF16
-)
 UNARY: dict[str, Message] = {
     "PublishService/Wanted": publish_pb2.WantedRequest(model="fuzzed", run="run-1"),
     "SubscribeService/Leave": subscribe_pb2.LeaveRequest(consumer="probes", replica="fuzzed", instance="x"),
-    "AdminService/CreateConsumer": admin_pb2.CreateConsumerRequest(
-        consumer=admin_pb2.Consumer(name="fuzzed", model="fuzzed", policy=_POLICY)
-    ),
-    "AdminService/UpdateConsumer": admin_pb2.UpdateConsumerRequest(name="fuzzed", policy=_POLICY),
-    "AdminService/DeleteConsumer": admin_pb2.DeleteConsumerRequest(name="fuzzed"),
-    "AdminService/PauseConsumer": admin_pb2.PauseConsumerRequest(name="fuzzed", reason="it is late"),
-    "AdminService/ResumeConsumer": admin_pb2.ResumeConsumerRequest(name="fuzzed"),
-    "AdminService/ForgetReplica": admin_pb2.ForgetReplicaRequest(consumer="fuzzed", replica="fuzzed"),
-    "AdminService/DeleteModel": admin_pb2.DeleteModelRequest(name="fuzzed"),
-    "AdminService/DeleteTable": admin_pb2.DeleteTableRequest(model="fuzzed", table="sparse.embedding_bags.user"),
-    "AdminService/ListConsumers": admin_pb2.ListConsumersRequest(),
-    "AdminService/DeleteRows": admin_pb2.DeleteRowsRequest(
-        model="fuzzed", table="sparse.embedding_bags.user", ids=[1, 2, 3]
-    ),
-    "AdminService/ListPendingDeletes": admin_pb2.ListPendingDeletesRequest(),
-    "AdminService/Inspect": admin_pb2.InspectRequest(),
 }
 STREAMS = {"PublishService/Publish": PUBLISHED, "SubscribeService/Subscribe": SUBSCRIBED}
 _TIMEOUT_SECONDS = 20.0

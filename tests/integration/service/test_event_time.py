@@ -136,7 +136,7 @@ def test_an_event_in_the_future_is_no_negative_lag(running: RunningService) -> N
 
 
 def test_releases_of_a_policy_and_progress_after_them_tell_it(running: RunningService) -> None:
-    Admin(Endpoint(running.grpc, TOKEN)).create_consumer("item", "clicks", Policy(tables=("*item",)))
+    Admin(Endpoint(running.http, TOKEN)).create_consumer("item", "clicks", Policy(tables=("*item",)))
     with RankStream(running.grpc) as rank, ReplicaStream(running.grpc, consumer="item") as replica:
         rank.opened()
         rank.send(*at(full_part(1, random_rows(0), WHOLE), 5))

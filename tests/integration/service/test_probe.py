@@ -63,7 +63,7 @@ def test_a_row_goes_all_the_way_while_nobody_else_publishes(tmp_path: Path) -> N
 def test_a_probe_that_is_kept_from_it_says_why_and_goes_on(tmp_path: Path) -> None:
     with ProbedService(tmp_path / "data") as service:
         service.wait_for(lambda probe: probe["turns"] > 0)
-        at, token = ("--service", service.grpc), "secret"
+        at, token = ("--service", service.http), "secret"
         paused = deltasync("consumers", "pause", "deltasync-probe", *at, admin_token=token)
         assert paused[0] == 0, paused
         service.wait_for(lambda probe: "was not read back" in str(probe["trouble"]))
@@ -76,7 +76,7 @@ def test_a_probe_that_is_kept_from_it_says_why_and_goes_on(tmp_path: Path) -> No
 def test_a_probe_whose_consumer_is_deleted_has_another_one(tmp_path: Path) -> None:
     with ProbedService(tmp_path / "data") as service:
         service.wait_for(lambda probe: probe["turns"] > 0)
-        deleted = deltasync("consumers", "delete", PROBE, "--service", service.grpc, admin_token="secret")  # noqa: S106
+        deleted = deltasync("consumers", "delete", PROBE, "--service", service.http, admin_token="secret")  # noqa: S106
         assert deleted[0] == 0, deleted
         failed = service.wait_for(lambda probe: probe["failures"] > 0)
         service.wait_for(lambda probe: probe["turns"] > failed["turns"] and not probe["trouble"])

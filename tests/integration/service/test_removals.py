@@ -73,8 +73,8 @@ def test_a_replica_that_is_away_is_forgotten(service: RunningService) -> None:
         with pytest.raises(NotFound, match="replicas: gone"):
             admin.forget_replica("predictors", "a")
         with pytest.raises(NotPermitted):
-            Admin(Endpoint(service.grpc, "wrong")).forget_replica("predictors", "gone")
-        options = ["--service", service.grpc]
+            Admin(Endpoint(service.http, "wrong")).forget_replica("predictors", "gone")
+        options = ["--service", service.http]
         done = CliRunner(env=RIGHTS).invoke(replicas, ["forget", "predictors", "gone", *options])
         assert done.output == "replica gone of consumer predictors is forgotten\n"
         assert service.get_json("/consumers/predictors/lag")["replicas"] == []
@@ -95,7 +95,7 @@ def test_a_table_disappears_and_the_others_stay(tmp_path: Path, service: Running
     left = Trainer(service.grpc, [USER, ITEM], run="s", started=2, seed=1)
     with left:
         held = left.publish_all()
-        done = CliRunner(env=RIGHTS).invoke(tables, ["delete", "clicks", "extra", "--service", service.grpc])
+        done = CliRunner(env=RIGHTS).invoke(tables, ["delete", "clicks", "extra", "--service", service.http])
         assert done.output == "table extra of model clicks deleted\n"
         assert [line["table"] for line in service.get_json("/tables")] == ["user", "item"]
         _check_without(service, left, fleet)
@@ -310,7 +310,7 @@ def test_a_model_is_deleted_whole(tmp_path: Path, service: RunningService) -> No
         admin.delete_consumer(name)
     with pytest.raises(NotFound, match="no model 'no'; models: clicks"):
         admin.delete_model("no")
-    done = CliRunner(env=RIGHTS).invoke(models, ["delete", "clicks", "--service", service.grpc])
+    done = CliRunner(env=RIGHTS).invoke(models, ["delete", "clicks", "--service", service.http])
     assert done.output == "model clicks deleted\n"
     assert service.get_json("/models") == []
     assert os.listdir(tmp_path / "data" / "models") == []

@@ -107,7 +107,7 @@ def test_a_backup_under_load_has_all_rows_of_one_version(tmp_path: Path, private
         with follow(service, "ranked", "r", Recorder()):
             for number in range(3):
                 made = admin_of(service).backup(str(tmp_path / f"backup-{number}"))
-                assert made.files == 2
+                assert made["files"] == 2
         stopping.set()
         load.join(WAIT)
         service.kill()
@@ -285,7 +285,7 @@ def test_no_service_starts_on_a_backup(backup: Path) -> None:
 def test_what_cannot_be_a_backup_is_refused(running: RunningService, tmp_path: Path) -> None:
     admin, data = admin_of(running), tmp_path / "data"
     with pytest.raises(NotPermitted):
-        Admin(Endpoint(running.grpc)).backup(str(tmp_path / "backup"))
+        Admin(Endpoint(running.http)).backup(str(tmp_path / "backup"))
     with pytest.raises(InvalidInput, match="expected an absolute path"):
         admin.backup("backup")
     with pytest.raises(InvalidInput, match="inside of the data directory"):
@@ -356,7 +356,7 @@ def test_a_service_that_is_stopped_breaks_a_backup_off(tmp_path: Path, monkeypat
 def test_the_commands(running: RunningService, tmp_path: Path) -> None:
     with Trainer(running.grpc) as trainer:
         trainer.publish_all()
-    made = deltasync("backup", str(tmp_path / "b"), "--service", running.grpc, admin_token="secret")  # noqa: S106
+    made = deltasync("backup", str(tmp_path / "b"), "--service", running.http, admin_token="secret")  # noqa: S106
     assert made[0] == 0
     assert f"backup {tmp_path / 'b'} is complete: " in made[1]
     done = deltasync("restore", str(tmp_path / "b"), "--data-dir", str(tmp_path / "new"))
@@ -366,7 +366,7 @@ def test_the_commands(running: RunningService, tmp_path: Path) -> None:
     assert (status, "has something already" in said) == (1, True)
     # The environment of a container names the data directory of its service, which is not stopped.
     made = deltasync(
-        "backup", str(tmp_path / "c"), "--service", running.grpc,
+        "backup", str(tmp_path / "c"), "--service", running.http,
         data_dir=str(tmp_path / "data"), admin_token="secret",  # noqa: S106
     )  # fmt: skip
     assert made[0] == 0

@@ -60,7 +60,7 @@ def test_it_is_named_and_not_sent_and_mended_by_a_trainer_while_right_replicas_a
 
         service.start()
         assert run_fsck("--data-dir", str(data))[0] == 2, "a service uses it"
-        status, found = run_fsck("--service", service.grpc)
+        status, found = run_fsck("--service", service.http)
         assert (status, left(found)) == (1, [(USER.name, "row 7")])
         new = NumpyTarget()
         with follow(service, "plain", "old", old) as subscriber, follow(service, "plain", "new", new) as other:
@@ -76,7 +76,7 @@ def test_it_is_named_and_not_sent_and_mended_by_a_trainer_while_right_replicas_a
             assert [each["damaged"] for each in lag["replicas"]] == [[], []]
             for target in (old, new):
                 np.testing.assert_array_equal(target.tables[USER.name], trainer.rows[USER.name])
-        assert run_fsck("--service", service.grpc)[0] == 0
+        assert run_fsck("--service", service.http)[0] == 0
 
 
 def test_a_rank_that_publishes_nothing_learns_what_is_wanted(

@@ -75,7 +75,7 @@ def test_a_consumer_whose_model_was_not_published_is_in_a_backup(tmp_path: Path)
         admin_of(service).backup(str(tmp_path / "backup"))
     assert restore(tmp_path / "backup", tmp_path / "new").models == {}
     with RunningService(tmp_path / "new") as service:
-        assert "early" in {each.name for each in admin_of(service).consumers()}
+        assert "early" in {each["consumer"] for each in admin_of(service).consumers()}
 
 
 def test_snapshots_are_listed_and_checked_without_a_service(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_certificate_has_its_roles_on_both_ports(tmp_path: Path) -> None:
     with service:
         pki.issue_client("reader.example")
         reader = pki.endpoint(service.grpc, http=service.http)
-        assert [each.name for each in Admin(reader).consumers()] == ["predictors", "probes"]
+        assert [each["consumer"] for each in Admin(reader).consumers()] == ["predictors", "probes"]
         assert fetch_lag(reader, "predictors")["state"]
         with pytest.raises(NotPermitted, match="has no role admin"):
             Admin(reader).pause_consumer("probes")

@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import trustme
 from cryptography import x509
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support.certificates import Pki
 from tests.support.fleet import Recorder, Trainer, follow
 from tests.support.process import ServiceProcess
@@ -100,7 +102,7 @@ def test_a_client_without_a_certificate_is_refused_by_grpc_and_not_by_http(
 ) -> None:
     nobody = Endpoint(service.grpc, ca=pki.path("services-ca"))
     with pytest.raises(ServiceUnavailable, match="may want a certificate of this client: give cert and key"):
-        Admin(nobody).consumers()
+        checked(nobody)
     assert fetch_lag(replace(nobody, http=service.http), "predictors")["state"]
 
 
@@ -133,7 +135,16 @@ def test_a_service_of_another_name_is_not_believed_unless_that_name_is_given(tmp
 def ask(endpoint: Endpoint) -> object:
     if endpoint.address.startswith("https://"):
         return fetch_lag(endpoint, "predictors")
-    return Admin(endpoint).consumers()
+    return checked(endpoint)
+
+
+def checked(endpoint: Endpoint) -> object:
+    """What a health check is answered, over gRPC."""
+    with endpoint.channel() as channel:
+        try:
+            return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        except grpc.RpcError as failure:
+            raise endpoint.error_of(failure) from failure
 
 
 def asked(pki: Pki, address: str) -> object:
@@ -153,7 +164,7 @@ def test_an_expired_certificate_is_said_to_be_on_both_sides(tmp_path: Path, pki:
 
 def test_plain_text_and_tls_find_each_other_out(tmp_path: Path, service: RunningService, pki: Pki) -> None:
     with pytest.raises(ServiceUnavailable, match="it may speak TLS there: give its CA"):
-        Admin(service.grpc).consumers()
+        checked(Endpoint(service.grpc))
     with pytest.raises(ServiceUnavailable, match="it may speak TLS there"):
         fetch_lag(service.http.replace("https", "http"), "predictors")
     with RunningService(tmp_path / "plain") as plain:
@@ -340,15 +351,15 @@ def test_tls_of_before_1_2_is_not_spoken(service: RunningService, pki: Pki) -> N
 def test_files_of_a_client_that_cannot_be_used_are_refused_at_once(pki: Pki) -> None:
     pki.path("client-key").write_bytes(pki.path("service-key").read_bytes())
     with pytest.raises(InvalidInput, match="the key is not that of the certificate"):
-        Admin(pki.endpoint("localhost:1"))
+        Admin(pki.endpoint("https://localhost:1"))
     with pytest.raises(InvalidInput, match="No such file"):
-        Admin(Endpoint("localhost:1", ca=pki.path("none")))
+        Admin(Endpoint("https://localhost:1", ca=pki.path("none")))
 
 
 def test_a_token_file_is_read_anew_for_each_call(tmp_path: Path, service: RunningService, pki: Pki) -> None:
     path = tmp_path / "token"
     path.write_text("wrong\n")
-    admin = Admin(pki.endpoint(service.grpc, token_file=path))
+    admin = Admin(pki.endpoint(service.http, token_file=path))
     with pytest.raises(Exception, match="token"):
         admin.pause_consumer("probes")
     path.write_text(f"{TOKEN}\n")

@@ -193,12 +193,11 @@ def test_seconds_are_told_per_step_since_the_sample_before(sync: DeltaSync) -> N
     assert "tracking_seconds_per_step" in told.calls[0][1]
 
 
-@pytest.mark.parametrize("side", ["grpc", "http"])
 def test_lag_of_consumers_is_told_and_left_out_where_nobody_answers(
-    running: RunningService, sync: DeltaSync, caplog: pytest.LogCaptureFixture, side: str
+    running: RunningService, sync: DeltaSync, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = Told()
-    options = ScalarOptions(every=1, service=getattr(running, side), consumers=["predictors", "nobody"])
+    options = ScalarOptions(every=1, service=running.http, consumers=["predictors", "nobody"])
     with follow(running, "predictors", "a", NumpyTarget()):
         wait_until_in_sync(running, "predictors", sync.flush(WAIT))
         with Scalars(sync, [told], options) as scalars:  # No step of training: it would publish, and be a lag.
@@ -212,7 +211,7 @@ def test_lag_of_consumers_is_told_and_left_out_where_nobody_answers(
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"consumers": ["predictors"]}, "service '': expected HOST:PORT"),
+        ({"consumers": ["predictors"]}, "service '': expected http://HOST:PORT"),
         ({"consumers": ["predictors"], "service": "http://"}, "expected http://HOST:PORT"),
         ({"consumers": "predictors"}, "consumers: 'predictors', expected several names"),
         ({"every": 0}, "every: 0, expected a whole number"),

@@ -96,7 +96,7 @@ def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
     assert {"train/loss", "deltasync/tracking_seconds_per_step"} <= told & others
     assert told - others == {f"lag/predictors_{name}" for name in ("versions", "rows", "seconds")}
     code, found, said = deltasync(
-        *("verify", "predictors", "--service", service.grpc, "--json"),
+        *("verify", "predictors", "--service", service.http, "--json"),
         *("--checkpoint", str(tmp_path / "checkpoint")),
     )
     tables = json.loads(found)

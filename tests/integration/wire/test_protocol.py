@@ -76,8 +76,8 @@ def test_a_call_is_refused_whatever_it_holds(
     """A stream is even before its first message, and a message that only a newer side could read is not read."""
     metadata = (("deltasync-protocol", number), ("authorization", f"Bearer {TOKEN}"))
     with grpc.insecure_channel(running.grpc) as channel:
-        create: Any = channel.unary_unary("/deltasync.v1.AdminService/CreateConsumer")
-        assert refusal(lambda: create(b"\xff", timeout=WAIT, metadata=metadata)) == (code, words)
+        wanted: Any = channel.unary_unary("/deltasync.v1.PublishService/Wanted")
+        assert refusal(lambda: wanted(b"\xff", timeout=WAIT, metadata=metadata)) == (code, words)
         for name in ("PublishService/Publish", "SubscribeService/Subscribe"):
             requests = queue.SimpleQueue[bytes | None]()
             stream: Any = channel.stream_stream(f"/deltasync.v1.{name}")

@@ -28,8 +28,6 @@ from deltasync.status.lag import (
     ReplicaLag,
     TableLag,
 )
-from deltasync.v1 import admin_pb2
-from deltasync.wire.messages import policy_to_message
 
 EVERYTHING = Policy(
     tables=("user*", "item"),
@@ -119,17 +117,16 @@ class RecordedAdmin:
     def __init__(self, service: Endpoint) -> None:
         self._at = (service.address, service.token)
 
-    def create_consumer(self, name: str, model: str, policy: Policy) -> admin_pb2.Consumer:
+    def create_consumer(self, name: str, model: str, policy: Policy) -> dict[str, Any]:
         self.calls.append(("create", *self._at, name, model, policy))
-        pause = admin_pb2.Pause(by="the service itself") if model == "held" else None
-        return admin_pb2.Consumer(name=name, pause=pause)
+        return {"consumer": name, "paused": "paused since then" if model == "held" else ""}
 
     def update_consumer(self, name: str, policy: Policy) -> None:
         self.calls.append(("update", *self._at, name, policy))
 
-    def consumers(self) -> list[admin_pb2.Consumer]:
+    def consumer(self, name: str) -> dict[str, Any]:
         updates = [call[-1] for call in self.calls if call[0] == "update"]
-        return [admin_pb2.Consumer(name="c", policy=policy_to_message(policy)) for policy in updates[-1:]]
+        return {"consumer": name, "policy": (updates[-1] if updates else Policy(top_k=5)).as_dict()}
 
 
 @pytest.fixture
@@ -148,11 +145,11 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 def test_a_consumer_is_made_with_the_policy_of_the_flags(calls: list[tuple[Any, ...]]) -> None:
     flags = flags_of(EVERYTHING)
-    done = run("consumers", "create", "c", "--model", "m", *flags, service="localhost:1", admin_token="t")  # noqa: S106
+    done = run("consumers", "create", "c", "--model", "m", *flags, http="http://localhost:1", admin_token="t")  # noqa: S106
     assert done == (0, f"consumer c follows model m: {EVERYTHING.words}\n")
-    assert calls == [("create", "localhost:1", "t", "c", "m", EVERYTHING)]
-    _, said = run("consumers", "create", "c", "--model", "held", service="localhost:1", admin_token="t")  # noqa: S106
-    assert said == "consumer c follows model held: paused since 1970-01-01T00:00:00Z by the service itself\n"
+    assert calls == [("create", "http://localhost:1", "t", "c", "m", EVERYTHING)]
+    _, said = run("consumers", "create", "c", "--model", "held", http="http://localhost:1", admin_token="t")  # noqa: S106
+    assert said == "consumer c follows model held: paused since then\n"
 
 
 def test_an_update_replaces_the_policy_whole_and_says_so(calls: list[tuple[Any, ...]]) -> None:

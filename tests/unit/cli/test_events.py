@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 from tests.support.command import deltasync
 
 from deltasync.cli.events import event_line, may_lack, unseen
-from deltasync.client.http_answer import JsonAnswer
-from deltasync.client.route import Route
+from deltasync.client.each_process import EachProcess
 from deltasync.core.errors import ServiceUnavailable
 
 _Numbers = st.lists(st.integers(1, 10**6), unique=True, max_size=30).map(sorted)
 
 
 def _event(process: str, number: int) -> dict[str, Any]:
-    return {"process": process, "number": number}
+    return {"process": process, "number": number, "unix_ns": number}
 
 
 @given(
@@ -40,16 +39,16 @@ def test_who_follows_is_shown_some_of_before_and_all_that_come(
     before = [one[0], *other, one[1]]
     answers = iter([None, before, [], [*before, *later]])
 
-    def answer(_route: Route, _path: str) -> JsonAnswer:
+    def answer(_processes: EachProcess, _path: str) -> list[Any]:
         try:
             found = next(answers)
         except StopIteration:
             raise KeyboardInterrupt from None
         if found is None:
             raise ServiceUnavailable("no")
-        return JsonAnswer(found)
+        return [found]
 
-    monkeypatch.setattr(Route, "get_answer", answer)
+    monkeypatch.setattr(EachProcess, "answers", answer)
     monkeypatch.setattr("deltasync.cli.events.time.sleep", lambda _: None)
     code, out, said = deltasync("events", "--follow", "--json", "--last", str(last), "--service", "http://here:1")
     assert (code, said.count("does not answer")) == (0, 1)
@@ -83,10 +82,12 @@ def test_who_follows_asks_for_few_and_for_all_where_many_have_come(
     events, paths = [_event("", each) for each in range(1, 401)], list[str]()
     heads = iter([100, 101, 300, 300, 310])
 
-    def answer(_route: Route, path: str) -> JsonAnswer:
+    def answer(processes: EachProcess, path: str) -> list[Any]:
         paths.append(path)
         asked = int(path.rpartition("=")[2])
-        return JsonAnswer(events[: head[0]][-asked:], "sync-1" if head[0] >= 300 else "")
+        if head[0] >= 300:
+            processes.missing["sync-1"] = "it is gone"
+        return [events[: head[0]][-asked:]]
 
     head = [next(heads)]
 
@@ -96,7 +97,7 @@ def test_who_follows_asks_for_few_and_for_all_where_many_have_come(
         except StopIteration:
             raise KeyboardInterrupt from None
 
-    monkeypatch.setattr(Route, "get_answer", answer)
+    monkeypatch.setattr(EachProcess, "answers", answer)
     monkeypatch.setattr("deltasync.cli.events.time.sleep", sleep)
     code, out, said = deltasync("events", "--follow", "--json", "--last", "3", "--service", "http://here:1")
     assert (code, said.count("sync-1")) == (0, 1)

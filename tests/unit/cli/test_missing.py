@@ -10,6 +10,7 @@ import pytest
 from tests.support.command import deltasync
 
 from deltasync.cli.lag import BEHIND
+from deltasync.client import Admin, ServiceUnavailable
 
 LINE = {
     "consumer": "predictors", "model": "clicks", "state": "in sync", "reason": "all hold it", "versions": 0,
@@ -18,20 +19,42 @@ LINE = {
 }  # fmt: skip
 
 
-class Service:
-    """Answers each route with what it is told to, and names processes that have not answered."""
+class Processes:
+    """Three processes of a service: each answers a route with what it is told to, and may be gone."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, Any] = {}
-        self.missing = ""
-        outer = self
+        self.answers: list[dict[str, Any]] = [{}, {}, {}]
+        self.gone = set[int]()
+        self._servers = [HTTPServer(("127.0.0.1", 0), self._handler(number)) for number in range(3)]
+        self.addresses = [f"http://127.0.0.1:{each.server_port}" for each in self._servers]
+        self._threads = [threading.Thread(target=each.serve_forever, args=(0.01,)) for each in self._servers]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        for server, thread in zip(self._servers, self._threads, strict=True):
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        return deltasync(*arguments, "--service", self.addresses[0])
+
+    def _answer(self, number: int, path: str) -> Any:
+        if path == "/processes":
+            return [
+                {"process": f"sync-{other}", "http": address, "here": other == number}
+                for other, address in enumerate(self.addresses)
+            ]
+        return self.answers[number].get(path, [])
+
+    def _handler(self, number: int) -> type[BaseHTTPRequestHandler]:
+        processes = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                body = json.dumps(outer.answers.get(self.path.partition("?")[0], [])).encode()
-                self.send_response(200)
-                if outer.missing:
-                    self.send_header("deltasync-missing", outer.missing)
+                body = json.dumps(processes._answer(number, self.path.partition("?")[0])).encode()
+                self.send_response(503 if number in processes.gone else 200)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -39,22 +62,14 @@ class Service:
             def log_message(self, *_: Any) -> None:
                 """Nobody reads it."""
 
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self.server.server_port}"
-
-    def run(self, *arguments: str) -> tuple[int, str, str]:
-        return deltasync(*arguments, "--service", self.address)
+        return Handler
 
 
 @pytest.fixture
-def service() -> Iterator[Service]:
-    service = Service()
-    thread = threading.Thread(target=service.server.serve_forever, args=(0.01,))
-    thread.start()
-    yield service
-    service.server.shutdown()
-    thread.join()
-    service.server.server_close()
+def service() -> Iterator[Processes]:
+    processes = Processes()
+    yield processes
+    processes.close()
 
 
 LISTS = [
@@ -65,40 +80,100 @@ LISTS = [
 
 @pytest.mark.parametrize("command", LISTS, ids=" ".join)
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_who_has_not_answered_is_named(service: Service, command: tuple[str, ...], form: tuple[str, ...]) -> None:
+def test_a_process_that_has_not_answered_is_named(
+    service: Processes, command: tuple[str, ...], form: tuple[str, ...]
+) -> None:
     code, before, err = service.run(*command, *form)
     assert (code, err) == (0, "")
-    service.missing = "sync-1, sync-2"
+    service.gone = {1, 2}
     code, out, err = service.run(*command, *form)
     assert (code, out) == (0, before)
-    assert err.count("\n") == 1
-    assert "sync-1, sync-2" in err
-    assert "deltasync processes" in err
+    assert [line.partition(",")[0] for line in err.splitlines()] == [
+        "process sync-1 has not answered",
+        "process sync-2 has not answered",
+    ]
+    service.gone = {0, 1, 2}
+    assert service.run(*command, *form)[0] == 1
 
 
-def test_a_script_is_told_that_lag_is_not_known_of_all(service: Service) -> None:
-    service.answers["/lag"] = [LINE]
+def test_lists_of_all_processes_are_one_list(service: Processes) -> None:
+    for number, model in enumerate(("c", "a", "b")):
+        service.answers[number]["/models"] = [{"model": model}]
+        service.answers[number]["/snapshots"] = [{"model": model}]
+    found = json.loads(service.run("snapshots", "--json")[1])
+    assert [each["model"] for each in found] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_the_owner_of_a_consumer_is_shown_instead_of_a_process_that_only_knows_it(
+    service: Processes, owner: int
+) -> None:
+    for number in range(3):
+        known = {**LINE, "head": 7} if number == owner else {**LINE, "head": None, "state": "waiting"}
+        service.answers[number]["/lag"] = [known, {**LINE, "consumer": f"of-{number}", "head": 1}]
+    found = json.loads(service.run("lag", "--json")[1])
+    assert [(each["consumer"], each["head"]) for each in found] == [
+        *((f"of-{number}", 1) for number in range(3)),
+        ("predictors", 7),
+    ]
+
+
+def test_the_overview_is_that_of_all_processes(service: Processes) -> None:
+    for number in range(3):
+        model = {"model": "m", "head": 5 if number == 1 else None}
+        service.answers[number]["/status"] = {
+            "unix_ms": number,
+            "processes": [{"process": f"sync-{number}", "work": [f"work of {number}"]}],
+            "models": [model],
+            "consumers": [],
+            "trainers": [{"model": "m", "rank": 2 - number}],
+            "cuts": [{"seconds_ago": 30 - each} for each in range(number, number + 20)],
+            "events": [{"unix_ns": 100 * each + number} for each in range(20)],
+        }
+    service.gone = {2}
+    code, out, err = service.run("status", "--json")
+    found = json.loads(out)
+    assert (code, "sync-2" in err, found["missing"]) == (0, True, ["sync-2"])
+    assert [each["process"] for each in found["processes"]] == ["sync-0", "sync-1"]
+    assert found["models"] == [{"model": "m", "head": 5}]
+    assert [each["rank"] for each in found["trainers"]] == [1, 2]
+    assert [each["seconds_ago"] for each in found["cuts"]][:3] == [10, 11, 11]
+    assert (len(found["cuts"]), len(found["events"])) == (20, 30)
+    assert found["events"][-1] == {"unix_ns": 1901}
+
+
+def test_a_program_is_not_given_a_part_for_everything(service: Processes) -> None:
+    service.answers[1]["/consumers"] = [{"consumer": "predictors"}]
+    admin = Admin(service.addresses[0])
+    assert admin.consumers() == [{"consumer": "predictors"}]
+    service.gone = {1}
+    with pytest.raises(ServiceUnavailable, match="process sync-1 has not answered"):
+        admin.consumers()
+
+
+def test_a_script_is_told_that_lag_is_not_known_of_all(service: Processes) -> None:
+    service.answers[0]["/lag"] = [LINE]
     assert service.run("lag", "--max-seconds", "5")[0] == 0
-    service.missing = "sync-1"
+    service.gone = {1}
     code, out, err = service.run("lag", "--max-seconds", "5")
     assert (code, "predictors" in out, "sync-1" in err) == (BEHIND, True, True)
 
 
-def test_a_script_is_told_that_there_are_no_consumers(service: Service) -> None:
+def test_a_script_is_told_that_there_are_no_consumers(service: Processes) -> None:
     code, _, err = service.run("lag", "--max-seconds", "5")
     assert (code, "there are no consumers" in err) == (BEHIND, True)
     assert service.run("lag")[0] == 0
 
 
-def test_what_is_watched_says_it_too(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = iter(["sync-1", "", None])
+def test_what_is_watched_says_it_too(service: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter([{1}, set[int](), None])
 
     def sleep(_: float) -> None:
-        missing = next(turns)
-        if missing is None:
+        gone = next(turns)
+        if gone is None:
             raise KeyboardInterrupt
-        service.missing = missing
+        service.gone = gone
 
-    monkeypatch.setattr("deltasync.cli.watching.time.sleep", sleep)
+    monkeypatch.setattr("deltasync.cli.showing.time.sleep", sleep)
     code, _, err = service.run("lag", "--watch")
-    assert (code, err.count("sync-1")) == (0, 1)
+    assert (code, err.count("process sync-1 has not answered")) == (0, 1)

@@ -12,8 +12,6 @@ from deltasync.cli.consumers import create_consumer, update_consumer
 from deltasync.cli.policy_options import policy_of, policy_options, release_options, take_policy
 from deltasync.core.policy import FIELDS, Policy
 from deltasync.core.policy_fields import Amount, Bytes, Flag, Kind, OneOf, Patterns, PolicyField, Seconds
-from deltasync.v1 import admin_pb2
-from deltasync.wire.messages import policy_from_message, policy_to_message
 
 each_field = pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 
@@ -55,23 +53,11 @@ def how_much_and_when(**settings: Any) -> Policy:
     return policy
 
 
-def test_messages_have_the_fields_that_are_declared() -> None:
-    assert {field.name for field in admin_pb2.Policy.DESCRIPTOR.fields} == {field.name for field in FIELDS}
-
-
 @each_field
-def test_a_field_goes_through_messages_and_json(field: PolicyField) -> None:
+def test_a_field_goes_through_json(field: PolicyField) -> None:
     policy = with_another(field)
-    message = admin_pb2.Policy.FromString(policy_to_message(policy).SerializeToString())
-    assert policy_from_message(message) == policy
-    assert message != policy_to_message(Policy())
     assert Policy.from_dict(json.loads(json.dumps(policy.as_dict()))) == policy
     assert policy.words.startswith(field.name)
-
-
-def test_what_a_message_does_not_say_is_the_default() -> None:
-    assert policy_from_message(admin_pb2.Policy()) == Policy()
-    assert policy_from_message(policy_to_message(Policy())) == Policy()
 
 
 @each_field

@@ -24,7 +24,7 @@ def test_an_endpoint_stays_what_it_is() -> None:
 def test_what_answers_no_grpc_is_refused(address: str) -> None:
     for service in (address, Endpoint(address, "t")):
         with pytest.raises(InvalidInput, match=f"service '{address}': expected HOST:PORT"):
-            Admin(service)
+            Endpoint.of_grpc(service)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,8 @@ def test_what_answers_no_http_is_refused(address: str) -> None:
     for service in (address, Endpoint(address, "t")):
         with pytest.raises(InvalidInput, match=re.escape(f"service '{address}': expected http://HOST:PORT")):
             fetch_lag(service, "predictors")
+        with pytest.raises(InvalidInput, match=re.escape(f"service '{address}': expected http://HOST:PORT")):
+            Admin(service)
 
 
 def test_a_token_is_shown_nowhere() -> None:
@@ -58,8 +60,8 @@ def test_no_time_is_refused(seconds: float) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["lag", "c", "--http", "h:80"], "Error: service 'h:80': expected http://HOST:PORT"),
-        (["consumers", "list", "--service", "nowhere"], "Error: service 'nowhere': expected HOST:PORT"),
+        (["lag", "c", "--service", "h:80"], "Error: service 'h:80': expected http://HOST:PORT"),
+        (["tail", "c", "--service", "http://h:80"], "Error: service 'http://h:80': expected HOST:PORT, of gRPC"),
     ],
 )
 def test_the_command_line_refuses_what_is_no_endpoint(arguments: list[str], said: str) -> None:

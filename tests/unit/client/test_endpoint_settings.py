@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from deltasync.cli.endpoint_options import http_options, service_options
+from deltasync.cli.endpoint_options import operator_options, service_options
 from deltasync.client import Admin, Endpoint, InvalidInput
 from deltasync.client.endpoint_settings import endpoint_settings
 from deltasync.client.status import fetch_lag
@@ -87,18 +87,18 @@ def test_a_token_is_not_sent_over_plain_text_to_another_machine(host: str) -> No
     every: list[dict[str, Any]] = [{"token": TOKEN}, {"token_file": "f"}]
     for rights in every:
         with pytest.raises(InvalidInput, match="not sent over plain text") as refused:
-            Admin(Endpoint(f"{host}:1", **rights))
+            Admin(Endpoint(f"http://{host}:1", **rights))
         assert "hush" not in str(refused.value)
         with pytest.raises(InvalidInput, match="not sent over plain text"):
             Endpoint(f"{host}:1", **rights).channel()
         with pytest.raises(InvalidInput, match="not sent over plain text"):
             fetch_lag(Endpoint(f"http://{host}:1", **rights), "c")
-    Admin(Endpoint(f"{host}:1", "hush", insecure=True))
+    Admin(Endpoint(f"http://{host}:1", "hush", insecure=True))
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.0.1", "[::1]"])
 def test_this_machine_is_told_a_token(host: str) -> None:
-    Admin(Endpoint(f"{host}:1", "hush"))
+    Admin(Endpoint(f"http://{host}:1", "hush"))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,23 @@ def test_commands_take_the_same_settings(tmp_path: Path) -> None:
     file = tmp_path / "endpoint.toml"
     file.write_text('address = "localhost:7"\nhttp = "http://localhost:8"\ntoken_file = "token"\n')
     assert "address='localhost:7'" in shown(["--endpoint", str(file)], service_options())[1]
-    assert "address='http://localhost:8'" in shown(["--endpoint", str(file)], http_options)[1]
+    assert "address='http://localhost:8'" in shown(["--endpoint", str(file)], operator_options())[1]
+    assert "address='http://localhost:9'" in shown([], operator_options(), DELTASYNC_HTTP="http://localhost:9")[1]
+    assert (
+        "address='http://localhost:9'" in shown([], operator_options(), DELTASYNC_SERVICE="http://localhost:9")[1]
+    )
+    assert "address='http://127.0.0.1:8080'" in shown([], operator_options())[1]
+    both = {"DELTASYNC_SERVICE": "localhost:9", "DELTASYNC_HTTP": "http://localhost:8"}
+    assert "address='localhost:9'" in shown([], service_options(), **both)[1]
+    assert "address='http://localhost:8'" in shown([], operator_options(), **both)[1]
+    assert "http='http://localhost:8'" in shown(["--service", "localhost:7"], service_options(), **both)[1]
+    assert (
+        "address='http://localhost:7'" in shown(["--service", "http://localhost:7"], operator_options(), **both)[1]
+    )
+    code, said = shown([], operator_options(), DELTASYNC_SERVICE="localhost:9")
+    assert (code, "expected http://HOST:PORT, by default port 8080" in said) == (2, True)
+    code, said = shown([], service_options(), DELTASYNC_SERVICE="http://localhost:9")
+    assert (code, "expected HOST:PORT, of gRPC: by default port 50051" in said) == (2, True)
     assert "address='localhost:9'" in shown([], service_options(), DELTASYNC_SERVICE="localhost:9")[1]
     assert "address='127.0.0.1:50051'" in shown([], service_options())[1]
     assert shown([], service_options(default=None))[0] == 2
@@ -149,5 +165,5 @@ def test_commands_take_the_same_settings(tmp_path: Path) -> None:
 
 
 def test_no_secret_is_an_argument() -> None:
-    code, said = shown(["--admin-token", "hush"], service_options(rights=True))
+    code, said = shown(["--admin-token", "hush"], operator_options(changes=True))
     assert (code, "No such option" in said) == (2, True)

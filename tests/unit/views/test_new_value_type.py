@@ -27,8 +27,6 @@ from deltasync.views.records import table_record
 from deltasync.wire.messages import (
     delivery_from_message,
     delivery_to_message,
-    policy_from_message,
-    policy_to_message,
 )
 
 TABLE = TableSpec("t", 40, 16)
@@ -68,7 +66,7 @@ def test_a_new_value_type_goes_from_the_policy_over_wire_and_disk_to_the_replica
 ) -> None:
     policy = Policy.from_dict({"value_type": "signs"})
     assert policy.as_dict()["value_type"] == "signs"
-    assert policy_from_message(policy_to_message(policy)) == policy
+    assert Policy.from_dict(policy.as_dict()) == policy
     delivery = policy.delivery_of(TABLE)
     assert delivery == Delivery(TABLE, signs, Mode.EMBEDDINGS)
     assert (delivery.wire_spec.row_bytes, policy.row_bytes(TABLE)) == (8 + 19, 8 + 19)

@@ -1,6 +1,6 @@
 """The ranks of test_replica: a model is trained, and on the first rank two replicas follow it.
 
-Arguments: the service, and cases.
+Arguments: where the service answers gRPC and HTTP, and cases.
 """
 
 import faulthandler
@@ -197,12 +197,12 @@ def _map(module: Any) -> dict[int, int]:
     return {raw: row for raw, row in pairs if raw != torch.iinfo(torch.int64).max}
 
 
-def follow(name: str, service: str) -> None:
+def follow(name: str, service: str, http: str) -> None:
     case = CASES[name]
     model, optimizer = sharded(case)
     with ExitStack() as stack:
         replicas = [
-            _replica(stack, case, name, service, consumer) for consumer in POLICIES if dist.get_rank() == 0
+            _replica(stack, case, name, service, http, consumer) for consumer in POLICIES if dist.get_rank() == 0
         ]
         options = SyncOptions(service=service, model=name, publish_every=1)
         sync = DeltaSync(model, options)
@@ -239,8 +239,8 @@ def _resumed(sync: DeltaSync, model: nn.Module, options: SyncOptions) -> DeltaSy
     return resumed
 
 
-def _replica(stack: ExitStack, case: Case, name: str, service: str, consumer: str) -> Replica:
-    admin = Admin(Endpoint(address=service, token="secret"))  # noqa: S106
+def _replica(stack: ExitStack, case: Case, name: str, service: str, http: str, consumer: str) -> Replica:
+    admin = Admin(Endpoint(address=http, token="secret"))  # noqa: S106
     admin.create_consumer(f"{name}-{consumer}", name, POLICIES[consumer])
     replica = Replica(case, service, f"{name}-{consumer}")
     stack.enter_context(replica.subscriber)
@@ -268,12 +268,12 @@ def _known(model: nn.Module) -> set[int]:
     return {raw for module in modules if isinstance(module, ManagedCollisionModule) for raw in _map(module)}
 
 
-def main(service: str, *names: str) -> None:
+def main(service: str, http: str, *names: str) -> None:
     faulthandler.dump_traceback_later(240, exit=True)  # A rank that hangs says where.
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for name in names:
         try:
-            follow(name, service)
+            follow(name, service, http)
         except BaseException as error:
             error.add_note(f"in {name}")
             raise

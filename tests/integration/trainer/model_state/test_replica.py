@@ -15,7 +15,7 @@ GROUPS = ("bags", "sequences", "raw-ids-of-bags", "raw-ids-of-sequences", "hashe
 )
 def test_a_replica_computes_what_the_whole_model_would(service: ServiceProcess, group: str) -> None:
     cases = [name for name in CASES if name.startswith(group)]
-    run_ranks(str(Path(__file__).with_name("replica_ranks.py")), service.grpc, *cases)
+    run_ranks(str(Path(__file__).with_name("replica_ranks.py")), service.grpc, service.http, *cases)
     for name in cases:
         lines = [line for line in service.get_json("/tables") if line["model"] == name]
         differing = {line["table"].rpartition(".")[2] for line in lines if line["ranks_differ"]}

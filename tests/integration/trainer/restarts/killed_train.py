@@ -1,7 +1,7 @@
 """`deltasync.trainer.train` of which every rank is killed after a step, once there is a
 checkpoint, and a version that it has published.
 
-python killed_train.py STEP CHECKPOINTS OPTION...
+python killed_train.py STEP CHECKPOINTS HTTP OPTION...
 """
 
 import os
@@ -10,32 +10,30 @@ import sys
 import time
 from pathlib import Path
 
-from deltasync.client import Endpoint
-from deltasync.client.other_side import http_of
 from deltasync.client.status import fetch_lag
 from deltasync.trainer.clicks.checkpoints import checkpoints_in
 from deltasync.trainer.sync import DeltaSync
 from deltasync.trainer.train import main
 
 
-def die_after(step: int, checkpoints: Path, service: Endpoint) -> None:
-    original, before = DeltaSync.step, head_of(service)
+def die_after(step: int, checkpoints: Path, http: str) -> None:
+    original, before = DeltaSync.step, head_of(http)
 
     def killed(sync: DeltaSync, event_time_unix_ns: int | None = None) -> None:
         original(sync, event_time_unix_ns)
         if sync.tracker.steps >= step:
-            while not checkpoints_in(checkpoints) or head_of(service) == before:
+            while not checkpoints_in(checkpoints) or head_of(http) == before:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
     DeltaSync.step = killed  # type: ignore[method-assign, assignment]
 
 
-def head_of(service: Endpoint) -> int:
-    head: int = fetch_lag(http_of(service), "predictors")["head"]
+def head_of(http: str) -> int:
+    head: int = fetch_lag(http, "predictors")["head"]
     return head
 
 
 if __name__ == "__main__":
-    die_after(int(sys.argv[1]), Path(sys.argv[2]), Endpoint(sys.argv[sys.argv.index("--service") + 1]))
-    main([*sys.argv[3:], "--checkpoint", sys.argv[2]])
+    die_after(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main([*sys.argv[4:], "--checkpoint", sys.argv[2]])

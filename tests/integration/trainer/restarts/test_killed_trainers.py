@@ -26,13 +26,15 @@ def test_they_publish_what_came_after_it(service: ServiceProcess, tmp_path: Path
     subscribed = SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0")
     with Subscriber(subscribed, target) as replica:
         with pytest.raises(AssertionError):
-            run_ranks(KILLED, "18", str(saved), *options(service, 30), ranks=2)
+            run_ranks(KILLED, "18", str(saved), service.http, *options(service, 30), ranks=2)
         everything = sum(map(len, target.tables.values()))
         assert published_rows(service) > everything > 10_000
         for ranks in (1, 2):
             before, head = published_rows(service), service.get_json("/consumers/predictors/lag")["head"]
             with pytest.raises(AssertionError):
-                run_ranks(KILLED, str(18 + 2 * ranks), str(saved), *options(service, 30), ranks=ranks)
+                run_ranks(
+                    KILLED, str(18 + 2 * ranks), str(saved), service.http, *options(service, 30), ranks=ranks
+                )
             assert service.get_json("/consumers/predictors/lag")["head"] > head
             assert 0 < published_rows(service) - before < everything / 2
             assert 1 <= len(checkpoints_in(saved)) <= 3, "the oldest is removed once the newest is there"

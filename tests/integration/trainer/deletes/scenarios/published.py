@@ -87,7 +87,7 @@ class Training:
 
     def admin(self) -> Admin:
         assert self.service
-        return Admin(Endpoint(self.service.grpc, TOKEN))
+        return Admin(Endpoint(self.service.http, TOKEN))
 
 
 @contextmanager
