@@ -175,7 +175,7 @@ class Told(BaseHTTPRequestHandler):
         if not self.location:
             self.wfile.write(b"{}")
 
-    do_POST = do_DELETE = do_PUT
+    do_POST = do_DELETE = do_PUT  # noqa: N815  # called by these names
 
     def log_message(self, *_: object) -> None:
         """Nobody reads it."""
