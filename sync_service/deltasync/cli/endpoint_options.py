@@ -71,8 +71,8 @@ def operator_options(*, changes: bool = False) -> Callable[[F], Command]:
 
     Each option is also a variable of the environment, DELTASYNC_ and its name in capitals, and a key of the
     `--endpoint` file, in this order. Both can have two addresses of one service. DELTASYNC_HTTP, or key `http`, is
-    for operators. DELTASYNC_SERVICE, or key `address`, is for trainers and replicas; operators use it where it is an
-    address of HTTP.
+    for operators. DELTASYNC_SERVICE, or key `address`, is for trainers and replicas; operators use it where it is
+    an address of HTTP.
 
     Args:
         changes: whether the command changes something: then it takes `--by`.

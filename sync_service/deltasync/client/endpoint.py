@@ -166,7 +166,10 @@ class Endpoint:
             endpoint = replace(endpoint, address=endpoint.http, http="")
         for each in endpoint.alone():
             if not is_url(each.address):
-                raise InvalidInput(f"service {each.address!r}: expected http://HOST:PORT, by default port 8080")
+                raise InvalidInput(
+                    f"service {each.address!r}: expected http://HOST:PORT, by default port 8080: give it by --service, "
+                    "http or DELTASYNC_HTTP"
+                )
             each._check_use()
         return endpoint
 

@@ -24,7 +24,10 @@ def train(service: ServiceProcess, folder: Path, events: int, *ways: str) -> Non
     stream = ["--events", str(events), "--events-per-second", "1e6", *SIZES, *ways]
     kept = ["--checkpoint", str(folder.parent / "checkpoint"), "--results", str(folder)]
     kept += ["--tensorboard", str(folder.parent / "scalars"), "--tensorboard-lag", "predictors"]
-    torchrun("-m", "deltasync.trainer.train", "--service", service.grpc, "--publish-every", "3", *stream, *kept)
+    endpoint = folder.parent / "endpoint.toml"
+    endpoint.write_text(f'address = "{service.grpc}"\nhttp = "{service.http}"\n')
+    reached = ["--endpoint", str(endpoint)]
+    torchrun("-m", "deltasync.trainer.train", *reached, "--publish-every", "3", *stream, *kept)
 
 
 def published_rows(service: ServiceProcess) -> int:
@@ -96,7 +99,7 @@ def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
     assert {"train/loss", "deltasync/tracking_seconds_per_step"} <= told & others
     assert told - others == {f"lag/predictors_{name}" for name in ("versions", "rows", "seconds")}
     code, found, said = deltasync(
-        *("verify", "predictors", "--service", service.http, "--json"),
+        *("verify", "predictors", "--service", service.grpc, "--json"),
         *("--checkpoint", str(tmp_path / "checkpoint")),
     )
     tables = json.loads(found)
