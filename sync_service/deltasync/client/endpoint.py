@@ -166,10 +166,8 @@ class Endpoint:
             endpoint = replace(endpoint, address=endpoint.http, http="")
         for each in endpoint.alone():
             if not is_url(each.address):
-                raise InvalidInput(
-                    f"service {each.address!r}: expected http://HOST:PORT, by default port 8080: give it by --service, "
-                    "http or DELTASYNC_HTTP"
-                )
+                text = f"service {each.address!r}: expected http://HOST:PORT, by default port 8080"
+                raise InvalidInput(f"{text}: --service, http or DELTASYNC_HTTP says it")
             each._check_use()
         return endpoint
 

@@ -309,6 +309,7 @@ def test_what_is_published_is_in_a_snapshot_in_object_storage(
         files = secrets[f"deltasync-{name}tls"]
         return Endpoint(
             f"127.0.0.1:{service.grpc}",
+            http=f"https://127.0.0.1:{service.http}",
             server_name="deltasync",
             token=token,
             ca=files["ca.crt"],
