@@ -34,7 +34,7 @@ def list_tables(model: str, service: Endpoint, as_json: bool) -> None:
     """
 
     def text(processes: EachProcess) -> str:
-        lines = [each for each in processes.lines("/tables", "model", "table") if model in ("", each["model"])]
+        lines = [each for each in processes.lines("/tables", "model") if model in ("", each["model"])]
         if model and not lines:
             _check_known(model, processes)
         return as_json_text(lines) if as_json else _lines_text(lines)

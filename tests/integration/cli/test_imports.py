@@ -12,10 +12,10 @@ from deltasync.cli.main import cli
 
 # From 0.2 s of a core to 4 s.
 SLOW = ("fastapi", "numba", "torch", "torchrec")
-NOBODY = "127.0.0.1:1"
+NOBODY = "http://127.0.0.1:1"
 CALLS = [
     ["bench", "--list"],
-    ["lag", "predictors", "--service", f"http://{NOBODY}"],
+    ["lag", "predictors", "--service", NOBODY],
     ["consumers", "list", "--service", NOBODY],
     ["consumers", "create", "predictors", "--model", "clicks", "--top-k", "0.1", "--service", NOBODY],
     ["rows", "pending", "--service", NOBODY],

@@ -1,4 +1,4 @@
-"""What operators look at with the command: the same as over HTTP, from one address of either kind."""
+"""What operators look at with the command: the same as over HTTP, from one address."""
 
 import json
 import signal
@@ -42,9 +42,8 @@ def shown(*arguments: str) -> str:
     return out
 
 
-@pytest.mark.parametrize("kind", ["grpc", "http"])
-def test_one_address_does_for_all(service: RunningService, kind: str) -> None:
-    at = ("--service", getattr(service, kind))
+def test_one_address_does_for_all(service: RunningService) -> None:
+    at = ("--service", service.http)
     assert "clicks" in shown("status", *at)
     assert "predictors" in shown("lag", *at)
     assert "head 2" in shown("lag", "predictors", *at)
@@ -144,7 +143,7 @@ def test_shells_complete_commands(shell: str) -> None:
 
 @pytest.mark.parametrize("consumer", ["predictors", "mobile", "audit"])
 def test_releases_are_shown_as_they_pass(service: RunningService, consumer: str) -> None:
-    text = shown("tail", consumer, "--count", "1", "--rows", "2", "--service", service.http)
+    text = shown("tail", consumer, "--count", "1", "--rows", "2", "--service", service.grpc)
     head, *tables = text.splitlines()
     assert "version 2, everything: 100 rows" in head
     assert [line.split(":")[0].strip() for line in tables if ":" in line] == ["user", "item"]
@@ -200,6 +199,6 @@ def test_what_is_watched_goes_on_until_it_is_stopped(
         if len(turns) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("deltasync.cli.watching.time.sleep", sleep)
+    monkeypatch.setattr("deltasync.cli.showing.time.sleep", sleep)
     text = shown("lag", "--watch", "--service", service.http)
     assert text.count("predictors") == 3

@@ -50,12 +50,6 @@ def test_a_subscriber_stops(running: RunningService, said: str) -> None:
     assert running.get_json("/consumers/predictors/lag")["replicas"] == []
 
 
-def test_a_consumer_is_not_made(running: RunningService, said: str) -> None:
-    with pytest.raises(Contradiction, match=said):
-        admin_of(running).create_consumer("new", "clicks", Policy())
-    assert "new" not in {consumer["consumer"] for consumer in running.get_json("/consumers")}
-
-
 def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.RpcError) as refused:
         call()
