@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from deltasync.api import server
 from deltasync.api.server_options import ServerOptions
 from deltasync.cli import consumers
-from deltasync.cli.lag_text import lag_text
+from deltasync.cli.lag import lag_text
 from deltasync.cli.main import cli
 from deltasync.cli.policy_options import policy_of, policy_options
 from deltasync.client import Endpoint
