@@ -37,7 +37,8 @@ _UNSENT_TITLES = ("unsent norm", "unsent share")
     default=None,
     show_default=False,
     help=f"Exit with status {BEHIND} if one of them is further behind, or its state is another than in sync, "
-    "current, delivered, partial, behind or paused; also where there is none, or a process does not answer.",
+    "current, delivered, partial, behind or paused; also where there is none, a process does not answer, or no "
+    "process has a model.",
 )
 @watch_option
 @json_option
@@ -70,14 +71,14 @@ def lag(
             return as_json_text(answers[0] if len(consumers) == 1 else answers)
         return "\n\n".join(map(lag_text, answers)) if consumers else lines_text(answers)
 
-    missing = show(text, service, watch=watch).missing
+    asked = show(text, service, watch=watch)
     if max_seconds is not None:
         late = [each for each in answers if too_far(each, max_seconds)]
         for each in late:
             click.echo(f"consumer {each['consumer']} is {each['state']}: {each['reason']}", err=True)
         if not answers:
             click.echo("there are no consumers", err=True)
-        if late or missing or not answers:
+        if late or asked.missing or asked.unowned or not answers:
             sys.exit(BEHIND)
 
 

@@ -1,5 +1,7 @@
 """`deltasync processes`, `move` and `drain`: processes that share a log."""
 
+from typing import Any
+
 import click
 
 from deltasync.cli.config import CONTEXT
@@ -15,15 +17,26 @@ from deltasync.core.words import listed
 @json_option
 @operator_options()
 def processes(service: Endpoint, as_json: bool) -> None:
-    """List the processes of a service that are alive, and the models that each owns."""
+    """List the processes of a service, and the models that each owns.
+
+    One that is gone has ended without a goodbye: others take its models.
+    """
     lines = Route(service).get_json("/processes")
     if as_json:
         click.echo(as_json_text(lines))
         return
     for line in lines:
-        state = "draining" if line["draining"] else "here" if line["here"] else "alive"
+        state = (
+            "draining" if line["draining"] else "here" if line["here"] else "alive" if line["alive"] else "gone"
+        )
         owns = listed(line["models"]) or "no model"
-        click.echo(f"{line['process']:20}  {state:8}  {line['grpc']:24}  {owns}")
+        click.echo(f"{line['process']:20}  {_state(line):8}  {line['grpc']:24}  {owns}")
+
+
+def _state(line: dict[str, Any]) -> str:
+    if not line["alive"]:
+        return "gone"
+    return "draining" if line["draining"] else "here" if line["here"] else "alive"
 
 
 @click.command(context_settings=CONTEXT)

@@ -40,7 +40,7 @@ def show(what: Show, http: Endpoint, *, watch: bool = False) -> EachProcess:
     """Print something, and who had no part in it, once or until Ctrl-C; then a service that is away is waited for.
 
     Returns:
-        The processes as they were asked last.
+        The processes that were asked last.
     """
     processes = EachProcess(http)
     if not watch:
@@ -57,9 +57,11 @@ def show(what: Show, http: Endpoint, *, watch: bool = False) -> EachProcess:
 
 
 def print_missing(processes: EachProcess) -> None:
-    """Print which processes have not answered, to standard error."""
+    """Print which processes have not answered, and which models none of them has, to standard error."""
     for name, why in processes.missing.items():
         click.echo(f"process {name} has not answered, and its part is missing: {why}", err=True)
+    for model in processes.unowned:
+        click.echo(f"model {model} is missing: no process that is alive has it", err=True)
 
 
 def overview(processes: EachProcess) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.owner import Owner
 
@@ -18,11 +17,12 @@ class EachProcess:
     Attributes:
         http: where some of them, or one, are reached.
         missing: why a process has not answered, by its name; empty where all have.
+        unowned: the models that no process has: no answer is about them.
     """
 
     def __init__(self, http: Endpoint) -> None:
         self.http = http
-        self.missing = dict[str, str]()
+        self.missing, self.unowned = dict[str, str](), list[str]()
         self._processes: dict[str, Endpoint] | None = None
 
     def answers(self, path: str) -> list[Any]:
@@ -50,12 +50,29 @@ class EachProcess:
         return joined(self.answers(path), *by)
 
     def _found(self) -> dict[str, Endpoint]:
-        """Where each process is asked, by its name."""
+        """Where each process that is alive is asked, by its name."""
         if self._processes is None:
-            route = Route(self.http)
-            lines = route.get_json("/processes")
-            self._processes = {"": route.endpoint} if len(lines) < 2 else self._named(lines, route.endpoint)
+            answered, lines = self._listed()
+            self.unowned = sorted({model for each in lines for model in each["unowned"]})
+            self._processes = self._named([each for each in lines if each["alive"]], answered)
         return self._processes
+
+    def _listed(self) -> tuple[Endpoint, list[Line]]:
+        """The processes, as one of them sees them that hears the others; or as any does, where none is such."""
+        found: tuple[Endpoint, list[Line]] | None = None
+        error = ServiceUnavailable()
+        for each in self.http.alone():
+            try:
+                lines = each.get_json("/processes")
+            except ServiceUnavailable as failure:
+                error = failure
+                continue
+            if all(line["confirmed"] for line in lines):
+                return each, lines
+            found = found or (each, lines)
+        if found is None:
+            raise error
+        return found
 
     def _named(self, lines: list[Line], answered: Endpoint) -> dict[str, Endpoint]:
         """The one that has answered is asked where it was reached: its own address may be one for others alone."""
@@ -66,7 +83,7 @@ class EachProcess:
                 found[name] = answered if each["here"] else answered.at(Owner(name, "", http))
             except InvalidInput as error:
                 self.missing[name] = str(error)
-        return found
+        return found or {"": answered}
 
 
 def joined(lists: Iterable[Iterable[Line]], *by: str) -> list[Line]:

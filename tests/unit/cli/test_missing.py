@@ -10,7 +10,8 @@ import pytest
 from tests.support.command import deltasync
 
 from deltasync.cli.lag import BEHIND
-from deltasync.client import Admin, ServiceUnavailable
+from deltasync.client import Admin, Endpoint, ServiceUnavailable
+from deltasync.client.each_process import EachProcess
 
 LINE = {
     "consumer": "predictors", "model": "clicks", "state": "in sync", "reason": "all hold it", "versions": 0,
@@ -20,11 +21,15 @@ LINE = {
 
 
 class Processes:
-    """Three processes of a service: each answers a route with what it is told to, and may be gone."""
+    """Three processes of a service: each answers a route with what it is told to.
+
+    One that is gone answers 503. One that has ended is known to have. One that is cut off hears of no others.
+    """
 
     def __init__(self) -> None:
         self.answers: list[dict[str, Any]] = [{}, {}, {}]
-        self.gone = set[int]()
+        self.gone, self.ended, self.cut_off = set[int](), set[int](), set[int]()
+        self.unowned = list[str]()
         self._servers = [HTTPServer(("127.0.0.1", 0), self._handler(number)) for number in range(3)]
         self.addresses = [f"http://127.0.0.1:{each.server_port}" for each in self._servers]
         self._threads = [threading.Thread(target=each.serve_forever, args=(0.01,)) for each in self._servers]
@@ -38,12 +43,19 @@ class Processes:
             server.server_close()
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
-        return deltasync(*arguments, "--service", self.addresses[0])
+        return deltasync(*arguments, "--service", ",".join(self.addresses))
 
     def _answer(self, number: int, path: str) -> Any:
         if path == "/processes":
             return [
-                {"process": f"sync-{other}", "http": address, "here": other == number}
+                {
+                    "process": f"sync-{other}",
+                    "http": address,
+                    "here": other == number,
+                    "alive": other not in self.ended,
+                    "confirmed": number not in self.cut_off,
+                    "unowned": self.unowned if other == number else [],
+                }
                 for other, address in enumerate(self.addresses)
             ]
         return self.answers[number].get(path, [])
@@ -157,6 +169,29 @@ def test_a_script_is_told_that_lag_is_not_known_of_all(service: Processes) -> No
     service.gone = {1}
     code, out, err = service.run("lag", "--max-seconds", "5")
     assert (code, "predictors" in out, "sync-1" in err) == (BEHIND, True, True)
+
+
+def test_a_process_that_has_ended_is_not_asked(service: Processes) -> None:
+    service.answers = [{"/lag": [{**LINE, "consumer": str(number)}]} for number in range(3)]
+    service.ended = {1}
+    code, out, err = service.run("lag", "--json", "--max-seconds", "5")
+    assert (code, [each["consumer"] for each in json.loads(out)], err) == (0, ["0", "2"], "")
+
+
+def test_a_script_is_told_that_no_process_has_a_model(service: Processes) -> None:
+    service.answers[0]["/lag"] = [LINE]
+    service.unowned = ["clicks"]
+    code, _, err = service.run("lag", "--max-seconds", "5")
+    assert (code, err) == (BEHIND, "model clicks is missing: no process that is alive has it\n")
+
+
+def test_a_process_that_hears_of_no_others_is_not_the_one_to_list_them(service: Processes) -> None:
+    service.answers = [{"/models": [{"model": str(number)}]} for number in range(3)]
+    service.cut_off = {0}
+    answers = EachProcess(Endpoint.of_http(",".join(service.addresses))).answers("/models")
+    assert answers == [[{"model": "0"}], [{"model": "1"}], [{"model": "2"}]]
+    service.cut_off = {0, 1, 2}
+    assert len(EachProcess(Endpoint.of_http(service.addresses[0])).answers("/models")) == 3
 
 
 def test_a_script_is_told_that_there_are_no_consumers(service: Processes) -> None:
