@@ -26,9 +26,6 @@ def processes(service: Endpoint, as_json: bool) -> None:
         click.echo(as_json_text(lines))
         return
     for line in lines:
-        state = (
-            "draining" if line["draining"] else "here" if line["here"] else "alive" if line["alive"] else "gone"
-        )
         owns = listed(line["models"]) or "no model"
         click.echo(f"{line['process']:20}  {_state(line):8}  {line['grpc']:24}  {owns}")
 

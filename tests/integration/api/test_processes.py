@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.command import deltasync
 from tests.support.local_cluster import ADMIN_TOKEN, LocalCluster, LocalProcess
 from tests.support.wire import USER
+
+from deltasync.client import Admin, Endpoint
+from deltasync.core.policy import Policy
 
 LISTS = (
     *("/consumers", "/lag", "/models", "/tables", f"/tables/{USER.name}", "/trainers", "/versions", "/deletes"),
@@ -53,6 +57,8 @@ OF_A_CONSUMER = [
     ("PUT", "/pause", {"reason": "a test"}),
     ("DELETE", "/pause", None),
     ("DELETE", "/replicas/r%201?x=y", None),
+    ("PUT", "/policy", {"top_k": 3}),
+    ("POST", "/replicas/r%201/verify", None),
 ]
 
 
@@ -75,6 +81,10 @@ def test_who_asks_for_a_model_is_sent_to_its_process(cluster: LocalCluster, mode
         ("DELETE", f"/models/{model}", None),
         ("DELETE", f"/models/{model}/tables/100%25%20of%C3%A9", None),
         ("POST", "/deletes", delete),
+        ("POST", f"/models/{model}/snapshot", None),
+        ("POST", f"/models/{model}/move", {"process": "b"}),
+        ("POST", "/drain", {"process": "a"}),
+        ("POST", "/consumers", {"name": "mobile", "model": model}),
     ):
         status, headers, _ = ask(other, method, path, body)
         assert (status, headers.get("location")) == (307, owner.http + path)
@@ -111,6 +121,24 @@ def test_a_list_is_of_the_process_that_is_asked(cluster: LocalCluster, model: st
     assert {event["process"] for event in ask(other, "GET", "/events")[2]} == {"b"}
     assert ask(owner, "GET", f"/tables/{USER.name}")[2][0]["table"]["model"] == model
     assert ask(other, "GET", f"/tables/{USER.name}")[0] == 404
+
+
+def test_programs_and_commands_of_operators_take_the_address_of_any_process(
+    cluster: LocalCluster, model: str
+) -> None:
+    for each in cluster.processes:
+        admin = Admin(Endpoint(each.http, ADMIN_TOKEN))
+        assert admin.consumer("mobile")["model"] == model
+        assert [line["consumer"] for line in admin.consumers()] == ["mobile"]
+        assert admin.update_consumer("mobile", Policy(top_k=2))["policy"]["top_k"] == 2
+        assert admin.update_consumer("mobile", Policy())["policy"]["top_k"] is None
+        admin.pause_consumer("mobile", "a look")
+        admin.resume_consumer("mobile")
+        assert admin.create_consumer("mobile", model, Policy())["consumer"] == "mobile"
+        assert admin.make_snapshot(model)["version"] == 1
+        for command in (["lag"], ["status"], ["tables", "list"], ["versions"], ["lag", "mobile"], ["snapshots"]):
+            code, out, err = deltasync(*command, "--service", each.http)
+            assert (code, err, model in out) == (0, "", True), command
 
 
 def test_any_process_lists_all_and_what_each_owns(cluster: LocalCluster, model: str) -> None:
