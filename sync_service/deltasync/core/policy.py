@@ -21,7 +21,6 @@ _SMALLEST_ROW_BYTES = ID_TYPE.itemsize + 2
 class Policy:
     """What a consumer wants. The default is every changed row, in its own type, at once.
 
-    A field is declared here, with what it takes and means, and by its name in `admin.proto`: messages, JSON, TOML,
     A field is declared here, with what it takes and means: JSON, TOML, the options of commands and the table in
     sync_service/README.md follow from that.
 
