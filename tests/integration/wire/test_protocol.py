@@ -6,14 +6,13 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.support.fleet import USER, WAIT, admin_of
+from tests.support.fleet import USER, WAIT
 from tests.support.server import TOKEN, RunningService
 
 from deltasync.client import (
     Contradiction,
     NumpyTarget,
     Part,
-    Policy,
     Publisher,
     PublisherOptions,
     Shard,
