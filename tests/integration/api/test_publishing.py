@@ -1,6 +1,7 @@
 """Cuts and runs, as the service takes them from raw streams."""
 
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -68,6 +69,36 @@ def test_shards_of_all_kinds_make_one_cut(running: RunningService) -> None:
             for table, expected in zip(tables, rows, strict=True):
                 np.testing.assert_array_equal(found[table.name], expected, strict=True)
             rows = random_rows(2, tables)
+
+
+def test_a_run_of_other_ranks_goes_on_with_the_same_rows(running: RunningService) -> None:
+    """Two ranks split the users by rows; three ranks of the next run split them by columns."""
+    rows, by_rows = random_rows(1), [[Shard(USER, 0, 25, 0, 4), WHOLE[1]], [Shard(USER, 25, 15, 0, 4)]]
+    by_columns = [
+        [Shard(USER, 0, 40, first, columns), Shard(ITEM, 10 * rank, 10, 0, 6)]
+        for rank, (first, columns) in enumerate([(0, 2), (2, 1), (3, 1)])
+    ]
+    with ExitStack() as stack:
+        streams = [
+            stack.enter_context(RankStream(running.grpc, shards=held, world_size=2, rank=rank))
+            for rank, held in enumerate(by_rows)
+        ]
+        for stream, held in zip(streams, by_rows, strict=True):
+            stream.opened()
+            stream.send(*full_part(1, rows, held))
+        [head, _] = [stream.sealed() for stream in streams]
+    rows[0][[3, 30]] = 7
+    with ExitStack() as stack:
+        later: dict[str, Any] = {"run": "run-2", "started": 2, "continues": head, "world_size": 3}
+        streams = [
+            stack.enter_context(RankStream(running.grpc, shards=held, rank=rank, **later))
+            for rank, held in enumerate(by_columns)
+        ]
+        for stream, held in zip(streams, by_columns, strict=True):
+            assert stream.opened().continues
+            stream.send(*part(2, [(0, [3, 30], block(rows[0], held[0])[[3, 30]])]))
+        assert {stream.sealed().number for stream in streams} == {2}
+    expect(running, rows)
 
 
 def test_a_whole_part_is_its_chunks_and_their_close(running: RunningService) -> None:

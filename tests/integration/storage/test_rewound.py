@@ -129,9 +129,20 @@ def _have_everything(lag: dict[str, Any], head: Position, number: int) -> bool:
     return lag["head"] >= head.number and len(there) == number and not any(lacks)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("published", [0, 10, 20])
-@pytest.mark.parametrize("go_back", [by_hand, by_restore])
+@pytest.mark.parametrize(
+    ("go_back", "published"),
+    [
+        pytest.param(by_hand, 10, id="by hand, as old"),
+        *(
+            pytest.param(by_hand, published, id=f"by hand, {age}", marks=pytest.mark.nightly)
+            for published, age in ((0, "older"), (20, "newer"))
+        ),
+        *(
+            pytest.param(by_restore, published, id=f"by restore, {age}", marks=pytest.mark.nightly)
+            for published, age in ((0, "older"), (10, "as old"), (20, "newer"))
+        ),
+    ],
+)
 def test_nobody_keeps_what_was_discarded(tmp_path: Path, go_back: GoBack, published: int) -> None:
     """Those who come back find a head that is older than what they hold, as old, and newer."""
     fleet, folder = Fleet(), tmp_path / "service"

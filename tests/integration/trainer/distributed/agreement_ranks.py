@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.proxy import Proxy
 from tests.support.ranks import leave
 
 from deltasync.core.errors import DeltasyncError, InvalidInput
@@ -147,6 +148,32 @@ def a_buffer_refused_on_one_rank_fails_on_all(service: str) -> None:
     sync.abort()
 
 
+def ranks_cut_after_the_same_steps(service: str) -> None:
+    """The network of rank 1 is slow and loses answers, so that rank 0 knows earlier that a cut is sealed."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 3)
+    with Proxy(service) as proxy:
+        address = proxy.address if dist.get_rank() == 1 else service
+        sync = DeltaSync(model, SyncOptions(service=address, model="in-step", publish_every=1))
+        sync.flush(PATIENCE_SECONDS)
+        proxy.delay_seconds = 0.01
+        for step in range(30):
+            if step % 10 == 0:
+                proxy.cut_after("down", 1)
+            model.weight.data += 1
+            with torch.profiler.profile() as profile:
+                sync.step()
+            collectives = [event.name for event in profile.events() if event.name.startswith("gloo:")]
+            # Ranks gather digests of their buffers with cuts 1, 2, 4, 8 and so on.
+            assert collectives in (["gloo:all_reduce"], ["gloo:all_reduce", "gloo:all_gather"]), collectives
+        sync.flush(PATIENCE_SECONDS)
+        cuts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(cuts, [(version, step) for version, step, _ in sync.stats.cuts])
+        assert cuts[0] == cuts[1], cuts
+        assert [version for version, _ in cuts[0]] == [*range(1, len(cuts[0]) + 1)]
+        sync.close(PATIENCE_SECONDS)
+
+
 def closed_ones_leave_no_threads(service: str) -> None:
     """Those of a group could still drop what a collective has used while the interpreter shuts down."""
     before = group_threads()
@@ -175,6 +202,7 @@ if __name__ == "__main__":
     a_first_cut_refused_on_one_rank_fails_on_all(sys.argv[1])
     a_buffer_of_a_type_refused_fails_on_all(sys.argv[1])
     a_buffer_refused_on_one_rank_fails_on_all(sys.argv[1])
+    ranks_cut_after_the_same_steps(sys.argv[1])
     closed_ones_leave_no_threads(sys.argv[1])
     dist.barrier()
     dist.destroy_process_group()

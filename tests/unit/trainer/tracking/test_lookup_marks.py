@@ -1,5 +1,6 @@
 """The ids of lookups are stamped in the tables that they are of."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,3 +73,18 @@ def test_lookups_stamp_the_rows_of_their_tables(
     assert cost.compaction_bytes == STAMP_BYTES * sum(map(len, expected))
     for number, (rows, ids) in enumerate(zip(ROWS, expected, strict=True)):
         assert stamps.later(number, 0).tolist() == sorted({row if row < rows else 0 for row in ids})
+
+
+@pytest.mark.parametrize(("ids", "lookups", "most_bytes"), [(1 << 20, 12, 64 << 20), (3, 3000, 1024 * 3 * 8)])
+def test_lookups_take_bounded_memory_although_no_step_ends(ids: int, lookups: int, most_bytes: int) -> None:
+    stamps = RowStamps([dense_table(tensor) for tensor in module_tensors(Rows())])
+    kernel = nn.Identity()
+    marks = LookupMarks({kernel: LOOKUPS["one table"]}, stamps, TrackerCost())
+    lengths = torch.tensor([ids, 0, 0, 0], dtype=torch.int32)
+    features = KeyedJaggedTensor(list(KEYS), torch.arange(ids) % ROWS[0], lengths=lengths)
+    held = []
+    for _ in range(lookups):
+        marks.add(features, kernel)
+        held.append(marks.nbytes)
+    assert max(held) <= most_bytes
+    assert len(stamps.later(0, 0)) == min(ids, ROWS[0])
