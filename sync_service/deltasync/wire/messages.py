@@ -32,7 +32,7 @@ def table_from_message(message: tables_pb2.Table) -> TableSpec:
     if message.value_type not in _DTYPES:
         known = ", ".join(f"{number} ({dtype})" for number, dtype in _DTYPES.items())
         raise InvalidInput(f"table {message.name!r}: value type {message.value_type}, expected one of {known}")
-    kind = _member(TableKind, message.kind, "kind of table")
+    kind = _member(TableKind, message.kind, f"table {message.name!r}: kind")
     return TableSpec(message.name, message.rows, message.dim, _DTYPES[message.value_type], kind, message.of)
 
 

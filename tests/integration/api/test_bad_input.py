@@ -55,8 +55,14 @@ def rows(count: int, cols: int, value: float = 1.0, dtype: Any = "<f4") -> np.nd
 
 
 def table_message(**wrong: Any) -> tables_pb2.Table:
-    fields: dict[str, Any] = {"name": "t", "rows": 1, "dim": 1, "value_type": tables_pb2.VALUE_TYPE_FP32} | wrong
-    return tables_pb2.Table(**fields)
+    fields: dict[str, Any] = {
+        "name": "t",
+        "rows": 1,
+        "dim": 1,
+        "value_type": tables_pb2.VALUE_TYPE_FP32,
+        "kind": tables_pb2.TABLE_KIND_EMBEDDING,
+    }
+    return tables_pb2.Table(**fields | wrong)
 
 
 def opening(**wrong: Any) -> publish_pb2.PublishRequest:
@@ -89,6 +95,7 @@ BAD_OPENS = {
     "no dim": (opening(tables=[table_message(dim=0)], shards=[]), INVALID, "table 't': dim 0"),
     "vast table": (opening(tables=[table_message(rows=2**63)], shards=[]), INVALID, "table 't'"),
     "no type": (opening(tables=[table_message(value_type=0)], shards=[]), INVALID, "'t': value type 0"),
+    "no kind": (opening(tables=[table_message(kind=0)], shards=[]), INVALID, "'t': kind 0: expected one of"),
     "no name": (opening(tables=[table_message(name="")], shards=[]), INVALID, "table name ''"),
     "shard of no table": (opening(shards=[publish_pb2.Shard(table=2, cols=1)]), INVALID, "names table 2"),
     "rows outside": (

@@ -1,6 +1,4 @@
-"""What the hash `meta` of a store says, also where an earlier version has written it."""
-
-from dataclasses import replace
+"""What the hash `meta` of a store says."""
 
 from deltasync.client.keyed.redis_layout import Meta
 from deltasync.core.position import Position
@@ -16,11 +14,3 @@ def test_a_position_has_its_seal_in_the_store() -> None:
     found = _read(META.fields())
     assert found == META
     assert found.position.seal == META.position.seal
-
-
-def test_what_an_earlier_version_has_written_has_no_seal() -> None:
-    fields = META.fields()
-    del fields["seal"]
-    found = _read(fields)
-    assert found == replace(META, position=Position("h", 7))
-    assert found.position.seal == 0
