@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from deltasync.core.errors import Contradiction, InvalidInput
 
 PROTOCOL = 1
-# Of an HTTP answer of all processes: names those that had no part in it.
-MISSING_HEADER = "deltasync-missing"
 
 _KEY = "deltasync-protocol"
 _UNNAMED = "1"  # The protocol of a call that names none, as one made by hand.
