@@ -53,12 +53,12 @@ check: install  ## lint, format, types, layers
 	$(BIN)/buf lint protos
 
 bench: install  ## print the benchmarks
-	@set -e; for name in $$($(BIN)/deltasync bench --list); do $(BIN)/deltasync bench $$name $(ARGS); done
+	@set -e; for name in $$($(BIN)/python -m tests.bench --list); do $(BIN)/python -m tests.bench $$name $(ARGS); done
 
 SECONDS ?= 300
 SEED ?= 0
 soak: install  ## kill, freeze, cut and change everything, and compare the rows (SECONDS=300 SEED=0)
-	$(BIN)/deltasync soak --seconds $(SECONDS) --seed $(SEED) $(ARGS)
+	$(BIN)/python -m tests.soak --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 attacks: install  ## attack a service in all ways that are known, and put what that did to it into its README
 	$(BIN)/python -m tests.attacks --json build/attacks.json $(ARGS)
@@ -81,8 +81,8 @@ test-gpu: build/gpu  ## run the tests that need a GPU, with your torch (PYTHON=.
 	$(GPU_RUN) -m pytest -c tests/gpu/gpu.ini --rootdir=$(CURDIR) --confcutdir=$(CURDIR) -m gpu tests/gpu $(ARGS)
 
 bench-gpu: build/gpu  ## print the benchmarks of the tracker, the pipelines and the demo there
-	$(GPU_RUN) -m deltasync bench tracker
-	$(GPU_RUN) -m deltasync bench pipelines --ranks $(GPU_RANKS)
+	$(GPU_RUN) -m tests.bench tracker
+	$(GPU_RUN) -m tests.bench pipelines --ranks $(GPU_RANKS)
 	$(GPU_RUN) -m deltasync demo --ranks $(GPU_RANKS) $(ARGS)
 
 protos: install  ## generate the stubs anew from the .proto files

@@ -4,12 +4,12 @@ import pytest
 import torch
 from tests.support.devices import CPU_AND_GPU, device_of, needs, on_stream, stream_on
 
-needs("deltasync.trainer.pipelines", "deltasync.trainer.bench.pipelines.batches")
+needs("deltasync.trainer.pipelines", "tests.bench.pipelines.batches")
 
-from deltasync.trainer.bench.pipelines.batches import BatchKind, draw
-from deltasync.trainer.bench.pipelines.laps import laps_on
-from deltasync.trainer.bench.pipelines.memory import memory_of
-from deltasync.trainer.bench.pipelines.options import Sizes
+from tests.bench.pipelines.batches import BatchKind, draw
+from tests.bench.pipelines.laps import laps_on
+from tests.bench.pipelines.memory import memory_of
+from tests.bench.pipelines.options import Sizes
 from deltasync.trainer.pipelines.batches import hand_over, record_stream, tensors_in, to_device
 from deltasync.trainer.pipelines.lookahead.randomness import random_states, random_states_preserved
 from deltasync.trainer.pipelines.tensordict_to_kjt import to_kjt

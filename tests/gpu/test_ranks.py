@@ -21,7 +21,7 @@ needs(
     "deltasync.service.service",
     "deltasync.trainer.sync",
     "deltasync.trainer.demo.run",
-    "deltasync.trainer.bench.command",
+    "tests.bench.__main__",
 )
 
 RANKS = Path(__file__).with_name("ranks.py")
@@ -51,7 +51,7 @@ def test_what_two_ranks_of_one_device_publish_arrives(kind: str, service: Servic
 
 def figures_of(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     found = tmp_path / "figures.json"
-    done = run_program(sys.executable, "-m", "deltasync", "bench", *arguments, "--json", str(found))
+    done = run_program(sys.executable, "-m", "tests.bench", *arguments, "--json", str(found))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result: dict[str, Any] = json.loads(found.read_text())
     return result

@@ -1,0 +1,83 @@
+"""Child processes of a benchmark, in a folder that is removed at its end."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from deltasync.trainer.demo.processes import Processes, Service
+
+
+class Peer:
+    """A process that answers every line with a line."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.bench.peers", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, line: str) -> str:
+        """Send a line; its answer."""
+        if self.process.stdin is None:
+            raise RuntimeError("the peer has no input")
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def read(self) -> str:
+        """The next line it prints."""
+        if self.process.stdout is None:
+            raise RuntimeError("the peer has no output")
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a peer of the benchmark ended with status {self.process.wait()}")
+        return line.strip()
+
+    def close(self) -> None:
+        """End it."""
+        if self.process.stdin:
+            self.process.stdin.close()
+        self.process.wait(30)
+        if self.process.stdout:
+            self.process.stdout.close()
+
+
+class Children:
+    """A service and peers, ended together."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="deltasync-bench-")
+        self.processes = Processes(Path(self._folder.name))
+        self._peers: list[Peer] = []
+
+    def service(self, *arguments: str, admin_token: str = "") -> Service:
+        """Start a service."""
+        return Service(self.processes, list(arguments), admin_token)
+
+    def peer(self, *arguments: str) -> Peer:
+        """Start a peer."""
+        self._peers.append(Peer(list(arguments)))
+        return self._peers[-1]
+
+    def run_ranks(self, ranks: int, module: str, arguments: list[str]) -> None:
+        """Run a module on some ranks under torchrun, until it has ended."""
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module]
+        self.processes.start(module, [*torchrun, *arguments])
+        self.processes.wait(module)
+
+    def __enter__(self) -> Self:
+        self.processes.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for peer in self._peers:
+            peer.close()
+        self.processes.__exit__(kind, error, trace)
+        self._folder.cleanup()

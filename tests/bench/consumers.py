@@ -1,0 +1,274 @@
+"""What the service takes for eight consumers with different policies, for one, and for one without a policy.
+
+Each of the three fleets has a service of its own, a publisher, and a replica of every consumer in other processes.
+The services take turns. In each turn a few cuts of a twentieth of the rows are published, each when all replicas
+have rows of the one before. CPU time is that of the service's process from the beginning of one of its turns to
+the next, and so includes rows that a policy releases later. Memory is what is resident, the log's pages left out,
+beside the bytes of tables and views.
+
+The bare figure is CPU time of this process for the same rows, in lines of NumPy on arrays of the same sizes: for
+each of the eight, the norms of the changed rows that it follows, and their encoding in its type.
+
+    np.linalg.norm(table[ids] - view[ids], axis=1)
+"""
+
+import json
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import click
+import numpy as np
+from rich.console import Console
+
+from deltasync.client import (
+    Admin,
+    Endpoint,
+    Mode,
+    Part,
+    Policy,
+    Publisher,
+    PublisherOptions,
+    RowBatch,
+    Shard,
+    TableSpec,
+    ValueType,
+)
+from deltasync.core.rows import Ids
+from tests.bench.bare_codings import encode
+from tests.bench.children import Children, Peer
+from tests.bench.process import (
+    TICK_SECONDS,
+    cpu_seconds,
+    cpu_seconds_by_thread,
+    resident_bytes,
+    system_seconds,
+)
+from tests.bench.timing import spread_of
+from deltasync.trainer.demo.processes import Service
+
+ONE = {"top-share-int8": Policy(top_k=0.1, value_type=ValueType.INT8)}
+EIGHT = {
+    **ONE,
+    "top-share": Policy(top_k=0.1),
+    "top-count": Policy(top_k=1000, top_k_per_table=True),
+    "bf16": Policy(value_type=ValueType.BF16),
+    "ids": Policy(mode=Mode.IDS),
+    "interval": Policy(value_type=ValueType.INT8_TBE, min_interval_seconds=0.25),
+    "budget": Policy(top_k=0.5, max_bytes=1 << 20, value_type=ValueType.FP16, ready_within_seconds=60),
+    "items": Policy(tables=("items*",), top_k=0.01, max_age_seconds=5, value_type=ValueType.INT4_TBE),
+}
+FLEETS = {"everything": {"everything": Policy()}, "one": ONE, "eight": EIGHT}
+_SAYS = {"everything": "one without a policy", "one": "one: top-k 10 %, int8", "eight": "eight different ones"}
+_MODEL, _TABLES = "bench", ("users", "items")
+_CUTS_OF_ALL_ROWS, _CUTS_OF_A_TURN, _REPLICAS_OF_A_PROCESS = 20, 4, 4
+# The rows of the first turns are new, and so is the memory they take.
+_WARM_UP = 2
+EIGHT_RATIO = 1  # The aim.
+_SHOWN_SECONDS = 1e-4
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def consumers_options(command: F) -> F:
+    """Add the options of the sizes to a click command."""
+    for name, least, default, meaning in (
+        ("--rounds", 1, 10, f"Rounds, in each of which every service is given {_CUTS_OF_A_TURN} cuts."),
+        ("--dim", 1, 64, "Values of a row."),
+        ("--rows", 2 * _CUTS_OF_ALL_ROWS, 250_000, "Rows of both tables together."),
+    ):
+        command = click.option(name, type=click.IntRange(least), default=default, help=meaning)(command)
+    return command
+
+
+def run(console: Console, rows: int, dim: int, rounds: int) -> dict[str, Any]:
+    """Measure, print and return the figures."""
+    tables = [TableSpec(name, rows // len(_TABLES), dim) for name in _TABLES]
+    with ExitStack() as stack:
+        fleets = {name: stack.enter_context(running_fleet(FLEETS[name], tables)) for name in FLEETS}
+        for number in range(_WARM_UP + rounds):
+            for fleet in fleets.values():
+                fleet.turn(counted=number >= _WARM_UP)
+        seconds = {name: fleet.cpu_per_version()[_WARM_UP:] for name, fleet in fleets.items()}
+        others = {name: fleet.figures() for name, fleet in fleets.items()}
+    lines = {name: spread_of("cpu_seconds_per_version", seconds[name]) | others[name] for name in fleets}
+    bare = _bare_cpu_per_version(tables)
+    ratios = _ratios(seconds) | spread_of("eight_ratio", [each / bare for each in seconds["eight"]])
+    sizes = {"rows": rows, "dim": dim, "rounds": rounds}
+    figures = {**ratios, "bare_cpu_seconds_per_version": bare, **sizes, "fleets": lines}
+    _print(console, figures)
+    return figures
+
+
+class Fleet:
+    """The consumers of one service, and what is published to them."""
+
+    def __init__(
+        self,
+        service: Service,
+        publisher: Publisher,
+        tables: list[TableSpec],
+        replicas: Mapping[tuple[str, ...], Peer],
+    ) -> None:
+        self._service = service
+        self._publisher = publisher
+        self._tables = tables
+        self._replicas = replicas
+        self._values = np.random.default_rng(0)
+        self._step = 0
+        self._cpu: list[float] = []
+        self._system: list[float] = []
+        self._threads: dict[str, float] = {}
+        self._counted = 0
+        self._first = self._cut()
+
+    def turn(self, *, counted: bool) -> None:
+        """Publish a few cuts, each once the replicas have the one before."""
+        if counted and not self._counted:
+            self._threads = cpu_seconds_by_thread(self._service.pid)
+        self._counted += _CUTS_OF_A_TURN * counted
+        self._cpu.append(cpu_seconds(self._service.pid))
+        self._system.append(system_seconds(self._service.pid))
+        for _ in range(_CUTS_OF_A_TURN):
+            self._deliveries = self._cut()
+
+    def cpu_per_version(self) -> list[float]:
+        """CPU seconds per version, in each turn; none is less than what the kernel's clock can tell."""
+        seconds = pairwise([*self._cpu, cpu_seconds(self._service.pid)])
+        return [max(after - before, TICK_SECONDS) / _CUTS_OF_A_TURN for before, after in seconds]
+
+    def figures(self) -> dict[str, Any]:
+        """Memory, and what each consumer was given after the first cut, which has all rows."""
+        delivered = {
+            name: {"releases": releases - self._first[name][0], "rows": rows - self._first[name][1]}
+            for name, (releases, rows) in self._deliveries.items()
+        }
+        return {
+            "versions": self._step - 1,
+            "table_bytes": self._service.table_bytes,
+            "rest_bytes": resident_bytes(self._service.pid) - self._service.table_bytes,
+            "system_cpu_seconds_per_version": self._system_per_version(),
+            "thread_cpu_seconds_per_version": self._cpu_by_thread(),
+            "consumers": delivered,
+        }
+
+    def _system_per_version(self) -> float:
+        """Of the CPU seconds per version, those in the kernel, in the median turn."""
+        seconds = pairwise([*self._system[_WARM_UP:], system_seconds(self._service.pid)])
+        return statistics.median(after - before for before, after in seconds) / _CUTS_OF_A_TURN
+
+    def _cpu_by_thread(self) -> dict[str, float]:
+        """CPU seconds per version of each thread, the busiest first."""
+        spent = {
+            name: (seconds - self._threads.get(name, 0.0)) / self._counted
+            for name, seconds in cpu_seconds_by_thread(self._service.pid).items()
+        }
+        return dict(sorted(spent.items(), key=lambda each: -each[1]))
+
+    def _cut(self) -> dict[str, tuple[int, int]]:
+        """Publish a cut; the releases and rows that every replica was given once it has rows of it."""
+        rows = [
+            RowBatch.of_table(table, ids, self._values.standard_normal((len(ids), table.dim), np.float32))
+            for table in self._tables
+            for ids in [self._changed(table)]
+        ]
+        part = Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows, full=self._step == 0)
+        version = self._publisher.publish(part).result().number
+        self._step += 1
+        delivered: dict[str, tuple[int, int]] = {}
+        for names, peer in self._replicas.items():
+            delivered |= dict(zip(names, json.loads(peer.ask(str(version))), strict=True))
+        return delivered
+
+    def _changed(self, table: TableSpec) -> Ids:
+        if self._step == 0:
+            return np.arange(table.rows)
+        return np.arange(self._step % _CUTS_OF_ALL_ROWS, table.rows, _CUTS_OF_ALL_ROWS)
+
+
+@contextmanager
+def running_fleet(
+    policies: Mapping[str, Policy], tables: list[TableSpec], replicas_of_a_process: int = _REPLICAS_OF_A_PROCESS
+) -> Iterator[Fleet]:
+    """A service with a consumer of each policy, and a replica of each, so many in a process."""
+    token = secrets.token_hex()
+    with Children() as children:
+        service = children.service(admin_token=token)
+        for name, policy in policies.items():
+            Admin(Endpoint(service.http, token)).create_consumer(name, _MODEL, policy)
+        names, size = tuple(policies), replicas_of_a_process
+        groups = [names[start : start + size] for start in range(0, len(names), size)]
+        replicas = {group: children.peer("fleet", service.grpc, *group) for group in groups}
+        for peer in replicas.values():
+            peer.read()
+        options = PublisherOptions(
+            service=service.grpc, model=_MODEL, run="bench", run_started_unix_ns=time.time_ns()
+        )
+        with Publisher(options, tables, [Shard.whole(table) for table in tables]) as publisher:
+            yield Fleet(service, publisher, tables, replicas)
+
+
+def _bare_cpu_per_version(tables: Sequence[TableSpec]) -> float:
+    """CPU seconds of the bare lines for one version, all of the eight policies together."""
+    generator = np.random.default_rng(0)
+    arrays = [generator.standard_normal((2, table.rows, table.dim), np.float32) for table in tables]
+    seconds = []
+    for first in range(_CUTS_OF_ALL_ROWS):
+        started = time.process_time()
+        for policy in EIGHT.values():
+            for table, (rows, view) in zip(tables, arrays, strict=True):
+                if policy.follows(table):
+                    ids = np.arange(first, table.rows, _CUTS_OF_ALL_ROWS)
+                    np.linalg.norm(rows[ids] - view[ids], axis=1)
+                    encode(rows[ids], policy)
+        seconds.append(time.process_time() - started)
+    return statistics.median(seconds)
+
+
+def _ratios(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    eight, one, everything = seconds["eight"], seconds["one"], seconds["everything"]
+    return {
+        **spread_of("service_cpu_per_version_ratio", [a / b for a, b in zip(eight, one, strict=True)]),
+        **spread_of("policy_cpu_per_version_ratio", [a / b for a, b in zip(one, everything, strict=True)]),
+    }
+
+
+def _print(console: Console, figures: dict[str, Any]) -> None:
+    console.print(
+        f"consumers: cuts of {figures['rows'] // _CUTS_OF_ALL_ROWS:,} of {figures['rows']:,} rows x "
+        f"{figures['dim']} fp32, median of {figures['rounds']} rounds of {_CUTS_OF_A_TURN} cuts"
+    )
+    console.print(
+        "  consumers               service CPU per version   in the kernel   tables, views   the rest   "
+        "releases a version"
+    )
+    for name, line in figures["fleets"].items():
+        releases = statistics.mean(each["releases"] for each in line["consumers"].values()) / line["versions"]
+        console.print(
+            f"  {_SAYS[name]:<22}  {1e3 * line['cpu_seconds_per_version']:>20.1f} ms   "
+            f"{1e3 * line['system_cpu_seconds_per_version']:>10.1f} ms   "
+            f"{line['table_bytes'] / 1e6:>10.1f} MB  {line['rest_bytes'] / 1e6:>6.1f} MB   {releases:>18.2f}"
+        )
+    for key, says in (("service", "eight against one"), ("policy", "one against one without a policy")):
+        ratio, low, high = (figures[f"{key}_cpu_per_version_ratio{end}"] for end in ("", "_low", "_high"))
+        console.print(f"  {says}: ratio {ratio:.2f} ({low:.2f} to {high:.2f})")
+    _print_eight(console, figures)
+
+
+def _print_eight(console: Console, figures: dict[str, Any]) -> None:
+    bare, ratio, low, high = (
+        figures[key]
+        for key in ("bare_cpu_seconds_per_version", "eight_ratio", "eight_ratio_low", "eight_ratio_high")
+    )
+    console.print(
+        f"  eight against the bare gathers, norms and encodings ({1e3 * bare:.1f} ms): ratio {ratio:.2f} "
+        f"({low:.2f} to {high:.2f})   (aim: at most 1)"
+    )
+    for name, line in figures["fleets"].items():
+        spent = line["thread_cpu_seconds_per_version"].items()
+        threads = ", ".join(f"{thread} {1e3 * each:.1f}" for thread, each in spent if each > _SHOWN_SECONDS)
+        console.print(f"  ms of threads, {_SAYS[name]}: {threads}")

@@ -1,0 +1,1 @@
+"""`python -m tests.bench pipelines`: the training pipelines beside TorchRec's."""

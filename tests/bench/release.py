@@ -1,0 +1,245 @@
+"""Time of one release, against the bare NumPy gathers and norms without which there is no ranking.
+
+A release of the largest tenth of 1 M dirty rows: the view looks at every dirty row, ranks, encodes what it takes,
+writes that to the log and then to itself, and keeps its digests. It is done as the service does it, on the model's
+thread, but in this process. The bare figure is one line on the same arrays, in the same process and in turns:
+
+    np.linalg.norm(table[ids] - view[ids], axis=1)
+
+Before each round every dirty row gets new values, so that the view has to look at all of them again. A fifth of
+the table never changes: rows with gaps between them must be gathered. The bare line reads the view in fp32;
+releases in other types are compared with the same figure.
+
+The line makes four arrays of the size of all dirty rows. It is called a few times in a round and the quickest call
+counts, since the others include the time to find memory. A second figure is the same line over blocks of rows,
+which makes only small arrays and is quicker.
+"""
+
+import asyncio
+import pstats
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from cProfile import Profile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from deltasync.core.policy import Policy
+from deltasync.core.process import keep_freed_memory
+from deltasync.core.rows import BLOCK_ROWS, Ids, RowBatch
+from deltasync.core.seal import Seal
+from deltasync.core.tables import TableSpec
+from deltasync.core.value_types import ValueType
+from deltasync.feeds.model import Model
+from deltasync.feeds.statistics import ReleaseStatistics
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions, LogStore
+from tests.bench.timing import spread_of
+from deltasync.views.view import View
+
+TOP_K = 0.1
+POLICIES = {kind.value: Policy(top_k=TOP_K, value_type=kind) for kind in ValueType}
+# What the ratio of each of these types is called, and what it is to be at most.
+FIGURES = {"release": "fp32", "int8": "int8"}
+AIMS = {"fp32": 0.3, "int8": 0.5}
+# The first rounds touch every page of tables and log for the first time.
+WARM_UP = 2
+_BARE, _BLOCKED, _BARE_CALLS = "bare", "blocked", 3
+# The parts of a release on the model's thread: the files and functions of `deltasync.views` that do them.
+_PARTS = {
+    "look": {("table.py", "advance"), ("table.py", "finish")},
+    "pick": {("ranking.py", "pick")},
+    "give": {("release_draft.py", "draw"), ("release_maker.py", "_apply")},
+}
+
+Floats = NDArray[Any]
+F = TypeVar("F", bound=Callable[..., Any])
+Round = Mapping[str, float]
+
+
+def release_options(command: F) -> F:
+    """Add the options of the sizes to a click command."""
+    for name, default, meaning in (
+        ("--rounds", 7, "Rounds, in each of which every value type and NumPy have a turn."),
+        ("--dim", 64, "Values of a row."),
+        ("--rows", 1_000_000, "Dirty rows."),
+    ):
+        command = click.option(name, type=click.IntRange(1), default=default, help=meaning)(command)
+    return command
+
+
+def run(console: Console, rows: int, dim: int, rounds: int) -> dict[str, Any]:
+    """Measure, print and return the figures."""
+    keep_freed_memory()
+    with tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder:
+        figures = asyncio.run(_measure(Path(folder), rows, dim, rounds))
+    _print(console, figures)
+    return figures
+
+
+class ChangingTable:
+    """The rows of a model's one table, which all change at every cut.
+
+    Attributes:
+        model: the model.
+        ids: of the rows that change: four in five of the table's, in no regular order.
+    """
+
+    def __init__(self, model: Model, rows: int, dim: int) -> None:
+        generator = np.random.default_rng(0)
+        self.table = TableSpec("bench", rows + rows // 4 + 1, dim)
+        self.ids = np.sort(generator.choice(self.table.rows, rows, replace=False))
+        self.model = model
+        self._values = generator.standard_normal((rows, dim), np.float32)
+        # Some rows always change more than others.
+        self._change = generator.standard_normal((rows, dim), np.float32) * generator.random((rows, 1), np.float32)
+        self._version = 0
+
+    async def change(self) -> None:
+        """Give every one of them new values, in a cut of their own."""
+        self._values += self._change
+        self._version += 1
+        seal = _sealed(self._version, len(self.ids), self.table)
+        self.model.seals.append(seal)
+        await self.model.apply_cut(seal, [RowBatch.of_table(self.table, self.ids, self._values)])
+
+
+async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, Any]:
+    async with _model(folder) as (model, _):
+        changing = ChangingTable(model, rows, dim)
+        await model.add_tables([changing.table])
+        await changing.change()
+        views = {name: View(name, model, folder / name) for name in POLICIES}
+        for name, view in views.items():
+            await view.prepare(POLICIES[name])
+        seconds = [await _round(changing, views) for _ in range(WARM_UP + rounds)]
+        releases = {name: view.state.newest.statistics for name, view in views.items() if view.state.newest}
+        await changing.change()
+        parts = {name: await _parts(view, POLICIES[name]) for name, view in views.items()}
+    sizes = {"rows": rows, "table_rows": changing.table.rows, "dim": dim, "rounds": rounds}
+    return _figures(seconds[WARM_UP:], parts, releases) | sizes
+
+
+def _figures(
+    rounds: Sequence[Round], parts: Mapping[str, Mapping[str, float]], releases: Mapping[str, ReleaseStatistics]
+) -> dict[str, Any]:
+    kinds = {
+        name: {
+            **spread_of("time_ratio", [one[name] / one[_BARE] for one in rounds]),
+            **spread_of("blocked_time_ratio", [one[name] / one[_BLOCKED] for one in rounds]),
+            "seconds": statistics.median(one[name] for one in rounds),
+            "parts": parts[name],
+            "released_rows": release.taken.rows,
+            "released_bytes": release.taken.bytes,
+            "dirty_rows": release.taken.rows + release.backlog.rows,
+        }
+        for name, release in releases.items()
+    }
+    ratios = {
+        f"{name}_{key}": value
+        for name, kind in FIGURES.items()
+        for key, value in kinds[kind].items()
+        if "time_ratio" in key
+    }
+    bare = {f"{name}_seconds": statistics.median(one[name] for one in rounds) for name in (_BARE, _BLOCKED)}
+    return {**ratios, **bare, "value_types": kinds}
+
+
+@asynccontextmanager
+async def _model(folder: Path) -> AsyncIterator[tuple[Model, LogStore]]:
+    log = LmdbStore(LogOptions(directory=folder / "log"))
+    model = Model("bench", log, folder)
+    try:
+        yield model, log
+    finally:
+        await model.close()
+        log.close()
+
+
+async def _round(changing: ChangingTable, views: Mapping[str, View]) -> Round:
+    await changing.change()
+    table, view = (np.asarray(each.rows) for each in (changing.model.tables[0], views["fp32"].tables[0]))
+    blocks = np.split(changing.ids, range(BLOCK_ROWS, len(changing.ids), BLOCK_ROWS))
+    seconds = {_BARE: _bare(table, view, [changing.ids]), _BLOCKED: _bare(table, view, blocks)}
+    for name, one in views.items():
+        started = time.perf_counter()
+        await one.make_release(POLICIES[name], 0)
+        seconds[name] = time.perf_counter() - started
+    return seconds
+
+
+def _bare(table: Floats, view: Floats, blocks: Sequence[Ids]) -> float:
+    """Seconds of the quickest of a few calls."""
+    seconds = []
+    for _ in range(_BARE_CALLS):
+        started = time.perf_counter()
+        for ids in blocks:
+            np.linalg.norm(table[ids] - view[ids], axis=1)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+async def _parts(view: View, policy: Policy) -> dict[str, float]:
+    """Seconds of each part of one more release, under the profiler, which makes it a little longer."""
+    profile = Profile()
+    await view.model.on_thread(profile.enable)
+    await view.make_release(policy, 0)
+    await view.model.on_thread(profile.disable)
+    return {name: _cumulative(profile, part) for name, part in _PARTS.items()}
+
+
+def _cumulative(profile: Profile, functions: set[tuple[str, str]]) -> float:
+    found: dict[tuple[str, int, str], tuple[int, int, float, float, Any]]
+    found = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    return sum(
+        line[3]
+        for (path, _, name), line in found.items()
+        if Path(path).parent.name == "views" and (Path(path).name, name) in functions
+    )
+
+
+def _sealed(version: int, rows: int, table: TableSpec) -> Seal:
+    now = time.time_ns()
+    return Seal(
+        version=version,
+        step=version,
+        run="bench",
+        run_started_unix_ns=now,
+        world_size=1,
+        rows=rows,
+        bytes=rows * table.row_bytes,
+        log_bytes=0,
+        step_end_unix_ns=now,
+        sealed_unix_ns=now,
+    )
+
+
+def _print(console: Console, figures: dict[str, Any]) -> None:
+    console.print(
+        f"release: {figures['rows']:,} dirty rows of {figures['table_rows']:,} x {figures['dim']} fp32, top_k "
+        f"{100 * TOP_K:g} %, median of {figures['rounds']} rounds"
+    )
+    for name, says in ((_BARE, "bare NumPy gathers and norms"), (_BLOCKED, "the same in blocks of rows")):
+        console.print(f"  {says:<30} {1e3 * figures[f'{name}_seconds']:>5.0f} ms")
+    console.print(
+        "  type       release    ratio                  to blocks      look      pick      give     bytes given"
+    )
+    for name, line in figures["value_types"].items():
+        _print_kind(console, name, line)
+
+
+def _print_kind(console: Console, name: str, line: dict[str, Any]) -> None:
+    ratio = f"{line['time_ratio']:.2f} ({line['time_ratio_low']:.2f} to {line['time_ratio_high']:.2f})"
+    parts = "  ".join(f"{1e3 * line['parts'][part]:>5.0f} ms" for part in _PARTS)
+    aim = f"   (aim: a ratio of at most {AIMS[name]})" if name in AIMS else ""
+    console.print(
+        f"  {name:<8}   {1e3 * line['seconds']:>5.0f} ms   {ratio}   {line['blocked_time_ratio']:>9.2f}  {parts}  "
+        f"{line['released_bytes'] / 1e6:>8.1f} MB{aim}"
+    )

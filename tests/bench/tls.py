@@ -1,0 +1,82 @@
+"""Throughput from publish to applied with mutual TLS, over the same in plain text.
+
+Two services, each with a trainer and a replica, take turns: one with mutual TLS and roles, one without. A row
+crosses two streams on its way, and is encrypted and decrypted on both.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from deltasync.client import Admin, Policy, Publisher, PublisherOptions, Shard
+from deltasync.core.process import keep_freed_memory
+from tests.bench.children import Children
+from tests.bench.publish import (
+    CUTS,
+    DIM,
+    ROUNDS,
+    ROWS,
+    TABLE,
+    WARM_UP,
+    Turn,
+    publish_rows,
+    publish_to_applied,
+    timed,
+)
+from deltasync.trainer.demo.credentials import ADMIN, TRAINER, Plain, Secure
+from deltasync.trainer.demo.options import Fleet
+
+_MODEL, _REPLICA = "bench", "bench"
+
+
+def run(console: Console) -> dict[str, Any]:
+    """Measure, print and return the figures."""
+    keep_freed_memory()
+    values = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
+    with ExitStack() as stack:
+        turns = [stack.enter_context(_path(values, secure=secure)) for secure in (True, False)]
+        rounds = [[turn(number) for turn in turns] for number in range(WARM_UP + ROUNDS)]
+    return _report(console, [(tls, plain) for tls, plain in rounds[WARM_UP:]])
+
+
+@contextmanager
+def _path(values: NDArray[np.float32], *, secure: bool) -> Iterator[Callable[[int], Turn]]:
+    """A service with a trainer and a replica: what carries all rows from one to the other, in a numbered round."""
+    with Children() as children:
+        fleets = [Fleet(_MODEL, (_REPLICA,), Policy())]
+        credentials = Secure(children.processes.folder, _MODEL, fleets) if secure else Plain()
+        service = credentials.start(children.processes, 1, [])
+        Admin(credentials.endpoint(ADMIN)).create_consumer(_MODEL, _MODEL, Policy())
+        replica = children.peer("replica", credentials.arguments(_REPLICA)[-1])
+        replica.read()
+        options = PublisherOptions(
+            service=credentials.endpoint(TRAINER), model=_MODEL, run="bench", run_started_unix_ns=time.time_ns()
+        )
+        with Publisher(options, [TABLE], [Shard.whole(TABLE)]) as publisher:
+            publish_rows(publisher, values, step=1, cuts=1)
+            yield timed(service.pids, lambda n: publish_to_applied(publisher, replica.ask, values, n))
+
+
+def _report(console: Console, rounds: list[tuple[Turn, Turn]]) -> dict[str, Any]:
+    size = ROWS * TABLE.row_bytes / 1e9
+    kinds = list(zip(*rounds, strict=True))
+    tls, plain = (size / statistics.median(turn.seconds for turn in turns) for turns in kinds)
+    tls_cpu, plain_cpu = (statistics.median(turn.cpu_seconds for turn in turns) / size for turns in kinds)
+    ratio = statistics.median(plain.seconds / tls.seconds for tls, plain in rounds)
+    console.print(f"tls: {ROWS:,} rows x {DIM} fp32 in {CUTS} cuts, median of {len(rounds)} rounds")
+    console.print(f"  publish to applied, plain text  {plain:.2f} GB/s   CPU of the service {plain_cpu:.2f} s/GB")
+    console.print(f"  the same with mutual TLS        {tls:.2f} GB/s   CPU of the service {tls_cpu:.2f} s/GB")
+    console.print(f"  ratio                           {ratio:.2f}  (aim 0.6)")
+    return {
+        "tls_ratio": ratio,
+        "tls_cpu_ratio": tls_cpu / plain_cpu,
+        "tls_gb_per_second": tls,
+        "plain_gb_per_second": plain,
+        "rounds": len(rounds),
+    }

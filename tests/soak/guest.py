@@ -1,0 +1,120 @@
+"""A model that the soak itself publishes and follows, there for one fault."""
+
+import time
+from typing import Self
+
+import numpy as np
+
+from deltasync.client import (
+    NumpyTarget,
+    Part,
+    Position,
+    Publisher,
+    PublisherOptions,
+    Release,
+    RowBatch,
+    Shard,
+    Subscriber,
+    SubscriberOptions,
+    TableSpec,
+)
+from deltasync.core.errors import DeltasyncError
+from deltasync.core.policy import Policy
+from tests.soak.world import SoakFailed, World
+
+ROWS, _DIM = 100, 4
+_SECONDS = 120.0
+
+
+class GuestTarget(NumpyTarget):
+    """Arrays, and the largest number that they ever had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0.0
+
+    def apply(self, release: Release) -> None:
+        """See `Target`."""
+        super().apply(release)
+        self.largest = max([self.largest, *(float(rows.max()) for rows in self.tables.values())])
+
+
+class Guest:
+    """A model of this name, a consumer of the same name, and its replica. Used in one thread.
+
+    Each run publishes its number as all values of the first rows of its tables, and nothing else.
+
+    Attributes:
+        target: what its replica holds.
+        subscriber: which keeps that up to date.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        self.name = name
+        self._world = world
+        self._runs = 0
+        self._wanted: dict[str, int] = {}
+        self._held = Position()
+        self._service = world.links.open(name, world.grpc)
+        self.follow()
+
+    def follow(self) -> None:
+        """Make the consumer, and have a replica."""
+        self._world.call(lambda admin: admin.create_consumer(self.name, self.name, Policy()))
+        self.join()
+
+    def join(self) -> None:
+        """Have a replica that holds nothing, whose name the one before has had, too."""
+        self.target = GuestTarget()
+        options = SubscriberOptions(service=self._service, consumer=self.name, replica="guest")
+        self.subscriber = Subscriber(options, self.target)
+
+    def publish(self, value: float | None = None, **rows: int) -> None:
+        """Have a run publish its number, or another value, in so many rows of these tables, and end."""
+        self._runs += 1
+        shards = [Shard(TableSpec(name, ROWS, _DIM), 0, ROWS, 0, _DIM) for name in rows]
+        options = PublisherOptions(
+            service=self._service,
+            model=self.name,
+            run=f"{self.name}-{self._runs}",
+            run_started_unix_ns=time.time_ns(),
+        )
+        values = {name: np.full((count, _DIM), value or self._runs, np.float32) for name, count in rows.items()}
+        batches = [RowBatch(each, np.arange(rows[each.table.name]), values[each.table.name]) for each in shards]
+        part = Part(step=self._runs, step_end_unix_ns=time.time_ns(), rows=batches, full=True)
+        with Publisher(options, [each.table for each in shards], shards) as publisher:
+            self._held = publisher.publish(part).result(_SECONDS)
+        self._wanted = rows
+
+    def expect(self) -> None:
+        """Wait until the replica holds what was published last, and see whether it holds just that.
+
+        Raises:
+            SoakFailed: it does not.
+        """
+        self.subscriber.wait_for(self._held, _SECONDS)
+        self.subscriber.check()
+        found = {name: int((rows == self._runs).all(axis=1).sum()) for name, rows in self.target.tables.items()}
+        rest = {name: int((rows == 0).all(axis=1).sum()) for name, rows in self.target.tables.items()}
+        if found != self._wanted or any(rest[name] != ROWS - found[name] for name in found):
+            raise SoakFailed(
+                f"{self.name} was published {self._wanted}, and its replica holds {found}, {rest} zeros"
+            )
+
+    def leave(self) -> None:
+        """Have no replica, no consumer, and no model any more."""
+        self.subscriber.close()
+        self._world.settle(lambda admin: admin.delete_consumer(self.name))
+        self._world.settle(lambda admin: admin.delete_model(self.name))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.leave()
+        except DeltasyncError:
+            if kind is None:  # Else what has failed first is to be told.
+                raise
+        finally:
+            self._world.links.on_loop(self._world.link(self.name).close())

@@ -1,0 +1,112 @@
+"""One rank of a TorchRec trainer, which saves checkpoints as it goes, and begins with the newest there is.
+
+python -m tests.soak.torchrec_rank --service localhost:50051 --rank 0 --ranks 1 --port 4242 --folder ..
+"""
+
+import json
+import os
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import service_options
+from deltasync.client import Endpoint
+from deltasync.core.logs import log_to_stderr
+from deltasync.trainer.clicks.checkpoints import Checkpoints
+from deltasync.trainer.clicks.micro_batches import micro_batches
+from deltasync.trainer.clicks.model import ClickModel
+from deltasync.trainer.clicks.stream_options import StreamOptions
+from deltasync.trainer.clicks.training_options import TrainingOptions
+from deltasync.trainer.distributed.agreement import on_any_rank
+from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks
+from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
+from deltasync.trainer.pipelines import OnlinePipeline
+from tests.soak.fleet import CLICKS
+from tests.soak.rank import stop_file
+from tests.soak.stores import CLICK_MODEL
+from deltasync.trainer.sync import DeltaSync, SyncOptions
+
+_EVENTS, _BATCH, _EVENTS_PER_SECOND = 1_000_000, 32, 160.0
+_CHECKPOINT_EVERY = 20
+
+
+def _stream() -> StreamOptions:
+    return StreamOptions(
+        data="synthetic",
+        events=_EVENTS,
+        events_per_second=_EVENTS_PER_SECOND,
+        batch_size=_BATCH,
+        seed=0,
+        start_file=None,
+        model=CLICK_MODEL,
+    )
+
+
+def _train(pipeline: OnlinePipeline, sync: DeltaSync, checkpoints: Checkpoints, stop: Path) -> None:
+    batches = (batch for batch, _ in micro_batches(_stream(), TrainingOptions(), sync.tracker.steps))
+    while on_any_rank([stop.exists()]) == [False]:
+        pipeline.progress(batches)
+        sync.step()
+        checkpoints.step()
+    checkpoints.finish()
+
+
+def _write(folder: Path, sync: DeltaSync) -> None:
+    """This rank's shards, for `demo.compare.trainer_tables`."""
+    rank, trained = dist.get_rank(), [each for each in sync.tracker.shards if each.shard.table.kind.trained]
+    arrays = {f"shard{number}": each.weight.detach().cpu().numpy() for number, each in enumerate(trained)}
+    np.savez(folder / f"tables-trainer-{rank}.npz", allow_pickle=False, **arrays)
+    tables = {each.shard.table for each in trained}
+    facts = {
+        "tables": [(table.name, table.rows, table.dim, table.dtype.str) for table in tables],
+        "parameters": [table.name for table in tables if not table.kind.ranked],
+        "shards": [[each.shard.table.name, each.shard.row_offset, each.shard.col_offset] for each in trained],
+    }
+    (folder / f"trainer-{rank}.json").write_text(json.dumps(facts))
+
+
+def _join(rank: int, ranks: int, port: int) -> torch.device:
+    """Join the others, as under torchrun."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    return join_ranks()
+
+
+def _run(service: Endpoint, folder: Path, device: torch.device) -> None:
+    """Train until there is a stop file; nothing of the model is left after it."""
+    torch.manual_seed(0)
+    click_model = ClickModel(_stream().model, torch.device("meta"))
+    model, optimizer = shard(click_model, click_tables(), OptimizerOptions(), device)
+    pipeline = OnlinePipeline(model, optimizer, device, TrainingOptions().pipeline)
+    sync = DeltaSync(model, SyncOptions(service=service, model=CLICKS, publish_every=1))
+    checkpoints = Checkpoints(folder / CLICKS, _CHECKPOINT_EVERY, model, optimizer, sync)
+    checkpoints.load()
+    with sync:
+        sync.flush()
+        _train(pipeline, sync, checkpoints, stop_file(folder, CLICKS))
+    pipeline.detach()
+    _write(folder, sync)
+
+
+@click.command(context_settings=CONTEXT)
+@service_options(default=None)
+@click.option("--rank", type=int, required=True, help="Number of the rank.")
+@click.option("--ranks", type=int, required=True, help="How many there are.")
+@click.option("--port", type=int, required=True, help="Where the first rank listens for the others.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), required=True, help="Folder of checkpoints and results."
+)
+def main(service: Endpoint, rank: int, ranks: int, port: int, folder: Path) -> None:
+    """Train, and publish every step, until there is a stop file."""
+    log_to_stderr()
+    device = _join(rank, ranks, port)
+    _run(service, folder, device)
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    main()

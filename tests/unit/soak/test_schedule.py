@@ -1,0 +1,38 @@
+import itertools
+
+import pytest
+
+from tests.soak.faults.kinds import KINDS, kinds_of
+from tests.soak.fleet import fleet_of
+from tests.soak.options import SoakOptions
+from tests.soak.schedule import schedule
+
+EVERYTHING = kinds_of(fleet_of(small=False, redis=True))
+GAP = SoakOptions.mean_gap
+
+
+def test_the_same_seed_gives_the_same_schedule_and_another_one_another() -> None:
+    assert schedule(5, 300, EVERYTHING, GAP) == schedule(5, 300, EVERYTHING, GAP)
+    assert schedule(5, 300, EVERYTHING, GAP) != schedule(6, 300, EVERYTHING, GAP)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_in_five_minutes_every_kind_comes(seed: int) -> None:
+    assert {fault.kind for fault in schedule(seed, 300, EVERYTHING, GAP)} == set(KINDS)
+
+
+def test_faults_come_in_order_within_the_time() -> None:
+    times = [fault.at for fault in schedule(1, 60, EVERYTHING, GAP)]
+    assert times == sorted(times)
+    assert times[0] > 0
+    assert times[-1] <= 60
+    assert all(0 <= fault.pick < 1 for fault in schedule(1, 60, EVERYTHING, GAP))
+
+
+def test_some_faults_begin_before_the_one_before_them_is_over() -> None:
+    faults = schedule(1, 300, EVERYTHING, GAP)
+    assert any(later.at < earlier.at + earlier.seconds for earlier, later in itertools.pairwise(faults))
+
+
+def test_what_needs_torchrec_does_not_come_without() -> None:
+    assert set(KINDS) - set(kinds_of(fleet_of(small=True, redis=False))) == {"kill TorchRec rank"}

@@ -1,1 +1,0 @@
-"""`deltasync bench pipelines`: the training pipelines beside TorchRec's."""

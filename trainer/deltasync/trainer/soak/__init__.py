@@ -1,1 +1,0 @@
-"""`deltasync soak`: trainers, the service and replicas under a schedule of faults, and what is left of rows."""
