@@ -67,14 +67,9 @@ _add(
     "freshness",
     "Time from a trainer's publish of a small cut to a replica's rows, against two bare gRPC hops and one write.",
 )
-_add("fanout", "CPU time of the service for forty replicas of one consumer, against one replica.")
-_add("acks", "Time of a seal while 200 replicas acknowledge, against the same without any.")
-_add("log", "Throughput of a log that one broker keeps, and three, against that in LMDB.")
 _add("failover", "Time until the next cut is sealed after the owner of a model was killed, or has given it away.")
-_add("memory", "What the service holds beside its tables and stamps.")
 _add("release", "Time of a release by a consumer's policy, against NumPy's gathers and norms of the same rows.")
 _add("apply", "Time to apply changed rows, in the service and in a replica, against a bare NumPy scatter.")
-_add("pause", "Pause of readers while releases are applied, against a bare NumPy scatter of the same rows.")
 _add(
     "restart",
     "Bytes that a trainer publishes which restarts behind what is published, over those of the rows it lacks.",
@@ -83,9 +78,6 @@ _add("scale", "Time of a cut into a large table, and of /lag, against the same w
 _add("serve", "Lookups of a quantised predictor while its rows are replaced, against the same without updates.")
 _add("quality", "AUC of replicas with different policies, and the bytes each is sent.")
 _add("consumers", "CPU time and memory of the service for eight consumers with different policies, against one.")
-_add("many", "CPU time of the service for 200 consumers with policies, and for 2,000 tables, against one and 20.")
-_add("status", "Time of a cut while status is asked for 200 times a second, and of /metrics with 1,000 tables.")
-_add("tracking", "Step time of the demo's model with tracking and publishing on, against off.", "step_time")
 _add("tracker", "Time and memory of the tracker beside TorchRec's, and step time with it against without.")
 _add(
     "pipelines",

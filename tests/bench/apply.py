@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import click
 import numpy as np
 from rich.console import Console
+from tests.bench.timing import spread_of
 
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableSpec
 from deltasync.client.checksums import TargetChecksums
@@ -25,7 +26,6 @@ from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import BLOCK_ROWS
 from deltasync.core.stamps import StampedTable
 from deltasync.kernels.compiled import warm
-from tests.bench.timing import spread_of
 
 _BARE, _SERVICE, _GIVEN, _REPLICA = "bare", "service", "given", "replica"
 _WARM_UP, _BATCHES = 2, 3

@@ -16,6 +16,7 @@ from typing import Any
 import click
 import numpy as np
 from rich.console import Console
+from tests.bench.timing import spread_of
 
 from deltasync.client import (
     Admin,
@@ -34,7 +35,6 @@ from deltasync.client import (
 )
 from deltasync.client.route import Route
 from deltasync.core.errors import DeltasyncError
-from tests.bench.timing import spread_of
 from deltasync.trainer.demo.brokers import Brokers
 from deltasync.trainer.demo.processes import Processes
 from deltasync.trainer.demo.services import LEASE_SECONDS, Services, shared_log

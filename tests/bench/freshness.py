@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-
-from deltasync.client import Part, Publisher, PublisherOptions, RowBatch, Shard, TableSpec
-from deltasync.core.process import keep_freed_memory
 from tests.bench.children import Children, Peer
 from tests.bench.echo import Echo
 from tests.bench.timing import spread_of
+
+from deltasync.client import Part, Publisher, PublisherOptions, RowBatch, Shard, TableSpec
+from deltasync.core.process import keep_freed_memory
 from deltasync.wire.row_messages import part_chunk
 
 ROWS, DIM, CUT_ROWS = 100_000, 16, 2_000

@@ -3,12 +3,9 @@
     python -m tests.bench.peers replica SERVICE        a replica with NumPy tables
     python -m tests.bench.peers clock SERVICE          the same, which knows when it has applied what
     python -m tests.bench.peers fleet SERVICE NAME...  a replica of each of these consumers
-    python -m tests.bench.peers twins SERVICE FIRST N  so many replicas of one, numbered from the first
-    python -m tests.bench.peers acks SERVICE N SECONDS  so many of one that only acknowledge
     python -m tests.bench.peers echo                   a bare gRPC server that sends back what comes
     python -m tests.bench.peers sink                   a bare gRPC server that counts a stream
     python -m tests.bench.peers source SINK ROWS DIM   a bare gRPC client that sends rows to a sink
-    python -m tests.bench.peers scraper URL            one who asks for a service's status
 
 Each answers a line on its standard input with a line. The replica's SERVICE may be the file of an endpoint.
 `tuned-sink` and `tuned-source` keep freed memory, as the service and the replica do.
@@ -25,13 +22,11 @@ from typing import Any
 
 import grpc.aio
 import numpy as np
+from tests.bench.echo import serve_echo
 
 from deltasync.client import Endpoint, NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
 from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import Ids, RowBatch, Values
-from tests.bench.acking_fleet import acking_fleet
-from tests.bench.echo import serve_echo
-from tests.bench.scraper import scraper
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.row_messages import chunked
 
@@ -45,7 +40,7 @@ class Sink(publish_pb2_grpc.PublishServiceServicer):
     async def Publish(  # noqa: N802  # named as in the .proto file
         self,
         request_iterator: AsyncIterator[publish_pb2.PublishRequest],
-        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[publish_pb2.PublishResponse]:
         """Answer once the close has arrived."""
         async for request in request_iterator:
@@ -54,8 +49,8 @@ class Sink(publish_pb2_grpc.PublishServiceServicer):
 
     async def Wanted(  # noqa: N802  # likewise
         self,
-        request: publish_pb2.WantedRequest,  # noqa: ARG002
-        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002
+        request: publish_pb2.WantedRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> publish_pb2.WantedResponse:
         """Want nothing."""
         return publish_pb2.WantedResponse()
@@ -133,12 +128,12 @@ class FleetReplica:
         rows: of these.
     """
 
-    def __init__(self, service: str, consumer: str, name: str = "bench") -> None:
+    def __init__(self, service: str, consumer: str) -> None:
         self.releases = self.rows = 0
         self._version = 0
         self._tables = NumpyTarget()
         self._moved = threading.Condition()
-        options = SubscriberOptions(service=service, consumer=consumer, replica=name)
+        options = SubscriberOptions(service=service, consumer=consumer, replica="bench")
         self._subscriber = Subscriber(options, self)
 
     def apply(self, release: Release) -> None:
@@ -172,15 +167,7 @@ def fleet(service: str, consumers: Sequence[str]) -> None:
     """Follow consumers; at every line, wait until the replica of each has rows of the version it names, and answer
     with the releases and rows that each was given by then.
     """
-    _follow([FleetReplica(service, consumer) for consumer in consumers])
-
-
-def twins(service: str, first: int, count: int) -> None:
-    """Follow consumer "bench" with so many replicas, likewise."""
-    _follow([FleetReplica(service, "bench", str(number)) for number in range(first, first + count)])
-
-
-def _follow(members: Sequence[FleetReplica]) -> None:
+    members = [FleetReplica(service, consumer) for consumer in consumers]
     _answer("ready")
     for line in sys.stdin:
         for member in members:
@@ -197,22 +184,16 @@ def _answer(text: str) -> None:
 
 def main(role: str, *arguments: str) -> None:
     """Play one of the roles."""
-    if role in ("replica", "clock", "fleet", "twins") or role.startswith("tuned-"):
+    if role in ("replica", "clock", "fleet") or role.startswith("tuned-"):
         keep_freed_memory()
     if role == "replica":
         replica(arguments[0])
     elif role == "clock":
         clock(arguments[0])
-    elif role == "acks":
-        asyncio.run(acking_fleet(arguments[0], int(arguments[1]), float(arguments[2])))
     elif role == "echo":
         asyncio.run(serve_echo())
-    elif role == "twins":
-        twins(arguments[0], int(arguments[1]), int(arguments[2]))
     elif role == "fleet":
         fleet(arguments[0], arguments[1:])
-    elif role == "scraper":
-        scraper(arguments[0])
     elif role.endswith("sink"):
         asyncio.run(sink())
     else:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
+from tests.bench.children import Children
+from tests.bench.process import cpu_seconds
 
 from deltasync.client import Part, Position, Publisher, PublisherOptions, RowBatch, Shard, TableSpec
 from deltasync.core.process import keep_freed_memory
-from tests.bench.children import Children
-from tests.bench.process import cpu_seconds
 
 ROWS, DIM, CUTS = 1_000_000, 64, 20
 # The first rounds touch every page of tables and log for the first time.

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from deltasync.client import Policy, ValueType
-from deltasync.core.errors import NotFound
 from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.stream_options import StreamOptions
 from deltasync.trainer.clicks.training_options import TrainingOptions
@@ -163,17 +162,9 @@ def _print(console: Console, name: str, figures: dict[str, Any]) -> None:
 
 
 def draw(streams: dict[str, dict[str, Any]], file: Path) -> None:
-    """Draw AUC over bytes sent, a panel for each stream, into a PNG.
+    """Draw AUC over bytes sent, a panel for each stream, into a PNG."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        NotFound: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise NotFound(
-            "the plot needs matplotlib: run `make install`, or pip install 'deltasync[bench]'"
-        ) from error
     figure = Figure(figsize=(6.5 * len(streams), 4.5), layout="constrained")
     panels = figure.subplots(1, len(streams), squeeze=False)[0]
     for panel, (name, figures) in zip(panels, streams.items(), strict=True):

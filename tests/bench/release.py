@@ -30,6 +30,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
+from tests.bench.timing import spread_of
 
 from deltasync.core.policy import Policy
 from deltasync.core.process import keep_freed_memory
@@ -41,7 +42,6 @@ from deltasync.feeds.model import Model
 from deltasync.feeds.statistics import ReleaseStatistics
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions, LogStore
-from tests.bench.timing import spread_of
 from deltasync.views.view import View
 
 TOP_K = 0.1

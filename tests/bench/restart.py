@@ -12,9 +12,9 @@ import click
 import numpy as np
 import torch
 from rich.console import Console
+from tests.bench.children import Children
 from torch import nn
 
-from tests.bench.children import Children
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 F = TypeVar("F", bound=Callable[..., Any])

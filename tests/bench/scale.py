@@ -7,6 +7,7 @@ and a few far more often than others, as in Zipf's law with the exponent 0.9, wh
 figure is the worse of the two.
 """
 
+import http.client
 import secrets
 import statistics
 import time
@@ -18,6 +19,9 @@ from urllib.parse import urlsplit
 import click
 import numpy as np
 from rich.console import Console
+from tests.bench.children import Children, Peer
+from tests.bench.process import TICK_SECONDS, cpu_seconds
+from tests.bench.timing import spread_of
 
 from deltasync.client import (
     Admin,
@@ -31,10 +35,6 @@ from deltasync.client import (
     TableSpec,
 )
 from deltasync.core.rows import Ids
-from tests.bench.children import Children, Peer
-from tests.bench.process import TICK_SECONDS, cpu_seconds
-from tests.bench.scraper import connection_to, fetch
-from tests.bench.timing import spread_of
 
 POLICIES = {"": Policy(), "topk_": Policy(top_k=0.1)}
 _SAYS = {"": "everything", "topk_": "top-k 10 %"}
@@ -46,6 +46,7 @@ _SCATTER = 2_654_435_761
 # The first cuts touch pages and memory for the first time, and the rows that a policy leaves are few.
 _WARM_UP = 20
 _PUBLISHED_AT_ONCE = 1_000_000
+_ANSWER_SECONDS = 60.0
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -98,7 +99,7 @@ class SizedTable:
     def __init__(self, spec: TableSpec, service: int, http_url: str, publisher: Publisher, replica: Peer) -> None:
         self.spec = spec
         self._service = service
-        self._connection = connection_to(urlsplit(http_url).netloc)
+        self._connection = http.client.HTTPConnection(urlsplit(http_url).netloc, timeout=_ANSWER_SECONDS)
         self._publisher = publisher
         self._replica = replica
         self._generator = np.random.default_rng(0)
@@ -112,7 +113,13 @@ class SizedTable:
 
     def lag(self) -> float:
         """Ask for the lag of its consumer: seconds until it is there."""
-        return fetch(self._connection, f"/consumers/{_MODEL}/lag")
+        started = time.perf_counter()
+        self._connection.request("GET", f"/consumers/{_MODEL}/lag")
+        answer = self._connection.getresponse()
+        answer.read()
+        if answer.status != http.HTTPStatus.OK:
+            raise RuntimeError(f"/lag is answered with status {answer.status}")
+        return time.perf_counter() - started
 
     def cpu_seconds(self) -> float:
         """Of the service, up to now."""

@@ -26,6 +26,7 @@ import click
 import numpy as np
 import torch
 from rich.console import Console
+from tests.bench.timing import spread_of
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.inference.modules import quantize_embeddings
@@ -37,7 +38,6 @@ from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
 from deltasync.core.mode import Mode
 from deltasync.core.process import keep_freed_memory
-from tests.bench.timing import spread_of
 
 WAYS: tuple[Reads, ...] = ("pause", "copies")
 CHECKED = "checked"

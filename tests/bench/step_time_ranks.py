@@ -1,16 +1,15 @@
 """The ranks that measure step times, under torchrun.
 
-The demo's model trains a few steps without a tracker and a few with one that is read as for publishing; if there
-is a service, a copy of the model trains a few steps that are published. They take turns, there and back again, so
-that a change of the machine's speed concerns all of them. With and without a tracker it is the same model: copies
-lie elsewhere in memory, which changes their speed, and no number of turns would average that out.
+The demo's model trains a few steps without a tracker and a few with one that is read as for publishing. They take
+turns, there and back again, so that a change of the machine's speed concerns both. It is the same model in both: a
+copy lies elsewhere in memory, which changes its speed, and no number of turns would average that out.
 """
 
 import json
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,11 +17,11 @@ from pathlib import Path
 import click
 import torch
 import torch.distributed as dist
+from tests.bench.timing import Duration, spread_of
+from tests.bench.tracker_reads import tracked
 from torch import nn
 from torchrec.distributed import TrainPipelineSparseDist
 
-from tests.bench.timing import Duration, spread_of
-from tests.bench.tracker_reads import tracked
 from deltasync.trainer.clicks.batch import ClickBatch, click_batch
 from deltasync.trainer.clicks.features import FeatureOptions, Featurizer
 from deltasync.trainer.clicks.model import ClickModel
@@ -30,7 +29,6 @@ from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.clicks.stream import batches, open_stream
 from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
-from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 BATCH, PUBLISH_EVERY = 128, 10
 # What ratios of a `Duration` are called.
@@ -98,10 +96,9 @@ class _Tracking:
 
 
 @click.command()
-@click.option("--service", help="Where to publish; without one, nothing is published.")
 @click.option("--rounds", type=click.IntRange(1), required=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), required=True)
-def main(service: str | None, rounds: int, json_file: Path) -> None:
+def main(rounds: int, json_file: Path) -> None:
     """Measure on this rank; rank 0 writes the figures."""
     device = join_ranks()
     training = _Training(ModelOptions(), device)
@@ -110,20 +107,11 @@ def main(service: str | None, rounds: int, json_file: Path) -> None:
         partial(training.turn, lambda: nullcontext(lambda: None)),
         partial(training.turn, tracking.turn),
     ]
-    with ExitStack() as stack:
-        if service:
-            turns.append(_publishing(stack, _Training(ModelOptions(), device), service))
-        durations = [_round(turns) for _ in range(WARM_UP + rounds)][WARM_UP:]
+    durations = [_round(turns) for _ in range(WARM_UP + rounds)][WARM_UP:]
     if dist.get_rank() == 0:
         json_file.write_text(json.dumps(_figures(durations, tracking)))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _publishing(stack: ExitStack, training: _Training, service: str) -> Callable[[], Duration]:
-    sync = DeltaSync(training.model, SyncOptions(service=service, model="bench", publish_every=PUBLISH_EVERY))
-    stack.enter_context(sync).flush()
-    return partial(training.turn, lambda: nullcontext(sync.step))
 
 
 def _batches(options: ModelOptions) -> Iterator[ClickBatch]:
@@ -147,12 +135,9 @@ def _figures(rounds: list[list[list[Duration]]], tracking: _Tracking) -> dict[st
     share = tracking.seconds / tracking.steps / step
     cpu = statistics.median(way[0].cpu_seconds for way in ways) / TURN
     found = {"off_ms": 1e3 * step, "off_cpu_ms": 1e3 * cpu, "rounds": len(rounds), "tracker_share": share}
-    for place, name in enumerate(("tracking", "publishing")[: len(ways[0]) - 1], 1):
-        for clock, kind in enumerate(_CLOCKS):
-            ratios = (way[place][clock] / way[0][clock] for way in ways)
-            found |= spread_of(f"{name}_{kind}_ratio", ratios)
-        found[f"{name}_ms"] = 1e3 * statistics.median(way[place].seconds for way in ways) / TURN
-    return found
+    for clock, kind in enumerate(_CLOCKS):
+        found |= spread_of(f"tracking_{kind}_ratio", (way[1][clock] / way[0][clock] for way in ways))
+    return found | {"tracking_ms": 1e3 * statistics.median(way[1].seconds for way in ways) / TURN}
 
 
 if __name__ == "__main__":

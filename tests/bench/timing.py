@@ -3,8 +3,8 @@
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 
 class Duration(NamedTuple):
@@ -37,3 +37,8 @@ def spread_of(name: str, values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
     low, high = interval(ordered)
     return {name: statistics.median(ordered), f"{name}_low": low, f"{name}_high": high}
+
+
+def ratio_of(figures: Mapping[str, Any], name: str) -> str:
+    """A ratio and its uncertainty, to print."""
+    return f"ratio {figures[name]:.3f} ({figures[f'{name}_low']:.3f} to {figures[f'{name}_high']:.3f})"

@@ -13,9 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-
-from deltasync.client import Admin, Policy, Publisher, PublisherOptions, Shard
-from deltasync.core.process import keep_freed_memory
 from tests.bench.children import Children
 from tests.bench.publish import (
     CUTS,
@@ -29,6 +26,9 @@ from tests.bench.publish import (
     publish_to_applied,
     timed,
 )
+
+from deltasync.client import Admin, Policy, Publisher, PublisherOptions, Shard
+from deltasync.core.process import keep_freed_memory
 from deltasync.trainer.demo.credentials import ADMIN, TRAINER, Plain, Secure
 from deltasync.trainer.demo.options import Fleet
 

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from tests.bench.tracker_model import Training
 from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
 from torchrec.distributed.model_tracker.types import TrackingMode as TheirMode
 from torchrec.distributed.model_tracker.types import UniqueRows
 
-from tests.bench.tracker_model import Training
 from deltasync.trainer.tracking.delta import DeltaRows
 from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.options import TrackerOptions

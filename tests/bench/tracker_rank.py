@@ -15,10 +15,10 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
 from tests.bench.tracker_model import DIM, Training, batches
 from tests.bench.tracker_pair import TrackerPair
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
 from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.tracking.modes import TrackingMode
 

@@ -10,6 +10,7 @@ from tests.bench.pipelines.batches import BatchKind, draw
 from tests.bench.pipelines.laps import laps_on
 from tests.bench.pipelines.memory import memory_of
 from tests.bench.pipelines.options import Sizes
+
 from deltasync.trainer.pipelines.batches import hand_over, record_stream, tensors_in, to_device
 from deltasync.trainer.pipelines.lookahead.randomness import random_states, random_states_preserved
 from deltasync.trainer.pipelines.tensordict_to_kjt import to_kjt

@@ -12,15 +12,15 @@ from tests.support.devices import CPU_AND_GPU, lone_rank, needs, no_waiting
 
 needs("deltasync.trainer.tracking", "deltasync.trainer.pipelines", "tests.bench.pipelines.rank")
 
-from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.sharding_plan import table_wise
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
-
 from tests.bench.pipelines.batches import BatchKind, draw, without_end
 from tests.bench.pipelines.model import BagModel, table_names
 from tests.bench.pipelines.options import Sizes
 from tests.bench.pipelines.rank import Training
 from tests.bench.pipelines.variants import VARIANTS, VariantContext, trainable
+from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.sharding_plan import table_wise
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
+
 from deltasync.trainer.distributed.sharding import KERNEL, OptimizerOptions, shard
 from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
 from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode

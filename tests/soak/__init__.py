@@ -1,1 +1,1 @@
-"""`python -m tests.soak`: trainers, the service and replicas under a schedule of faults, and what is left of rows."""
+"""Trainers, the service and replicas under a schedule of faults, and what is left of rows."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from tests.soak.options import SoakOptions
 
 from deltasync.cli.config import CONTEXT
-from tests.soak.options import SoakOptions
 
 
 @click.command(context_settings=CONTEXT)
@@ -32,7 +32,6 @@ def soak(json_file: Path | None, **settings: Any) -> None:
     if json_file and not json_file.parent.is_dir():  # Not only at the end, when everything has run.
         raise click.UsageError(f"--json {json_file}: there is no folder {json_file.parent}")
     from rich.console import Console
-
     from tests.soak.report import print_report, sound
     from tests.soak.run import run_soak
 

@@ -13,7 +13,7 @@ def flip_bit(models: Path, pick: float) -> str:
         models: the folder.
         pick: from 0 to below 1: which bit; the same of the same files.
     """
-    rng = random.Random(pick)  # noqa: S311  # to be repeated, not to be secret
+    rng = random.Random(pick)  # to be repeated, not to be secret
     files = [file for file in sorted(models.rglob("*")) if file.is_file()]
     while files:
         file = files.pop(rng.randrange(len(files)))

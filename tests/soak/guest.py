@@ -4,6 +4,7 @@ import time
 from typing import Self
 
 import numpy as np
+from tests.soak.world import SoakFailed, World
 
 from deltasync.client import (
     NumpyTarget,
@@ -20,7 +21,6 @@ from deltasync.client import (
 )
 from deltasync.core.errors import DeltasyncError
 from deltasync.core.policy import Policy
-from tests.soak.world import SoakFailed, World
 
 ROWS, _DIM = 100, 4
 _SECONDS = 120.0

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from deltasync.core.position import Position
 from tests.soak.files import replace_file
+
+from deltasync.core.position import Position
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from deltasync.core.position import Position
 from tests.soak.crew import Crew
 from tests.soak.files import replace_file
 from tests.soak.journal import read_journal
 from tests.soak.lineage import TrainingRun, stretches, write_runs
 from tests.soak.rank import journal_file, runs_file, stop_file
 from tests.soak.training import FIRST_TABLES
+
+from deltasync.core.position import Position
 
 Change: TypeAlias = Callable[[Mapping[str, int]], Mapping[str, int]]
 

@@ -5,12 +5,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from deltasync.core.errors import DeltasyncError
 from tests.soak.faults.choice import NotDone
 from tests.soak.faults.kinds import KINDS, SUDDEN
 from tests.soak.recovery import Happened
 from tests.soak.schedule import Fault
 from tests.soak.world import World
+
+from deltasync.core.errors import DeltasyncError
 
 logger = logging.getLogger(__name__)
 

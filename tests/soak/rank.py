@@ -14,6 +14,9 @@ from typing import Any
 
 import click
 import numpy as np
+from tests.soak.journal import Journal, read_journal
+from tests.soak.lineage import TrainingRun, read_runs
+from tests.soak.training import TrainedTables, Training, Update, spec_of
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
@@ -22,9 +25,6 @@ from deltasync.core.errors import Contradiction, Damaged, DeltasyncError, Invali
 from deltasync.core.logs import log_to_stderr
 from deltasync.core.rows import Ids
 from deltasync.trainer.demo.stopping import stop_on_signals
-from tests.soak.journal import Journal, read_journal
-from tests.soak.lineage import TrainingRun, read_runs
-from tests.soak.training import TrainedTables, Training, Update, spec_of
 
 logger = logging.getLogger(__name__)
 

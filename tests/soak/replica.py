@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 import numpy as np
+from tests.soak.journal import Journal
+from tests.soak.stores import STORES, Store
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
@@ -17,8 +19,6 @@ from deltasync.core.logs import log_to_stderr
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 from deltasync.trainer.demo.stopping import stop_on_signals
-from tests.soak.journal import Journal
-from tests.soak.stores import STORES, Store
 
 _CHECK_SECONDS = 0.2
 

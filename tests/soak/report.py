@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-
 from tests.soak.fleet import CLICKS, Fleet
 from tests.soak.journal import of_pasts, read_journal
 from tests.soak.logs import tracebacks

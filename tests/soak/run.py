@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-
-from deltasync.trainer.demo.compare import Tables
 from tests.soak.faults.kinds import kinds_of
 from tests.soak.fleet import CLICKS, Follower, fleet_of
 from tests.soak.leftovers import directory_bytes, leftovers
@@ -23,6 +21,8 @@ from tests.soak.report import build_report, sound
 from tests.soak.schedule import schedule
 from tests.soak.verdict import Trained, trained_clicks, trained_plain, unequal
 from tests.soak.world import REDIS, SERVICE, SoakFailed, World
+
+from deltasync.trainer.demo.compare import Tables
 
 _READY_SECONDS, _END_SECONDS, _SYNC_SECONDS = 300.0, 300.0, 300.0
 _POLL_SECONDS = 0.2

@@ -37,7 +37,7 @@ def schedule(seed: int, seconds: float, kinds: Sequence[str], mean_gap: float) -
         kinds: their names, each once.
         mean_gap: seconds from one to the next.
     """
-    rng = random.Random(seed)  # noqa: S311  # to be repeated, not to be secret
+    rng = random.Random(seed)  # to be repeated, not to be secret
     at, faults = 0.0, list[Fault]()
     for kind in _decks(rng, kinds):
         at += mean_gap * rng.uniform(_SHORTEST_GAP, _LONGEST_GAP)

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+from tests.soak.training import beacons
 
 from deltasync.client import CallbackTarget, KeyedTarget, NumpyTarget, Position, ReadableTarget, Release, Target
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 from deltasync.trainer.clicks.model_options import ModelOptions
-from tests.soak.training import beacons
 
 # What of `Store.held` says of which rows a table's are, or which version each row was told with, begins so.
 KEYS, TOLD = "keys:", "told:"

@@ -11,6 +11,9 @@ import click
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.soak.fleet import CLICKS
+from tests.soak.rank import stop_file
+from tests.soak.stores import CLICK_MODEL
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
@@ -25,9 +28,6 @@ from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.pipelines import OnlinePipeline
-from tests.soak.fleet import CLICKS
-from tests.soak.rank import stop_file
-from tests.soak.stores import CLICK_MODEL
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 _EVENTS, _BATCH, _EVENTS_PER_SECOND = 1_000_000, 32, 160.0

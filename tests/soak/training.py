@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from tests.soak.lineage import TrainingRun, stretches
 
 from deltasync.core.rows import Ids, Mask, Values
 from deltasync.core.tables import TableSpec
-from tests.soak.lineage import TrainingRun, stretches
 
 FIRST_TABLES = {"users": 2000, "items": 1200, "tags": 600}
 _DIMS = {"users": 16, "tags": 4}

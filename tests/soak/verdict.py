@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from deltasync.core.mode import Mode
-from deltasync.core.policy import Policy
-from deltasync.core.rows import Values
-from deltasync.trainer.demo.compare import Tables, as_released, trainer_tables, unequal_rows
 from tests.soak.journal import of_pasts, read_journal
 from tests.soak.lineage import TrainingRun
 from tests.soak.rank import asked_of, journal_file
 from tests.soak.stores import KEYS, TOLD
 from tests.soak.training import Training, spec_of
+
+from deltasync.core.mode import Mode
+from deltasync.core.policy import Policy
+from deltasync.core.rows import Values
+from deltasync.trainer.demo.compare import Tables, as_released, trainer_tables, unequal_rows
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from tests.soak.crew import Crew
+from tests.soak.files import replace_file
+from tests.soak.fleet import CHANGING, CLICKS, PAIR, Fleet, Follower, Subscription
+from tests.soak.fuse import blown
+from tests.soak.leftovers import directory_bytes
+from tests.soak.link import Link, Links
+from tests.soak.plain_model import PlainModel, fuse_file
+
 from deltasync.client import (
     Admin,
     Contradiction,
@@ -29,13 +37,7 @@ from deltasync.kernels.compiled import warm
 from deltasync.storage.data_directory import BACKUP_MARKER
 from deltasync.trainer.demo.ports import free_port
 from deltasync.trainer.demo.processes import DemoFailed, Processes
-from tests.soak.crew import Crew
-from tests.soak.files import replace_file
-from tests.soak.fleet import CHANGING, CLICKS, PAIR, Fleet, Follower, Subscription
-from tests.soak.fuse import blown
-from tests.soak.leftovers import directory_bytes
-from tests.soak.link import Link, Links
-from tests.soak.plain_model import PlainModel, fuse_file
+from deltasync.wire.messages import policy_from_message
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from itertools import cycle
 
 import torch
 from tensordict import TensorDict
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
 from tests.bench.pipelines.model import table_names
 from tests.bench.pipelines.options import Sizes
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
 from deltasync.trainer.clicks.batch import FieldsBatch
 from deltasync.trainer.pipelines.batches import record_stream
 

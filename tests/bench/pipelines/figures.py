@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-
 from tests.bench.pipelines.options import ratio_name
 from tests.bench.pipelines.variants import VARIANTS
 from tests.bench.timing import Duration, spread_of

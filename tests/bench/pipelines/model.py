@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.bench.pipelines.options import Sizes
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import ParameterShardingGenerator, row_wise, table_wise
@@ -13,7 +14,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.bench.pipelines.options import Sizes
 from deltasync.trainer.distributed.sharding import KERNEL, OptimizerOptions, shard
 
 Output = tuple[torch.Tensor, torch.Tensor]

@@ -19,7 +19,6 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-
 from tests.bench.pipelines.batches import Examples, draw, without_end
 from tests.bench.pipelines.figures import Turn, figures
 from tests.bench.pipelines.laps import laps_on
@@ -35,6 +34,7 @@ from tests.bench.pipelines.variants import (
     with_references,
 )
 from tests.bench.timing import Duration
+
 from deltasync.trainer.distributed.ranks import join_ranks
 
 # What a pipeline loads ahead is there before its turn.
@@ -158,7 +158,7 @@ class PipelineBench:
         return training
 
     def _round(self, number: int) -> dict[str, Turn]:
-        order = random.Random(number).sample(list(self._trainings), len(self._trainings))  # noqa: S311  # On all ranks.
+        order = random.Random(number).sample(list(self._trainings), len(self._trainings))  # On all ranks.
         gc.collect()
         return {name: self._trainings[name].turn(self._sizes.steps) for name in order}
 

@@ -6,11 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-
 from tests.bench.children import Children
 from tests.bench.pipelines.options import NAMES, Sizes, ratio_name, variant_arguments
 from tests.bench.pipelines.options import pipelines_options as pipelines_options
-from tests.bench.step_time import ratio_of
+from tests.bench.timing import ratio_of
 
 
 def run(console: Console, variants: Sequence[str] = (), **settings: Any) -> dict[str, Any]:
@@ -19,9 +18,7 @@ def run(console: Console, variants: Sequence[str] = (), **settings: Any) -> dict
     with Children() as children:
         found = children.processes.folder / "pipelines.json"
         arguments = [*sizes.arguments(), *variant_arguments(variants), "--service", children.service().grpc]
-        children.run_ranks(
-            sizes.ranks, "tests.bench.pipelines.rank", [*arguments, "--json", str(found)]
-        )
+        children.run_ranks(sizes.ranks, "tests.bench.pipelines.rank", [*arguments, "--json", str(found)])
         figures: dict[str, Any] = json.loads(found.read_text()) | {"sizes": asdict(sizes)}
     _print_sizes(console, sizes, figures)
     _print_variants(console, figures)

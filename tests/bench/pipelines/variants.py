@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
-from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
-
 from tests.bench.pipelines.batches import BatchKind
 from tests.bench.pipelines.model import BagModel, PreprocessedModel, TensorDictModel
 from tests.bench.pipelines.options import GRAD_ACCUM
 from tests.bench.tracker_reads import tracked
+from torch import nn
+from torchrec.distributed import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
+
 from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 

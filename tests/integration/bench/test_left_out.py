@@ -6,7 +6,6 @@ from contextlib import ExitStack
 import pytest
 import torch
 import torch.distributed as dist
-
 from tests.bench.pipelines.batches import draw
 from tests.bench.pipelines.options import Sizes
 from tests.bench.pipelines.rank import Training

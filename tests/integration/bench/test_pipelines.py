@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.support.programs import run_program
-
 from tests.bench.__main__ import bench
 from tests.bench.pipelines.options import NAMES, Sizes
 from tests.bench.pipelines.variants import NOT_COMPARED, VARIANTS, with_references
+from tests.support.programs import run_program
 
 SMALL = {
     "ranks": 2,
@@ -96,7 +95,7 @@ def help_of(name: str) -> str:
 
 def test_sizes_are_of_the_one_bench_that_has_them() -> None:
     names = CliRunner().invoke(bench, ["--list"]).output.split()
-    assert {"publish", "memory", "tracking", "tracker", "pipelines"} <= set(names)
+    assert {"publish", "tracker", "pipelines", "failover"} <= set(names)
     assert all("--json" in help_of(name) for name in names)
     assert [name for name in names if "--batch-size" in help_of(name)] == ["pipelines"]
 

@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.programs import run_program
-
 from tests.bench.quality import FLEETS, TITLES
+from tests.support.programs import run_program
 
 PNG = b"\x89PNG\r\n"
 

@@ -1,4 +1,4 @@
-"""`python -m tests.bench release` and `python -m tests.bench consumers`, small: the figures are of the work they tell of."""
+"""`python -m tests.bench release` and `consumers`, small: the figures are of the work they tell of."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from tests.support.programs import run_program
-
-from deltasync.core.policy import Policy
-from deltasync.core.value_types import ValueType
 from tests.bench.__main__ import bench
 from tests.bench.consumers import EIGHT, FLEETS, ONE
 from tests.bench.process import TICK_SECONDS, cpu_seconds, resident_bytes
 from tests.bench.timing import spread_of
+from tests.support.programs import run_program
+
+from deltasync.core.policy import Policy
+from deltasync.core.value_types import ValueType
 
 KINDS = {"fp32": 4 * 8, "fp16": 2 * 8, "bf16": 2 * 8, "int8": 8 + 8, "int8-tbe": 8 + 4, "int4-tbe": 4 + 4}
 ID_BYTES = 8

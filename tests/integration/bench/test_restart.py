@@ -11,9 +11,7 @@ from tests.support.programs import run_program
 @pytest.mark.nightly
 def test_a_restart_publishes_the_rows_that_came_after_and_its_own(tmp_path: Path) -> None:
     found = tmp_path / "figures.json"
-    done = run_program(
-        sys.executable, "-m", "tests.bench", "restart", "--rows", "50000", "--json", str(found)
-    )
+    done = run_program(sys.executable, "-m", "tests.bench", "restart", "--rows", "50000", "--json", str(found))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     figures = json.loads(found.read_text())
     assert figures["resent_ratio"] == figures["resent_bytes"] / figures["lost_bytes"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.bench.scale import uniform, zipf
 from tests.support.programs import run_program
 
 from deltasync.core.rows import Ids
-from tests.bench.scale import uniform, zipf
 
 
 @pytest.mark.nightly

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.programs import run_program
-
 from tests.bench.serve import CHECKED, WAYS
+from tests.support.programs import run_program
 
 pytestmark = pytest.mark.nightly
 

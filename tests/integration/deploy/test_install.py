@@ -59,6 +59,7 @@ def test_the_wheel_holds_one_package_and_its_stubs(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"deltasync", "deltasync-0.1.0.dist-info"}
     assert {"deltasync/py.typed", "deltasync/v1/tables_pb2.py", "deltasync/trainer/train.py"} <= set(names)
     assert "deltasync/__init__.py" not in names
+    assert not [name for name in names if name.split("/")[1] in ("bench", "soak") or "/tests/" in name]
 
 
 @pytest.mark.parametrize("name", ["trainer", "sync_service"])
@@ -105,7 +106,6 @@ def test_the_command_says_what_to_install(installed: Path, tmp_path: Path) -> No
     [
         ("serve", "fastapi", "service"),
         ("demo", "rich", "service,trainer"),
-        ("bench", "rich", "service,trainer"),
     ],
 )
 def test_a_verb_says_what_to_install(

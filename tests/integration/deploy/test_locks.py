@@ -64,8 +64,8 @@ def test_every_file_is_held_to_hashes(root: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "extras", "groups"),
     [
-        ("development", {"service", "redis", "bench"}, ("dev", "torchrec-runtime")),
-        ("CUDA", {"service", "trainer", "redis", "bench"}, ("dev", "torchrec-runtime")),
+        ("development", {"service", "redis"}, ("dev", "torchrec-runtime")),
+        ("CUDA", {"service", "trainer", "redis"}, ("dev", "torchrec-runtime")),
         ("service", {"service"}, ()),
         ("trainer", {"service", "trainer"}, ("torchrec-runtime",)),
         ("tools", set(), ("tools",)),

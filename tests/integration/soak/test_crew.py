@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.soak.crew import Crew
 
 from deltasync.trainer.demo.processes import Processes
-from tests.soak.crew import Crew
 
 FOR_EVER = ["http.server", "--bind", "127.0.0.1", "0"]
 AT_ONCE = ["json.tool", "--help"]

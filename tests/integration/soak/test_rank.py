@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.soak.lineage import TrainingRun, write_runs
+from tests.soak.rank import PlainRank, journal_file, runs_file
+from tests.soak.training import FIRST_TABLES, Training, spec_of
 from tests.support.fleet import Trainer
 from tests.support.server import RunningService
 from tests.support.state import rows_of
 
 from deltasync.client import Endpoint, Policy
 from deltasync.core.errors import Contradiction
-from tests.soak.lineage import TrainingRun, write_runs
-from tests.soak.rank import PlainRank, journal_file, runs_file
-from tests.soak.training import FIRST_TABLES, Training, spec_of
 
 MODEL = "clicks"
 

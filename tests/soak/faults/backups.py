@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from deltasync.core.errors import StorageFailed
-from deltasync.service.restore import restore
 from tests.soak.damage import flip_bit
 from tests.soak.faults.choice import NotDone, everywhere
 from tests.soak.leftovers import leftovers
 from tests.soak.schedule import Fault
 from tests.soak.world import SERVICE, SoakFailed, World
+
+from deltasync.core.errors import StorageFailed
+from deltasync.service.restore import restore
 
 
 def put_back(world: World, fault: Fault) -> Sequence[str]:

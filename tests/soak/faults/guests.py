@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from contextlib import closing
 
-from deltasync.client import Subscriber
-from deltasync.core.errors import Contradiction
 from tests.soak.faults.choice import everywhere
 from tests.soak.guest import ROWS, Guest
 from tests.soak.schedule import Fault
 from tests.soak.world import SoakFailed, World
+
+from deltasync.client import Subscriber
+from deltasync.core.errors import Contradiction
 
 _POISON = 1e30
 

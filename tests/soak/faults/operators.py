@@ -5,13 +5,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from deltasync.core.policy import Policy
 from tests.soak.clock import clock_file
 from tests.soak.faults.choice import everywhere, one_of
 from tests.soak.files import replace_file
 from tests.soak.fleet import CHANGING, LONE, PAIR, POLICIES, Subscription
 from tests.soak.schedule import Fault
 from tests.soak.world import CONFIGURED, SERVICE, SoakFailed, World, comes
+
+from deltasync.core.policy import Policy
 
 _RELOAD_SECONDS, _POLL_SECONDS = 60.0, 0.1
 _DELETED_ROWS = 20

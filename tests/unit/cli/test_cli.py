@@ -215,7 +215,7 @@ def verbs(command: click.Command, *path: str) -> list[tuple[str, ...]]:
     for name in command.list_commands(context):
         below = command.get_command(context, name)
         assert below is not None
-        if name in ("bench", "demo"):  # The trainer's, which import torch; tested there.
+        if name == "demo":  # It is the trainer's and tested there.
             continue
         found += verbs(below, *path, name)
     return found

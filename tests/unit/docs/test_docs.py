@@ -73,7 +73,7 @@ def _read_at(metadata: Mapping[str, object]) -> str:
 
 def _flags(command: click.Command) -> set[str]:
     with command.make_context(command.name, [], resilient_parsing=True) as context:
-        params = context.command.get_params(context)  # Of a benchmark, those that it has once it is imported.
+        params = context.command.get_params(context)
     return {flag for option in params if isinstance(option, click.Option) for flag in option.opts}
 
 

@@ -2,7 +2,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from tests.soak.clock import clock_file, follow_clock_file
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from tests.soak.faults.choice import NotDone
 from tests.soak.faults.disk import fill_disk
 from tests.soak.faults.operators import negative

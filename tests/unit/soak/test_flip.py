@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import numpy as np
-
 from tests.soak.damage import flip_bit
 
 

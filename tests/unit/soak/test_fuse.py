@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
 from tests.soak.fuse import (
     RANK_STEPS,
     REPLICA_STEPS,

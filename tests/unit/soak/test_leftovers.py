@@ -1,11 +1,12 @@
 import asyncio
 from pathlib import Path
 
+from tests.soak.leftovers import directory_bytes, leftovers
+
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.model import Model
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
-from tests.soak.leftovers import directory_bytes, leftovers
 
 
 async def _make(data_dir: Path) -> None:

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.soak.link import Link, Links
 
 from deltasync.trainer.demo.ports import free_port
-from tests.soak.link import Link, Links
 
 WAIT = 20.0
 

@@ -4,10 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deltasync.core.position import Position
 from tests.soak.journal import Journal
 from tests.soak.plain_model import PlainModel
 from tests.soak.rank import journal_file
+
+from deltasync.core.position import Position
 
 
 def test_a_checkpoint_may_be_of_a_step_of_which_one_rank_was_told_nothing(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-
 from tests.soak.report import print_report, sound
 
 SOUND: dict[str, Any] = {

@@ -1,7 +1,6 @@
 import itertools
 
 import pytest
-
 from tests.soak.faults.kinds import KINDS, kinds_of
 from tests.soak.fleet import fleet_of
 from tests.soak.options import SoakOptions

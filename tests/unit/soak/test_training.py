@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-
-from deltasync.core.rows import RowBatch
 from tests.soak.lineage import TrainingRun, read_runs, stretches, write_runs
 from tests.soak.rank import all_rows, rows_of_update, shards_of, some_rows
 from tests.soak.training import FIRST_TABLES, Training, beacons
+
+from deltasync.core.rows import RowBatch
 
 FIRST = TrainingRun(number=0, id="m-0", started_unix_ns=1, first_step=1, ranks=2, tables=FIRST_TABLES)
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from deltasync.core.policy import Policy
 from tests.soak.journal import Journal
 from tests.soak.lineage import TrainingRun
 from tests.soak.rank import journal_file
 from tests.soak.stores import KEYS, TOLD
 from tests.soak.training import FIRST_TABLES
 from tests.soak.verdict import Trained, trained_plain, twice_acknowledged, unequal
+
+from deltasync.core.policy import Policy
 
 RUN = TrainingRun(number=0, id="m-0", started_unix_ns=1, first_step=1, ranks=1, tables=FIRST_TABLES)
 STEPS = 14
