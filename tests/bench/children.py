@@ -3,11 +3,14 @@
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from deltasync.trainer.demo.processes import Processes, Service
+from deltasync.trainer.example.processes import Processes, Service
+
+_POLL_SECONDS = 0.05
 
 
 class Peer:
@@ -57,7 +60,12 @@ class Children:
 
     def service(self, *arguments: str, admin_token: str = "") -> Service:
         """Start a service."""
-        return Service(self.processes, list(arguments), admin_token)
+        if admin_token:
+            file = self.processes.folder / "admin-token"
+            file.touch(0o600)
+            file.write_text(admin_token)
+            arguments += ("--admin-token-file", str(file))
+        return Service(self.processes, arguments)
 
     def peer(self, *arguments: str) -> Peer:
         """Start a peer."""
@@ -68,7 +76,8 @@ class Children:
         """Run a module on some ranks under torchrun, until it has ended."""
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module]
         self.processes.start(module, [*torchrun, *arguments])
-        self.processes.wait(module)
+        while self.processes.running(module):
+            time.sleep(_POLL_SECONDS)
 
     def __enter__(self) -> Self:
         self.processes.__enter__()

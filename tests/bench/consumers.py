@@ -32,6 +32,7 @@ from tests.bench.process import (
     cpu_seconds_by_thread,
     resident_bytes,
     system_seconds,
+    table_bytes,
 )
 from tests.bench.timing import spread_of
 
@@ -49,7 +50,7 @@ from deltasync.client import (
     ValueType,
 )
 from deltasync.core.rows import Ids
-from deltasync.trainer.demo.processes import Service
+from deltasync.trainer.example.processes import Service
 
 ONE = {"top-share-int8": Policy(top_k=0.1, value_type=ValueType.INT8)}
 EIGHT = {
@@ -151,8 +152,8 @@ class Fleet:
         }
         return {
             "versions": self._step - 1,
-            "table_bytes": self._service.table_bytes,
-            "rest_bytes": resident_bytes(self._service.pid) - self._service.table_bytes,
+            "table_bytes": table_bytes(self._service.data_dir),
+            "rest_bytes": resident_bytes(self._service.pid) - table_bytes(self._service.data_dir),
             "system_cpu_seconds_per_version": self._system_per_version(),
             "thread_cpu_seconds_per_version": self._cpu_by_thread(),
             "consumers": delivered,

@@ -8,8 +8,7 @@ that process is started again. In another turn the owner is asked to give the mo
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,13 @@ import click
 import numpy as np
 from rich.console import Console
 from tests.bench.timing import spread_of
+from tests.support.cluster import MODEL, Cluster
+from tests.support.process import ADMIN_TOKEN, ServiceProcess
 
-from deltasync.client import (
-    Admin,
-    Endpoint,
-    NumpyTarget,
-    Part,
-    Position,
-    Publisher,
-    PublisherOptions,
-    ResyncRequired,
-    RowBatch,
-    Shard,
-    Subscriber,
-    SubscriberOptions,
-    TableSpec,
-)
-from deltasync.client.route import Route
+from deltasync.client import Admin, Endpoint
 from deltasync.core.errors import DeltasyncError
-from deltasync.trainer.demo.brokers import Brokers
-from deltasync.trainer.demo.processes import Processes
-from deltasync.trainer.demo.services import LEASE_SECONDS, Services, shared_log
 
-ROUNDS, ROWS, DIM, CHANGED = 20, 20_000, 16, 100
-_MODEL, _CONSUMER, _TOKEN = "bench", "bench", "of the benchmark"
+ROUNDS, CHANGED, LEASE_SECONDS = 20, 100, 3
 _PATIENCE_SECONDS, _POLL_SECONDS = 120.0, 0.02
 
 
@@ -49,54 +31,33 @@ def failover_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--rounds", default=ROUNDS, show_default=True, type=click.IntRange(1))(command)
 
 
-class _Trainer:
-    """Publishes some rows at a time, whatever happens to the service."""
-
-    def __init__(self, address: str) -> None:
-        self._table, self._random, self._step = TableSpec("rows", ROWS, DIM), np.random.default_rng(0), 0
-        self._values = self._random.normal(size=(ROWS, DIM)).astype(np.float32)
-        options = PublisherOptions(service=address, model=_MODEL, run="bench", run_started_unix_ns=1)
-        self._publisher = Publisher(options, [self._table], [Shard.whole(self._table)])
-
-    def publish(self, *, full: bool = False) -> Position:
-        """Have a cut sealed. One that the service lacks the past of is sent with every row."""
-        self._step += 1
-        while True:
-            ids = np.arange(ROWS) if full else np.sort(self._random.choice(ROWS, CHANGED, replace=False))
-            self._values[ids] += 1
-            rows = [RowBatch.of_table(self._table, ids, self._values[ids])]
-            part = Part(step=self._step, step_end_unix_ns=time.time_ns(), rows=rows, full=full)
-            try:
-                return self._publisher.publish(part).result(_PATIENCE_SECONDS)
-            except ResyncRequired:
-                full = True
-
-    def close(self) -> None:
-        self._publisher.close()
-
-
 class _World:
-    """All that runs."""
+    """Everything that runs."""
 
-    def __init__(self, services: Services, trainer: _Trainer, replica: Subscriber) -> None:
-        self.services, self.trainer, self.replica = services, trainer, replica
-        self._route = Route(Endpoint.of_http(Endpoint(services.http, _TOKEN)))
-        self._admin = Admin(Endpoint(services.http, _TOKEN))
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._admin = Admin(Endpoint(cluster.address, ADMIN_TOKEN))
+        self._trainer = cluster.trainer()
+        self._trainer.publish()
+        self._replica, _ = cluster.replica("bench")
+        self._settle()
 
     def killed(self) -> tuple[float, float]:
         """Seconds from the owner's end until a cut is sealed, and until the replica holds it."""
-        self.services.kill_owner(_MODEL, _TOKEN)
+        owner = self._cluster.owner()
+        owner.kill()
         seconds = self._next_cut()
-        self.services.keep_alive()
+        owner.start(announced=False)
+        owner.wait_until_announced()
         self._settle()
         return seconds
 
     def moved(self) -> tuple[float, float]:
-        """The same from when another process was asked to have the model."""
-        lines = self._processes()
-        others = [line["process"] for line in lines if _MODEL not in line["models"]]
+        """The same from the request to move the model to another process."""
+        owner = self._cluster.owner()
+        other = next(each for each in self._cluster.services if each is not owner)
         started = time.perf_counter()
-        self._admin.move_model(_MODEL, others[0])
+        self._admin.move_model(MODEL, self._cluster.name_of(other))
         asked = time.perf_counter() - started
         sealed, held = self._next_cut()
         self._settle()
@@ -104,55 +65,39 @@ class _World:
 
     def _next_cut(self) -> tuple[float, float]:
         started = time.perf_counter()
-        position = self.trainer.publish()
+        position = self._trainer.publish(CHANGED)
         sealed = time.perf_counter() - started
-        self.replica.wait_for(position.number, _PATIENCE_SECONDS)
+        self._replica.wait_for(position.number, _PATIENCE_SECONDS)
         return sealed, time.perf_counter() - started
 
     def _settle(self) -> None:
-        """Wait until all processes are there, and the model's owner is known to all."""
+        """Wait until all processes are there, and know the model's owner."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while len(lines := self._processes()) < len(self.services.names) or not _owned(lines):
+        while not all(map(self._knows_all, self._cluster.services)):
             if time.monotonic() > deadline:
-                raise DeltasyncError(f"processes are not there again within {_PATIENCE_SECONDS:.0f} s: {lines}")
+                raise TimeoutError(f"processes are not there again within {_PATIENCE_SECONDS:.0f} s")
             time.sleep(_POLL_SECONDS)
-        self.replica.wait_for(self.trainer.publish().number, _PATIENCE_SECONDS)
+        self._replica.wait_for(self._trainer.publish(CHANGED).number, _PATIENCE_SECONDS)
 
-    def _processes(self) -> list[dict[str, Any]]:
+    def _knows_all(self, service: ServiceProcess) -> bool:
         try:
-            found: list[dict[str, Any]] = self._route.get_json("/processes")
-        except DeltasyncError:  # The one that was asked is not there yet.
-            return []
-        return found
-
-
-def _owned(lines: list[dict[str, Any]]) -> bool:
-    return sum(_MODEL in line["models"] for line in lines) == 1
+            lines = service.get_json("/processes")
+        except (OSError, DeltasyncError, ValueError):  # It does not answer yet.
+            return False
+        return len(lines) == len(self._cluster.services) and sum(MODEL in line["models"] for line in lines) == 1
 
 
 def run(console: Console, rounds: int) -> dict[str, Any]:
     """Measure, print and return the figures."""
-    with _running() as world:
+    lease = ["--lease-seconds", str(LEASE_SECONDS), "--log-level", "error"]
+    with (
+        tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder,
+        Cluster(Path(folder), arguments=lease) as cluster,
+    ):
+        world = _World(cluster)
         killed = [world.killed() for _ in range(rounds)]
         moved = [world.moved() for _ in range(rounds)]
     return _report(console, killed, moved)
-
-
-@contextmanager
-def _running() -> Iterator[_World]:
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltasync-bench-")))
-        brokers = stack.enter_context(Brokers(folder / "brokers", 3))
-        processes = stack.enter_context(Processes(folder))
-        arguments = [*shared_log(brokers, folder), "--consumer", f"{_CONSUMER}={_MODEL}"]
-        services = Services(processes, arguments, 3, _TOKEN)
-        trainer = _Trainer(services.grpc)
-        stack.callback(trainer.close)
-        position = trainer.publish(full=True)
-        options = SubscriberOptions(service=services.grpc, consumer=_CONSUMER, replica="bench")
-        replica = stack.enter_context(Subscriber(options, NumpyTarget()))
-        replica.wait_for(position.number, _PATIENCE_SECONDS)
-        yield _World(services, trainer, replica)
 
 
 def _report(

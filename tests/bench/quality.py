@@ -17,12 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from deltasync.client import Policy, ValueType
-from deltasync.trainer.clicks.model_options import ModelOptions
-from deltasync.trainer.clicks.stream_options import StreamOptions
-from deltasync.trainer.clicks.training_options import TrainingOptions
-from deltasync.trainer.demo.compare import quality
-from deltasync.trainer.demo.options import DemoOptions, Fleet
-from deltasync.trainer.demo.run import CURRENT, checked, play
+from deltasync.trainer.example.demo import CURRENT, DemoOptions, Fleet, checked, play
+from deltasync.trainer.example.options import StreamOptions
+from deltasync.trainer.example.report import quality
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,17 +75,8 @@ def run(console: Console, *, ratings: Path | None, plot: Path, **settings: Any) 
 def _measure(
     console: Console, data: str, *, events: int, events_per_second: float, publish_every: int
 ) -> dict[str, Any]:
-    stream = StreamOptions(
-        data=data,
-        events=events,
-        events_per_second=events_per_second,
-        batch_size=128,
-        seed=0,
-        start_file=None,
-        model=ModelOptions(),
-    )
-    demo = DemoOptions(stream=stream, training=TrainingOptions(), ranks=1, publish_every=publish_every)
-    options = checked(demo)
+    stream = StreamOptions(data=data, events=events, events_per_second=events_per_second)
+    options = checked(DemoOptions(stream=stream, ranks=1, publish_every=publish_every))
     with tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder:
         play(options, FLEETS, Path(folder), console, until=CURRENT)
         return _figures(Path(folder), (options.stream.events or 0) // 2)
@@ -104,9 +92,9 @@ def _figures(folder: Path, first: int) -> dict[str, Any]:
         fleet.consumer: quality(folder, 1, fleet.replicas[0], FLEETS[-1].replicas[0], first) for fleet in FLEETS
     }
     lines = [
-        _line(fleet, scored[fleet.consumer].auc["synced"], _sent(folder, fleet), full_push) for fleet in FLEETS
+        _line(fleet, scored[fleet.consumer]["auc"]["synced"], _sent(folder, fleet), full_push) for fleet in FLEETS
     ]
-    others = scored[FLEETS[0].consumer].auc
+    others = scored[FLEETS[0].consumer]["auc"]
     best = [line for line in lines if line["auc"] >= lines[0]["auc"] - _AIM_LOSS]
     return {
         "lines": lines,
@@ -114,7 +102,7 @@ def _figures(folder: Path, first: int) -> dict[str, Any]:
         "frozen_auc": others["frozen"],
         "full_push_bytes": full_push,
         "versions": facts["versions"],
-        "events_evaluated": scored[FLEETS[0].consumer].events,
+        "events_evaluated": scored[FLEETS[0].consumer]["events_evaluated"],
         "times_fewer_bytes": max(line["times_fewer_than_full_pushes"] for line in best),
     }
 

@@ -22,13 +22,12 @@ from tests.bench.tracker_reads import tracked
 from torch import nn
 from torchrec.distributed import TrainPipelineSparseDist
 
-from deltasync.trainer.clicks.batch import ClickBatch, click_batch
-from deltasync.trainer.clicks.features import FeatureOptions, Featurizer
-from deltasync.trainer.clicks.model import ClickModel
-from deltasync.trainer.clicks.model_options import ModelOptions
-from deltasync.trainer.clicks.stream import batches, open_stream
 from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
+from deltasync.trainer.example.features import Featurizer
+from deltasync.trainer.example.model import ClickBatch, ClickModel, click_batch
+from deltasync.trainer.example.options import ModelOptions, StreamOptions
+from deltasync.trainer.example.stream import batches
 
 BATCH, PUBLISH_EVERY = 128, 10
 # What ratios of a `Duration` are called.
@@ -115,10 +114,8 @@ def main(rounds: int, json_file: Path) -> None:
 
 
 def _batches(options: ModelOptions) -> Iterator[ClickBatch]:
-    featurizer = Featurizer(
-        FeatureOptions(users=options.users, items=options.items, cross_buckets=options.cross_buckets)
-    )
-    for events in batches(open_stream("synthetic"), BATCH):
+    featurizer = Featurizer(options)
+    for events in batches(StreamOptions(batch_size=BATCH), options):
         yield click_batch(featurizer.features(events), dist.get_rank(), dist.get_world_size())
 
 

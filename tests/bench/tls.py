@@ -29,10 +29,9 @@ from tests.bench.publish import (
 
 from deltasync.client import Admin, Policy, Publisher, PublisherOptions, Shard
 from deltasync.core.process import keep_freed_memory
-from deltasync.trainer.demo.credentials import ADMIN, TRAINER, Plain, Secure
-from deltasync.trainer.demo.options import Fleet
+from deltasync.trainer.example.processes import ADMIN, Credentials, Service
 
-_MODEL, _REPLICA = "bench", "bench"
+_MODEL, _TRAINER, _REPLICA = "bench", "trainer", "replica"
 
 
 def run(console: Console) -> dict[str, Any]:
@@ -49,18 +48,19 @@ def run(console: Console) -> dict[str, Any]:
 def _path(values: NDArray[np.float32], *, secure: bool) -> Iterator[Callable[[int], Turn]]:
     """A service with a trainer and a replica: what carries all rows from one to the other, in a numbered round."""
     with Children() as children:
-        fleets = [Fleet(_MODEL, (_REPLICA,), Policy())]
-        credentials = Secure(children.processes.folder, _MODEL, fleets) if secure else Plain()
-        service = credentials.start(children.processes, 1, [])
+        roles = {_TRAINER: f"publish:{_MODEL}", _REPLICA: f"subscribe:{_MODEL}"}
+        credentials = Credentials(children.processes.folder, roles, secure=secure)
+        service = Service(children.processes, credentials.service_arguments)
+        credentials.write(service)
         Admin(credentials.endpoint(ADMIN)).create_consumer(_MODEL, _MODEL, Policy())
-        replica = children.peer("replica", credentials.arguments(_REPLICA)[-1])
+        replica = children.peer("replica", str(credentials.file(_REPLICA)))
         replica.read()
         options = PublisherOptions(
-            service=credentials.endpoint(TRAINER), model=_MODEL, run="bench", run_started_unix_ns=time.time_ns()
+            service=credentials.endpoint(_TRAINER), model=_MODEL, run="bench", run_started_unix_ns=time.time_ns()
         )
         with Publisher(options, [TABLE], [Shard.whole(TABLE)]) as publisher:
             publish_rows(publisher, values, step=1, cuts=1)
-            yield timed(service.pids, lambda n: publish_to_applied(publisher, replica.ask, values, n))
+            yield timed([service.pid], lambda n: publish_to_applied(publisher, replica.ask, values, n))
 
 
 def _report(console: Console, rounds: list[tuple[Turn, Turn]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ needs(
     "deltasync.cli.main",
     "deltasync.service.service",
     "deltasync.trainer.sync",
-    "deltasync.trainer.demo.run",
+    "deltasync.trainer.example.demo",
     "tests.bench.__main__",
 )
 

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from deltasync.trainer.demo.processes import Processes
+from deltasync.trainer.example.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Crew:
             time.sleep(_POLL_SECONDS)
         if status is None:
             self.trouble(f"{name} did not end within {seconds:.0f} s")
-            self._processes.kill(name)
+            self._kill(name)
         elif status not in (0, -signal.SIGKILL, -signal.SIGTERM):  # The last where it had just begun.
             self._ended_by_itself(name, status)
 
@@ -171,8 +171,14 @@ class Crew:
                 if found := status[name]:
                     self._ended_by_itself(name, found)
         for name in names:
-            self._processes.kill(name)
+            self._kill(name)
         self._teams[prefix]()
+
+    def _kill(self, name: str) -> None:
+        """Kill a process, if it still runs, and wait until it is gone."""
+        while self._processes.status(name) is None:
+            os.kill(self.pid(name), signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
 
     def trouble(self, what: str) -> None:
         """Note what should not have happened."""

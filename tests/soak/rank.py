@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import numpy as np
+from tests.soak.files import stop_on_signals
 from tests.soak.journal import Journal, read_journal
 from tests.soak.lineage import TrainingRun, read_runs
 from tests.soak.training import TrainedTables, Training, Update, spec_of
@@ -24,7 +25,6 @@ from deltasync.client import Endpoint, Part, Position, Publisher, PublisherOptio
 from deltasync.core.errors import Contradiction, Damaged, DeltasyncError, InvalidInput
 from deltasync.core.logs import log_to_stderr
 from deltasync.core.rows import Ids
-from deltasync.trainer.demo.stopping import stop_on_signals
 
 logger = logging.getLogger(__name__)
 

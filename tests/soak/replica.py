@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import numpy as np
+from tests.soak.files import stop_on_signals
 from tests.soak.journal import Journal
 from tests.soak.stores import STORES, Store
 
@@ -18,7 +19,6 @@ from deltasync.client import Release, Subscriber, SubscriberOptions, Target
 from deltasync.core.logs import log_to_stderr
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
-from deltasync.trainer.demo.stopping import stop_on_signals
 
 _CHECK_SECONDS = 0.2
 

@@ -22,7 +22,7 @@ from tests.soak.schedule import schedule
 from tests.soak.verdict import Trained, trained_clicks, trained_plain, unequal
 from tests.soak.world import REDIS, SERVICE, SoakFailed, World
 
-from deltasync.trainer.demo.compare import Tables
+from deltasync.trainer.example.compare import Tables
 
 _READY_SECONDS, _END_SECONDS, _SYNC_SECONDS = 300.0, 300.0, 300.0
 _POLL_SECONDS = 0.2

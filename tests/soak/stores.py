@@ -9,7 +9,7 @@ from tests.soak.training import beacons
 from deltasync.client import CallbackTarget, KeyedTarget, NumpyTarget, Position, ReadableTarget, Release, Target
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
-from deltasync.trainer.clicks.model_options import ModelOptions
+from deltasync.trainer.example.options import ModelOptions
 
 # What of `Store.held` says of which rows a table's are, or which version each row was told with, begins so.
 KEYS, TOLD = "keys:", "told:"
@@ -126,7 +126,7 @@ class TorchStore(_InMemory):
 
     def __init__(self, _replica: str, _socket: str) -> None:
         from deltasync.client.torch_target import TorchTarget
-        from deltasync.trainer.clicks.model import ClickModel
+        from deltasync.trainer.example.model import ClickModel
 
         self._module = TorchTarget(ClickModel(CLICK_MODEL).eval())
         super().__init__(self._module)

@@ -3,12 +3,10 @@
 python -m tests.soak.torchrec_rank --service localhost:50051 --rank 0 --ranks 1 --port 4242 --folder ..
 """
 
-import json
 import os
 from pathlib import Path
 
 import click
-import numpy as np
 import torch
 import torch.distributed as dist
 from tests.soak.fleet import CLICKS
@@ -19,54 +17,28 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Endpoint
 from deltasync.core.logs import log_to_stderr
-from deltasync.trainer.clicks.checkpoints import Checkpoints
-from deltasync.trainer.clicks.micro_batches import micro_batches
-from deltasync.trainer.clicks.model import ClickModel
-from deltasync.trainer.clicks.stream_options import StreamOptions
-from deltasync.trainer.clicks.training_options import TrainingOptions
+from deltasync.trainer.checkpoints import Checkpoints
 from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
+from deltasync.trainer.example.compare import write_shards
+from deltasync.trainer.example.model import ClickModel
+from deltasync.trainer.example.options import StreamOptions, TrainingOptions
+from deltasync.trainer.example.train import micro_batches
 from deltasync.trainer.pipelines import OnlinePipeline
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
-_EVENTS, _BATCH, _EVENTS_PER_SECOND = 1_000_000, 32, 160.0
+_STREAM = StreamOptions(events=1_000_000, events_per_second=160.0, batch_size=32)
 _CHECKPOINT_EVERY = 20
 
 
-def _stream() -> StreamOptions:
-    return StreamOptions(
-        data="synthetic",
-        events=_EVENTS,
-        events_per_second=_EVENTS_PER_SECOND,
-        batch_size=_BATCH,
-        seed=0,
-        start_file=None,
-        model=CLICK_MODEL,
-    )
-
-
 def _train(pipeline: OnlinePipeline, sync: DeltaSync, checkpoints: Checkpoints, stop: Path) -> None:
-    batches = (batch for batch, _ in micro_batches(_stream(), TrainingOptions(), sync.tracker.steps))
+    batches = (batch for batch, _ in micro_batches(_STREAM, CLICK_MODEL, TrainingOptions(), sync.tracker.steps))
     while on_any_rank([stop.exists()]) == [False]:
         pipeline.progress(batches)
         sync.step()
         checkpoints.step()
     checkpoints.finish()
-
-
-def _write(folder: Path, sync: DeltaSync) -> None:
-    """This rank's shards, for `demo.compare.trainer_tables`."""
-    rank, trained = dist.get_rank(), [each for each in sync.tracker.shards if each.shard.table.kind.trained]
-    arrays = {f"shard{number}": each.weight.detach().cpu().numpy() for number, each in enumerate(trained)}
-    np.savez(folder / f"tables-trainer-{rank}.npz", allow_pickle=False, **arrays)
-    tables = {each.shard.table for each in trained}
-    facts = {
-        "tables": [(table.name, table.rows, table.dim, table.dtype.str) for table in tables],
-        "parameters": [table.name for table in tables if not table.kind.ranked],
-        "shards": [[each.shard.table.name, each.shard.row_offset, each.shard.col_offset] for each in trained],
-    }
-    (folder / f"trainer-{rank}.json").write_text(json.dumps(facts))
 
 
 def _join(rank: int, ranks: int, port: int) -> torch.device:
@@ -79,7 +51,7 @@ def _join(rank: int, ranks: int, port: int) -> torch.device:
 def _run(service: Endpoint, folder: Path, device: torch.device) -> None:
     """Train until there is a stop file; nothing of the model is left after it."""
     torch.manual_seed(0)
-    click_model = ClickModel(_stream().model, torch.device("meta"))
+    click_model = ClickModel(CLICK_MODEL, torch.device("meta"))
     model, optimizer = shard(click_model, click_tables(), OptimizerOptions(), device)
     pipeline = OnlinePipeline(model, optimizer, device, TrainingOptions().pipeline)
     sync = DeltaSync(model, SyncOptions(service=service, model=CLICKS, publish_every=1))
@@ -89,7 +61,7 @@ def _run(service: Endpoint, folder: Path, device: torch.device) -> None:
         sync.flush()
         _train(pipeline, sync, checkpoints, stop_file(folder, CLICKS))
     pipeline.detach()
-    _write(folder, sync)
+    write_shards(folder, dist.get_rank(), sync, {})
 
 
 @click.command(context_settings=CONTEXT)

@@ -16,7 +16,7 @@ from tests.soak.training import Training, spec_of
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
-from deltasync.trainer.demo.compare import Tables, as_released, trainer_tables, unequal_rows
+from deltasync.trainer.example.compare import Tables, as_released, trainer_tables, unequal_rows
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tests.soak.fuse import blown
 from tests.soak.leftovers import directory_bytes
 from tests.soak.link import Link, Links
 from tests.soak.plain_model import PlainModel, fuse_file
+from tests.support.ports import free_port
 
 from deltasync.client import (
     Admin,
@@ -35,8 +36,7 @@ from deltasync.client.status import fetch_lag
 from deltasync.core.policy import Policy
 from deltasync.kernels.compiled import warm
 from deltasync.storage.data_directory import BACKUP_MARKER
-from deltasync.trainer.demo.ports import free_port
-from deltasync.trainer.demo.processes import DemoFailed, Processes
+from deltasync.trainer.example.processes import DemoFailed, Processes
 from deltasync.wire.messages import policy_from_message
 
 T = TypeVar("T")

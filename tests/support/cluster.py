@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from tests.support.brokers import Broker, Brokers
 from tests.support.process import ServiceProcess
 from tests.support.proxy import Proxy
 
@@ -19,7 +20,6 @@ from deltasync.core.errors import DeltasyncError, ResyncRequired
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.trainer.demo.brokers import Broker, Brokers
 
 TABLE = TableSpec("user", 500, 8, np.dtype(np.float32))
 MODEL, CONSUMER = "clicks", "predictors"

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tests.support.ports import free_ports
 from tests.support.programs import killed
-
-from deltasync.trainer.demo.ports import free_ports
 
 # Where every deployment has the service's settings, and the ports that it has there.
 CONFIGURATION, PORTS = "/etc/deltasync", (50051, 8080)

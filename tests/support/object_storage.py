@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from deltasync.trainer.demo.ports import free_ports, is_free
+from tests.support.ports import free_ports, is_free
 
 _DEADLINE_SECONDS = 60.0
 _PARTS = ("master", "volume", "filer", "s3", "s3.port.iceberg", "s3.port.lance")

@@ -16,9 +16,8 @@ from typing import Self
 
 from tests.support.forks import Fork, services
 from tests.support.http import HttpStatus
+from tests.support.ports import free_ports, is_free
 from tests.support.programs import cleaned
-
-from deltasync.trainer.demo.ports import free_ports, is_free
 
 _DEADLINE_SECONDS = 30.0
 _WITH_SHARED_FILES = """

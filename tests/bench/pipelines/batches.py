@@ -11,8 +11,7 @@ from tests.bench.pipelines.model import table_names
 from tests.bench.pipelines.options import Sizes
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.clicks.batch import FieldsBatch
-from deltasync.trainer.pipelines.batches import record_stream
+from deltasync.trainer.pipelines.batches import FieldsBatch, record_stream
 
 # More than a round uses, so that rows are not looked up again soon.
 _DIFFERENT = 32

@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from tests.support.fleet import lost
+from tests.support.ports import free_port
 from tests.support.server import RunningService
 from tests.support.state import lag_of
 from tests.support.wire import TABLES, USER, WHOLE, block, random_rows
@@ -32,7 +33,6 @@ from deltasync.client import (
 from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.publisher import _Stream
 from deltasync.core.errors import Damaged, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
-from deltasync.trainer.demo.ports import free_port
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 
 WAIT = 20

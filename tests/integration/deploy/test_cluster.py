@@ -18,10 +18,10 @@ import pytest
 import yaml
 from tests.support.deployments import Deployed, deployed, moved, readme_lines, run_lines
 from tests.support.fleet import Trainer
+from tests.support.ports import free_ports
 from tests.support.programs import killed
 
 from deltasync.client import Admin, Endpoint
-from deltasync.trainer.demo.ports import free_ports
 
 Doc = dict[str, Any]
 

@@ -163,7 +163,7 @@ def _module_lines(compose: dict[str, Any], containers: list[dict[str, Any]]) -> 
             yield command[command.index("-m") + 1 :]
 
 
-@pytest.mark.parametrize("module", ["deltasync.trainer.train", "deltasync.trainer.demo.predictor"])
+@pytest.mark.parametrize("module", ["deltasync.trainer.example.train", "deltasync.trainer.example.predictor"])
 def test_trainer_and_predictor_have_the_options_used(
     compose: dict[str, Any], containers: list[dict[str, Any]], module: str
 ) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from tests.support.deployments import compose_configs, compose_file, deployed, run_access
+from tests.support.ports import free_ports
 from tests.support.programs import killed
-
-from deltasync.trainer.demo.ports import free_ports
 
 Doc = dict[str, Any]
 

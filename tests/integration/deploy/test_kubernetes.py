@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from deltasync.trainer.demo.predictor import DRAIN_SECONDS
+from deltasync.trainer.example.predictor import DRAIN_SECONDS
 
 Doc = dict[str, Any]
 Stages = dict[str, list[tuple[str, str]]]

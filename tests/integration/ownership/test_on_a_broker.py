@@ -12,11 +12,11 @@ from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 import nats
 import pytest
 from nats.aio.client import Client
+from tests.support.ports import free_port
 
 from deltasync.core.owner import Owner
 from deltasync.ownership.entries import to_claim
 from deltasync.ownership.nats_bucket import BucketOptions, NatsBucket
-from deltasync.trainer.demo.ports import free_port
 
 LEASE_SECONDS = 1.5
 MODEL = "ads.v1"

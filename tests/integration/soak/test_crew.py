@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.soak.crew import Crew
 
-from deltasync.trainer.demo.processes import Processes
+from deltasync.trainer.example.processes import Processes
 
 FOR_EVER = ["http.server", "--bind", "127.0.0.1", "0"]
 AT_ONCE = ["json.tool", "--help"]

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from tests.support.brokers import Brokers
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.owner import Owner
 from deltasync.storage.brokers import BrokerOptions
 from deltasync.storage.jetstream_logs import JetStreamLogs
-from deltasync.trainer.demo.brokers import Brokers
 
 USERS = 'authorization { users: [{user: "deltasync", password: "s3cret"}] }'
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from nats.js.client import JetStreamContext
+from tests.support.brokers import Brokers
 from tests.unit.storage.test_log_store import TIMEOUT, content
 
 from deltasync.core.owner import Owner
@@ -13,7 +14,6 @@ from deltasync.storage import jetstream_messages
 from deltasync.storage.brokers import BrokerOptions
 from deltasync.storage.jetstream_logs import JetStreamLogs
 from deltasync.storage.log_store import LogUnavailable
-from deltasync.trainer.demo.brokers import Brokers
 
 RECORDS = 30
 Subscription = JetStreamContext.PullSubscription

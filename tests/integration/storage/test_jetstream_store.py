@@ -6,6 +6,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from tests.support.brokers import Brokers
 from tests.unit.storage import test_log_store as contract
 from tests.unit.storage.test_log_store import MAX_BYTES, TIMEOUT, content
 
@@ -16,7 +17,6 @@ from deltasync.storage.jetstream_errors import Fenced, LogWentBack
 from deltasync.storage.jetstream_logs import JetStreamLogs
 from deltasync.storage.jetstream_store import JetStreamStore
 from deltasync.storage.log_store import LogStore
-from deltasync.trainer.demo.brokers import Brokers
 
 # The same tests, of this log.
 globals().update({name: test for name, test in vars(contract).items() if name.startswith("test_")})

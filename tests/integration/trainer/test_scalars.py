@@ -17,12 +17,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.support.documents import ROOT
 from tests.support.fleet import follow, wait_until_in_sync
+from tests.support.ports import free_port
 from tests.support.server import RunningService
 from torch import nn
 
 from deltasync.client import NumpyTarget
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.demo.ports import free_port
 from deltasync.trainer.prometheus import TrainerCollector, serve_metrics
 from deltasync.trainer.scalars import SUMS, ScalarOptions, Scalars, TensorBoard
 from deltasync.trainer.sync import DeltaSync, SyncOptions

@@ -1,4 +1,4 @@
-"""`deltasync.trainer.train` under torchrun against a real service: every row arrives, and a checkpoint goes on."""
+"""The example's `train.py` under torchrun against a real service: every row arrives, and a checkpoint goes on."""
 
 import json
 import re
@@ -12,9 +12,7 @@ from tests.support.process import ServiceProcess
 from tests.support.ranks import torchrun
 
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
-from deltasync.trainer.clicks.model_state import ModelState
-from deltasync.trainer.demo.compare import Tables, trainer_tables, unequal_rows
-from deltasync.trainer.demo.verdict import id_map_shards
+from deltasync.trainer.example.compare import Tables, id_map_shards, load_state, trainer_tables, unequal_rows
 
 SIZES = ["--users", "500", "--items", "300", "--cross-buckets", "200", "--dim", "8", "--batch-size", "32"]
 
@@ -24,10 +22,9 @@ def train(service: ServiceProcess, folder: Path, events: int, *ways: str) -> Non
     stream = ["--events", str(events), "--events-per-second", "1e6", *SIZES, *ways]
     kept = ["--checkpoint", str(folder.parent / "checkpoint"), "--results", str(folder)]
     kept += ["--tensorboard", str(folder.parent / "scalars"), "--tensorboard-lag", "predictors"]
-    endpoint = folder.parent / "endpoint.toml"
-    endpoint.write_text(f'address = "{service.grpc}"\nhttp = "{service.http}"\n')
-    reached = ["--endpoint", str(endpoint)]
-    torchrun("-m", "deltasync.trainer.train", *reached, "--publish-every", "3", *stream, *kept)
+    torchrun(
+        "-m", "deltasync.trainer.example.train", "--service", service.grpc, "--publish-every", "3", *stream, *kept
+    )
 
 
 def published_rows(service: ServiceProcess) -> int:
@@ -43,7 +40,7 @@ def absorbed_cuts(folder: Path) -> int:
 
 def trainer_state(folder: Path) -> Tables:
     """Everything the trainer holds, as it is published."""
-    buffers = ModelState.load(folder / "state-trainer-0.npz").buffers
+    _, buffers = load_state(folder / "state-trainer-0.pt")
     maps = {
         f"managed._managed_collision_collection._managed_collision_modules.{name}.raw_ids": np.concatenate(
             [shard.ids[:, np.newaxis] for shard in shards]

@@ -103,7 +103,7 @@ def test_options_of_commands_exist(document: Document) -> None:
 
 
 def test_options_of_the_torchrun_entry_exist() -> None:
-    main = importlib.import_module("deltasync.trainer.train").main
+    main = importlib.import_module("deltasync.trainer.example.train").main
     section = (ROOT / "trainer" / "README.md").read_text().partition("\n## train.py\n")[2].partition("\n## ")[0]
     flags = set(re.findall(r"(?<![\w-])(--[a-z-]+)", section)) - {"--nproc-per-node"}
     assert flags

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from tests.support.http import HttpStatus
+from tests.support.ports import free_port
 
 from deltasync.api import server
 from deltasync.api.server_options import ServerOptions
 from deltasync.service.options import ServiceOptions
-from deltasync.trainer.demo.ports import free_port
 
 WAIT = 20
 

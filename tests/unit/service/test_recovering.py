@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.support.command import deltasync
 from tests.support.local_service import join, run, send
+from tests.support.ports import free_port
 from tests.support.wire import WHOLE, full_part, part, random_rows
 
 from deltasync.api import server
@@ -30,7 +31,6 @@ from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.storage import volume
 from deltasync.storage.model_store import ModelStore
-from deltasync.trainer.demo.ports import free_port
 from deltasync.v1 import subscribe_pb2
 from deltasync.views.view import View
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.soak.link import Link, Links
-
-from deltasync.trainer.demo.ports import free_port
+from tests.support.ports import free_port
 
 WAIT = 20.0
 

@@ -6,11 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltasync.trainer.clicks.features import FeatureOptions
-from deltasync.trainer.clicks.model_options import ModelOptions
-from deltasync.trainer.clicks.stream import Pace
-from deltasync.trainer.clicks.synthetic import SyntheticOptions
-from deltasync.trainer.clicks.training_options import TrainingOptions
+from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions
 from deltasync.trainer.pipelines import PipelineOptions
 from deltasync.trainer.sync import SyncOptions
 from deltasync.trainer.tracking import TrackerOptions, TrackingMode
@@ -21,19 +17,11 @@ COUNTS: list[tuple[Callable[..., Any], str, dict[str, Any]]] = [
     (SyncOptions, "publish_every", {"service": "localhost:1", "model": "clicks"}),
     (TrainingOptions, "grad_accum", {}),
     *((ModelOptions, name, {}) for name in ("users", "items", "cross_buckets", "dim", "hidden")),
-    *(
-        (FeatureOptions, name, {"users": 2, "items": 2, "cross_buckets": 2})
-        for name in ("users", "items", "cross_buckets", "history_length")
-    ),
-    *(
-        (SyntheticOptions, name, {})
-        for name in ("users", "items", "block", "factors", "turnover", "quality_period")
-    ),
+    (StreamOptions, "batch_size", {}),
 ]
 NUMBERS: list[tuple[Callable[..., Any], str, dict[str, Any]]] = [
     (PipelineOptions, "loss_scale", {}),
-    (Pace, "events_per_second", {"start_unix": 0.0}),
-    (SyntheticOptions, "seconds_per_event", {}),
+    (StreamOptions, "events_per_second", {}),
 ]
 
 
@@ -74,11 +62,3 @@ def test_a_mode_that_is_only_its_name_is_refused() -> None:
     with pytest.raises(ValueError, match="mode: 'embedding', expected a TrackingMode"):
         TrackerOptions(mode="embedding")  # type: ignore[arg-type]
     assert TrackerOptions(mode=TrackingMode.EMBEDDING).mode is TrackingMode.EMBEDDING
-
-
-@pytest.mark.parametrize("name", ["seed", "start_unix"])
-@pytest.mark.parametrize("value", [-1, 0.5, True])
-def test_what_may_be_zero_is_still_a_whole_number(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{name}: {value!r}, expected a whole number of at least 0"):
-        SyntheticOptions(**{name: value})  # type: ignore[arg-type]
-    assert getattr(SyntheticOptions(**{name: 0}), name) == 0

@@ -13,9 +13,9 @@ from tests.support.ranks import leave
 
 from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.trainer import buffer_differences
-from deltasync.trainer.clicks.model import ClickModel
-from deltasync.trainer.clicks.model_options import ModelOptions
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
+from deltasync.trainer.example.model import ClickModel
+from deltasync.trainer.example.options import ModelOptions
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 SIZES = ModelOptions(users=20, items=30, cross_buckets=10, dim=4, hidden=4)

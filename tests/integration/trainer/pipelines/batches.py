@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.clicks.batch import FieldsBatch
+from deltasync.trainer.pipelines.batches import FieldsBatch
 
 ROWS, WIDTH = 16, 3
 

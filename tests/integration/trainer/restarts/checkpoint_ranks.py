@@ -11,12 +11,11 @@ import torch.distributed as dist
 from tests.support.ranks import leave
 
 from deltasync.core.errors import StorageFailed
-from deltasync.trainer.clicks import checkpoints as module
-from deltasync.trainer.clicks.checkpoint import write_checkpoint
-from deltasync.trainer.clicks.checkpoints import Checkpoints, checkpoints_in
-from deltasync.trainer.clicks.model import ClickModel
-from deltasync.trainer.clicks.model_options import ModelOptions
+from deltasync.trainer import checkpoints as module
+from deltasync.trainer.checkpoints import Checkpoints, checkpoints_in, write_checkpoint
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
+from deltasync.trainer.example.model import ClickModel
+from deltasync.trainer.example.options import ModelOptions
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 SIZES = ModelOptions(users=20, items=30, cross_buckets=10, dim=4, hidden=4)

@@ -1,4 +1,4 @@
-"""`deltasync.trainer.train` of which every rank is killed after a step, once there is a
+"""`deltasync.trainer.example.train` of which every rank is killed after a step, once there is a
 checkpoint, and a version that it has published.
 
 python killed_train.py STEP CHECKPOINTS HTTP OPTION...
@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from deltasync.client.status import fetch_lag
-from deltasync.trainer.clicks.checkpoints import checkpoints_in
+from deltasync.trainer.checkpoints import checkpoints_in
+from deltasync.trainer.example.train import main
 from deltasync.trainer.sync import DeltaSync
-from deltasync.trainer.train import main
 
 
 def die_after(step: int, checkpoints: Path, http: str) -> None:

@@ -8,8 +8,8 @@ from tests.support.process import ServiceProcess
 from tests.support.ranks import run_ranks
 
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
-from deltasync.trainer.clicks.checkpoints import checkpoints_in
-from deltasync.trainer.demo.compare import trainer_tables, unequal_rows
+from deltasync.trainer.checkpoints import checkpoints_in
+from deltasync.trainer.example.compare import trainer_tables, unequal_rows
 
 SIZES = ["--users", "6000", "--items", "4000", "--cross-buckets", "3000", "--dim", "8", "--batch-size", "32"]
 KILLED = str(Path(__file__).with_name("killed_train.py"))
@@ -40,7 +40,7 @@ def test_they_publish_what_came_after_it(service: ServiceProcess, tmp_path: Path
             assert 1 <= len(checkpoints_in(saved)) <= 3, "the oldest is removed once the newest is there"
         results = tmp_path / "results"
         results.mkdir()
-        last = ["-m", "deltasync.trainer.train", *options(service, 30), "--checkpoint", str(saved)]
+        last = ["-m", "deltasync.trainer.example.train", *options(service, 30), "--checkpoint", str(saved)]
         run_ranks(*last, "--results", str(results), ranks=2)
         replica.wait_for(service.get_json("/consumers/predictors/lag")["head"], 30)
         assert unequal_rows(trainer_tables(results, 2), target.tables) == {}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.clicks.batch import FieldsBatch
+from deltasync.trainer.pipelines.batches import FieldsBatch
 
 SIZE, LONGEST = 4, 3
 # Batches in which rank 1, or every rank, has no id at all.

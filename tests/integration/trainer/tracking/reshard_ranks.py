@@ -31,7 +31,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.core.errors import InvalidInput
-from deltasync.trainer.clicks.checkpoint import load_checkpoint, save_checkpoint
+from deltasync.trainer.checkpoints import load_checkpoint, state_of, write_checkpoint
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 from deltasync.trainer.tracking import Delta, Tracker, TrackingMode
 from deltasync.trainer.tracking.shards import TrackedTable
@@ -150,11 +150,15 @@ class Expected:
                 self.due[table.name][rows.ids - table.row_offset] = False
 
 
+def save_checkpoint(folder: Path, training: Training) -> None:
+    write_checkpoint(folder, state_of(training.model, training.optimizer), training.sync.state_dict())
+
+
 def save_all(folder: Path) -> None:
     for plan in PLANS:
         training, generator = Training(plan), torch.Generator().manual_seed(7 + dist.get_rank())
         expected = train(training, generator, uneven=plan in UNEVEN)
-        save_checkpoint(folder / plan, training.model, training.optimizer, training.sync)
+        save_checkpoint(folder / plan, training)
         tables = {table.name: (table.row_offset, table.columns) for table in training.tracker.tables}
         pieces = {name: (one.held, one.due) for name, one in expected.items()}
         torch.save((tables, pieces), folder / plan / f"expected-{dist.get_rank()}.pt")
@@ -215,7 +219,7 @@ def load_all(folder: Path, plans: list[str]) -> None:
 
 def check_loaded(folder: Path, plan: str, where: str, *, exact: bool) -> None:
     training = Training(plan)
-    assert load_checkpoint(folder, training.model, training.optimizer, training.sync)
+    load_checkpoint(folder, training.model, training.optimizer, training.sync)
     tracker = training.tracker
     assert set(tracker.consumers) == {"publisher", *MODES}
     copies = {}
@@ -302,8 +306,8 @@ def check_formats(folder: Path) -> None:
         InvalidInput, match=f"the checkpoint in {newer} is of format 2, this version reads 1: update"
     ):
         load_checkpoint(newer, training.model, training.optimizer, training.sync)
-    save_checkpoint(newer, training.model, training.optimizer, training.sync)
-    assert load_checkpoint(newer, training.model, training.optimizer, training.sync), "it was overwritten"
+    save_checkpoint(newer, training)
+    load_checkpoint(newer, training.model, training.optimizer, training.sync)  # It was overwritten.
 
 
 def _interrupted(*_: object, **__: object) -> None:
@@ -313,11 +317,11 @@ def _interrupted(*_: object, **__: object) -> None:
 def check_interrupted_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are newer than what is known of them would be taken for published."""
     interrupted, training = folder / "interrupted", Training("rows")
-    save_checkpoint(interrupted, training.model, training.optimizer, training.sync)
+    save_checkpoint(interrupted, training)
     with monkeypatch.context() as patched:
-        patched.setattr("deltasync.trainer.clicks.checkpoint.save", _interrupted)
+        patched.setattr("deltasync.trainer.checkpoints.save", _interrupted)
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(interrupted, training.model, training.optimizer, training.sync)
+            save_checkpoint(interrupted, training)
     with pytest.raises(InvalidInput, match="got rank none"):
         load_checkpoint(interrupted, training.model, training.optimizer, training.sync)
 

@@ -8,7 +8,7 @@ from tests.support.process import ServiceProcess
 from tests.support.ranks import run_ranks
 
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
-from deltasync.trainer.demo.compare import Tables, trainer_tables, unequal_rows
+from deltasync.trainer.example.compare import Tables, trainer_tables, unequal_rows
 
 BATCH = 32
 SIZES = ["--users", "500", "--items", "300", "--cross-buckets", "200", "--dim", "8", "--batch-size", str(BATCH)]
@@ -28,7 +28,7 @@ def train(service: ServiceProcess, folder: Path, steps: int, ranks: int) -> Tabl
     stream = ["--events", str(steps * BATCH), "--events-per-second", "1e6", *SIZES]
     kept = ["--checkpoint", str(folder.parent / "checkpoint"), "--results", str(folder)]
     publish = ["--service", service.grpc, "--publish-every", "100"]
-    run_ranks("-m", "deltasync.trainer.train", *publish, *stream, *kept, ranks=ranks)
+    run_ranks("-m", "deltasync.trainer.example.train", *publish, *stream, *kept, ranks=ranks)
     return trainer_tables(folder, ranks)
 
 

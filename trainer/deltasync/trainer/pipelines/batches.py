@@ -1,8 +1,8 @@
 """Batches on their way to the device: whatever a forward may be called with."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass
@@ -18,6 +18,27 @@ Path = tuple[Any, ...]
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 # What a jagged tensor is made of; it computes all its other attributes from these.
 _OF_JAGGED = ("_values", "_weights", "_lengths", "_offsets", "_stride_per_key_per_rank", "_inverse_indices")
+
+
+@dataclasses.dataclass
+class FieldsBatch(Pipelineable):  # type: ignore[misc]  # torchrec's types are not followed
+    """A batch that is a dataclass of tensors, for TorchRec's pipelines."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """The batch on another device."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory of all tensors until `stream` has done its work on them."""
+        for each in dataclasses.fields(self):
+            getattr(self, each.name).record_stream(stream)
+
+    def pin_memory(self) -> Self:
+        """The batch in page-locked memory, from which copies to an accelerator need not wait."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, function: Callable[[Any], Any]) -> Self:
+        return type(self)(**{each.name: function(getattr(self, each.name)) for each in dataclasses.fields(self)})
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

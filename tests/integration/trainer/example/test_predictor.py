@@ -1,0 +1,211 @@
+"""The example predictor as a process: from a service's releases to answers over HTTP."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tests.support.ports import free_port
+from tests.support.process import environment
+from tests.support.programs import killed
+from tests.support.server import RunningService
+
+from deltasync.client import (
+    Part,
+    Policy,
+    Publisher,
+    PublisherOptions,
+    RowBatch,
+    Shard,
+    TableKind,
+    TableSpec,
+    ValueType,
+)
+from deltasync.core.tables import matrix_shape
+from deltasync.trainer.example.model import ClickModel, outputs, quantised
+from deltasync.trainer.example.options import ModelOptions, arguments
+from deltasync.trainer.example.predictor import batch_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+
+OPTIONS = ModelOptions(users=40, items=30, cross_buckets=10, dim=8, hidden=4)
+EVENT = {"dense": [0.0, 0.5, 1.0, -1.0], "user": 1, "item": 2, "cross": 3, "hour": 4, "history": [2, 7]}
+BODY = json.dumps({"events": [EVENT, EVENT | {"user": 39, "history": []}]}).encode()
+POLICIES = {each.value: Policy(value_type=each) for each in (ValueType.INT8_TBE, ValueType.INT4_TBE)}
+DEADLINE_SECONDS = 60.0
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with RunningService(tmp_path / "data", policies=POLICIES) as service:
+        yield service
+
+
+class Trainer:
+    """A model in this process, all of whose parameters are published."""
+
+    def __init__(self, service: RunningService) -> None:
+        torch.manual_seed(0)
+        self.model = ClickModel(OPTIONS).eval()
+        self._shards = {name: Shard.whole(_spec(name, each)) for name, each in self.model.named_parameters()}
+        options = PublisherOptions(service=service.grpc, model="clicks", run="r", run_started_unix_ns=1)
+        shards = list(self._shards.values())
+        self._publisher = Publisher(options, [shard.table for shard in shards], shards)
+        self._step = 0
+
+    def publish(self) -> int:
+        """Change every value a little, and publish; the version."""
+        self._step += 1
+        with torch.no_grad():
+            for each in self.model.parameters():
+                each.add_(torch.randn_like(each) * 0.1)
+        rows = [self._rows(name, each) for name, each in self.model.named_parameters()]
+        now = time.time_ns()
+        part = Part(step=self._step, step_end_unix_ns=now, event_time_unix_ns=now, rows=rows, full=True)
+        return self._publisher.publish(part).result(DEADLINE_SECONDS).number
+
+    def scores(self, value_type: ValueType) -> torch.Tensor:
+        """Of the events of BODY, by the model quantised anew."""
+        copy = ClickModel(OPTIONS).eval()
+        copy.load_state_dict(self.model.state_dict())
+        return outputs(quantised(copy, value_type), batch_of(BODY, OPTIONS.ids))
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def _rows(self, name: str, parameter: torch.Tensor) -> RowBatch:
+        shard = self._shards[name]
+        values = parameter.detach().numpy().reshape(shard.table.rows, shard.table.dim).copy()
+        return RowBatch(shard, np.arange(shard.table.rows), values)
+
+
+def _spec(name: str, parameter: torch.Tensor) -> TableSpec:
+    kind = TableKind.EMBEDDING if "embedding_bags" in name else TableKind.PARAMETER
+    return TableSpec(
+        name.removesuffix(".weight") if kind.ranked else name, *matrix_shape(parameter.shape), kind=kind
+    )
+
+
+@pytest.fixture
+def trainer(service: RunningService) -> Iterator[Trainer]:
+    trainer = Trainer(service)
+    yield trainer
+    trainer.close()
+
+
+@contextmanager
+def predictor(service: RunningService, consumer: str, value_type: str) -> "Iterator[Predictor]":
+    port = free_port()
+    command = [sys.executable, "-m", "deltasync.trainer.example.predictor", "--service", service.grpc]
+    command += ["--consumer", consumer, "--replica", "p", "--http-port", str(port), "--value-type", value_type]
+    with killed(subprocess.Popen([*command, *arguments(OPTIONS)], env=environment())) as process:
+        yield Predictor(process, f"http://127.0.0.1:{port}")
+
+
+class Predictor:
+    def __init__(self, process: "subprocess.Popen[bytes]", url: str) -> None:
+        self.process, self._url = process, url
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self._url + path, timeout=DEADLINE_SECONDS)
+
+    def predict(self) -> dict[str, Any]:
+        answer = httpx.post(f"{self._url}/predict", content=BODY, timeout=DEADLINE_SECONDS)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def await_that(self, path: str, true: Callable[[httpx.Response], bool]) -> httpx.Response:
+        """Ask until the answer is right."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while True:
+            assert self.process.poll() is None, "the predictor has ended"
+            try:
+                if true(answer := self.get(path)):
+                    return answer
+            except httpx.TransportError:
+                pass  # It does not listen yet.
+            assert time.monotonic() < deadline, path
+            time.sleep(0.02)
+
+
+def _serves(version: int, metrics: httpx.Response) -> bool:
+    return f"predictor_version {version}.0" in metrics.text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("value_type", [ValueType.INT8_TBE, ValueType.INT4_TBE])
+def test_answers_are_those_of_the_trainer_s_model_quantised_anew(
+    service: RunningService, trainer: Trainer, value_type: ValueType
+) -> None:
+    with predictor(service, value_type.value, value_type.value) as asked:
+        asked.await_that("/livez", lambda answer: answer.status_code == 200)
+        assert asked.get("/ready").status_code == 503
+        for version in (1, 2):
+            assert trainer.publish() == version
+            asked.await_that("/ready", lambda answer: answer.status_code == 200)
+            asked.await_that("/metrics", partial(_serves, version))
+            found = asked.predict()
+            assert (found["version"], found["step"], found["age_of"]) == (version, version, "event")
+            assert 0 <= found["age_seconds"] < DEADLINE_SECONDS
+            assert torch.equal(torch.tensor(found["scores"], dtype=torch.float32), trainer.scores(value_type))
+        rows = sum(its.numel() // its.shape[-1] for its in trainer.model.parameters())
+        assert f"predictor_rows_applied_total {2 * rows}.0" in asked.get("/metrics").text
+        assert service.get_json(f"/consumers/{value_type.value}/lag")["state"] == "in sync"
+        asked.process.send_signal(signal.SIGTERM)
+        assert asked.process.wait(DEADLINE_SECONDS) == 0
+
+
+def test_every_answer_is_that_of_one_version_while_releases_come(
+    service: RunningService, trainer: Trainer
+) -> None:
+    value_type = ValueType.INT8_TBE
+    trainer.publish()
+    expected = {1: trainer.scores(value_type)}
+    with predictor(service, value_type.value, value_type.value) as asked, ThreadPoolExecutor(2) as threads:
+        asked.await_that("/ready", lambda answer: answer.status_code == 200)
+        begun, ended = threading.Barrier(3), threading.Event()
+        answers = [threads.submit(lambda: list(_until(ended, begun, asked.predict))) for _ in range(2)]
+        begun.wait(DEADLINE_SECONDS)
+        for _ in range(20):
+            version = trainer.publish()
+            expected[version] = trainer.scores(value_type)
+            asked.await_that("/metrics", partial(_serves, version))
+        ended.set()
+        found = [answer for each in answers for answer in each.result()]
+    assert {1, version} <= {answer["version"] for answer in found}, "releases came in between"
+    for answer in found:
+        assert torch.equal(torch.tensor(answer["scores"], dtype=torch.float32), expected[answer["version"]])
+
+
+def _until(
+    ended: threading.Event, begun: threading.Barrier, ask: Callable[[], dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Answers, one of them before all have begun, and one after the end."""
+    yield ask()
+    begun.wait(DEADLINE_SECONDS)
+    while not ended.is_set():
+        yield ask()
+    yield ask()
+
+
+def test_a_predictor_of_another_value_type_is_not_alive_and_says_why(
+    service: RunningService, trainer: Trainer
+) -> None:
+    trainer.publish()
+    with predictor(service, "predictors", "int8-tbe") as asked:
+        dead = asked.await_that("/livez", lambda answer: answer.status_code == 500)
+        assert "sparse.embedding_bags.user" in dead.json()["detail"]
+        assert asked.get("/ready").status_code == 503

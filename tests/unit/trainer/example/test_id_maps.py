@@ -1,0 +1,79 @@
+"""What a click model holds beside its tables: maps of raw ids, counted evictions, buffers."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrec.modules.mc_modules import LRU_EvictionPolicy, MCHManagedCollisionModule
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from deltasync.trainer.example.compare import TrainerResults, id_maps, load_state, save_state
+from deltasync.trainer.example.model import ClickModel
+from deltasync.trainer.example.options import ModelOptions
+
+SMALL = ModelOptions(users=20, items=12, cross_buckets=10, dim=4, hidden=4, managed=True)
+
+
+def shard(rows: int, first_row: int) -> torch.nn.ModuleDict:
+    """A managed table of one id per step and rank, as the ranks have them: rows from `first_row` on."""
+    module = MCHManagedCollisionModule(
+        zch_size=rows,
+        device=torch.device("cpu"),
+        eviction_policy=LRU_EvictionPolicy(),
+        eviction_interval=1,
+        output_global_offset=first_row,
+        output_segments=[first_row, first_row + rows],
+    )
+    return torch.nn.ModuleDict({"user": module})
+
+
+def look_up(model: torch.nn.Module, ids: list[int]) -> list[int]:
+    """The rows of the ids."""
+    jagged = JaggedTensor(torch.tensor(ids), lengths=torch.ones(len(ids), dtype=torch.int64))
+    found: torch.Tensor = model["user"]({"user": jagged})["user"].values()  # type: ignore[index]
+    return found.tolist()
+
+
+@given(st.lists(st.integers(0, 2**62), min_size=1, max_size=40), st.integers(0, 7))
+def test_a_map_says_the_row_of_each_id_and_changed_hands_are_counted(ids: list[int], first_row: int) -> None:
+    model = shard(5, first_row)
+    count, owners, changed = TrainerResults(model), dict[int, int](), 0
+    for raw in ids:
+        look_up(model.train(), [raw])
+        count.count_evictions()
+        its = id_maps(model)["user"]
+        assert (its.first_row, len(its.ids)) == (first_row, 5)
+        now = {row: owner - 1 for row, owner in enumerate(its.ids.tolist(), first_row) if owner}
+        changed += sum(owners.get(row, owner) != owner for row, owner in now.items())
+        owners = now
+        assert its.used == len(owners)
+    assert look_up(model.eval(), list(owners.values())) == list(owners)
+    assert count.evictions == changed
+
+
+def test_rows_that_change_hands_do_occur() -> None:
+    model = shard(5, 0)
+    count = TrainerResults(model)
+    for raw in range(7):  # Four rows for ids, one for those without.
+        look_up(model, [raw])
+        count.count_evictions()
+    assert count.evictions == 3
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+    model = ClickModel(SMALL)
+    model.get_buffer("bottom.1.running_mean")[1] = 0.1
+    save_state(model, tmp_path / "state.pt")
+    maps, buffers = load_state(tmp_path / "state.pt")
+    assert {name: (its.first_row, len(its.ids)) for name, its in maps.items()} == {"user": (0, 5), "item": (0, 3)}
+    assert set(buffers) == {f"bottom.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    for name, values in buffers.items():
+        np.testing.assert_array_equal(values, model.get_buffer(name).numpy(), strict=True)
+
+
+def test_a_model_with_a_row_for_each_id_has_neither(tmp_path: Path) -> None:
+    model = ClickModel(ModelOptions(users=5, items=5, cross_buckets=5, dim=4, hidden=4))
+    save_state(model, tmp_path / "state.pt")
+    assert load_state(tmp_path / "state.pt") == ({}, {})

@@ -1,0 +1,197 @@
+"""Streams of events: cut into batches, played as they arrive, drawn from a seed, read from a file of ratings."""
+
+import itertools
+import os
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.example.options import ModelOptions, StreamOptions
+from deltasync.trainer.example.report import auc
+from deltasync.trainer.example.stream import Events, batches, count_events, play, read_ratings, synthetic
+
+ROOT = Path(__file__).parents[4]
+EXCERPT = ROOT / "tests/fixtures/movietweetings/ratings.dat"
+WHOLE = ROOT.parent / "shared/data/movietweetings-100k/ratings.dat"
+CSV_HEADER = "userId,movieId,rating,timestamp\n"
+SMALL = ModelOptions(users=50, items=40)
+DEFAULT = ModelOptions()
+
+
+def first(n: int, sizes: ModelOptions = DEFAULT) -> Events:
+    (found,) = batches(StreamOptions(events=n, batch_size=n), sizes)
+    return found
+
+
+def ratings(folder: Path, text: str) -> Path:
+    path = folder / "ratings"
+    path.write_bytes(text.encode())
+    return path
+
+
+@given(events=st.integers(1, 20_000), size=st.integers(2, 9_000))
+def test_batches_have_the_size_asked_for_and_keep_every_event(events: int, size: int) -> None:
+    cut = list(batches(StreamOptions(events=events, batch_size=size), SMALL))
+    assert np.concatenate([batch.index for batch in cut]).tolist() == list(range(events))
+    assert all(len(batch) == size for batch in cut[:-1])
+    assert 0 < len(cut[-1]) <= size
+
+
+def test_a_synthetic_stream_never_ends_unless_told() -> None:
+    endless = batches(StreamOptions(batch_size=5000), SMALL)
+    assert [len(batch) for batch in itertools.islice(endless, 3)] == [5000] * 3
+    assert count_events(StreamOptions(events=77), SMALL) == 77
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, 3), (2, 2), (99, 3)])
+def test_a_file_that_has_fewer_events_just_ends(tmp_path: Path, asked: int | None, found: int) -> None:
+    path = ratings(tmp_path, "1::1::5::1\n1::2::5::2\n1::3::5::3\n")
+    assert count_events(StreamOptions(data=f"ratings:{path}", events=asked), SMALL) == found
+
+
+@pytest.mark.parametrize("spec", ["", "synthetic:", "ratings", "ratings:", "movies:x"])
+def test_an_unknown_stream_names_both_forms(spec: str) -> None:
+    with pytest.raises(InvalidInput, match=f"unknown data '{spec}'; give 'synthetic' or 'ratings:PATH'"):
+        count_events(StreamOptions(data=spec), SMALL)
+
+
+def test_events_arrive_at_their_times_and_none_is_skipped_by_a_late_reader(tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    start.write_text("1000.0")
+    stream = StreamOptions(events=10, events_per_second=4.0, batch_size=4, start_file=start)
+    played = [(len(batch), arrival) for batch, arrival in play(stream, SMALL)]
+    assert played == [(4, 1000.75), (4, 1001.75), (2, 1002.25)]
+    assert [arrival for _, arrival in play(stream, SMALL, past=1)] == [999.75, 1000.75, 1001.25]
+
+
+def test_a_batch_is_waited_for_until_its_last_event_arrives() -> None:
+    stream = StreamOptions(events=4, events_per_second=100.0, batch_size=4)
+    [(_, arrival)] = play(stream, SMALL)
+    assert time.time() >= arrival
+
+
+def test_events_are_in_range_typed_and_in_time_order() -> None:
+    events = first(1000, SMALL)
+    assert [getattr(events, each.name).dtype for each in fields(Events)] == [np.int64] * 4 + [np.float32]
+    assert (np.diff(events.timestamp) == 30).all()
+    assert 0 <= events.user.min() <= events.user.max() < SMALL.users
+    assert 0 <= events.item.min() <= events.item.max() < SMALL.items
+    assert set(np.unique(events.label)) == {0.0, 1.0}
+
+
+def test_every_process_draws_the_same_stream() -> None:
+    one, other = first(10_000, SMALL), first(10_000, SMALL)
+    for each in fields(Events):
+        np.testing.assert_array_equal(getattr(one, each.name), getattr(other, each.name))
+    blocks = list(itertools.islice(synthetic(50, 40), 2))
+    assert not np.array_equal(blocks[0].user, blocks[1].user)
+
+
+def test_popularity_moves_over_the_items() -> None:
+    events = first(500_000, replace(DEFAULT, items=1000))
+    early, late = events.item[:10_000], events.item[-10_000:]
+    top = np.bincount(early, minlength=1000).argsort()[-20:]
+    assert np.isin(early, top).mean() > 5 * np.isin(late, top).mean()
+
+
+def test_a_stale_model_is_clearly_worse_than_a_fresh_one() -> None:
+    events = first(100_000)
+    half = slice(50_000, None)
+    fresh, frozen = (_online_scores(events, until)[half] for until in (100_000, 50_000))
+    assert auc(events.label[half], fresh) > 0.72
+    assert auc(events.label[half], fresh) - auc(events.label[half], frozen) > 0.05
+
+
+def _online_scores(events: Events, learn_until: int) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    """Scores of an online model of one bias per user and item, each before it learns from the event."""
+    users, items = np.zeros(events.user.max() + 1), np.zeros(events.item.max() + 1)
+    scores = np.empty(len(events))
+    for start in range(0, len(events), 64):
+        batch = events[start : start + 64]
+        score = scores[start : start + 64] = users[batch.user] + items[batch.item]
+        if start < learn_until:
+            step = 0.15 * (batch.label - 1 / (1 + np.exp(-score)))
+            np.add.at(users, batch.user, step)
+            np.add.at(items, batch.item, step)
+    return scores
+
+
+def test_a_file_becomes_time_ordered_and_ties_keep_the_order_of_the_file(tmp_path: Path) -> None:
+    events = read_ratings(ratings(tmp_path, "1::7::5::30\n1::8::3::10\n2::9::4::30\n3::7::1::10\n"))
+    assert events.index.tolist() == [0, 1, 2, 3]
+    assert events.timestamp.tolist() == [10, 10, 30, 30]
+    assert events.user.tolist() == [1, 3, 1, 2]
+    assert events.item.tolist() == [8, 7, 7, 9]
+    assert events.label.tolist() == [0, 0, 1, 1]
+    assert events.label.dtype == np.float32
+
+
+@pytest.mark.parametrize("separator", ["::", ",", "\t"])
+@pytest.mark.parametrize("header", [False, True])
+@pytest.mark.parametrize("end", ["\n", "\n\n\n", "\r\n"])
+def test_fields_may_be_apart_by_colons_commas_or_tabs(
+    tmp_path: Path, separator: str, header: bool, end: str
+) -> None:
+    lines = ["userId::movieId::rating::timestamp"] * header + [f"{2**63 - 1}::7::5::30", "2::8::3.5::10"]
+    text = "".join(line + end.replace("\n\n", "") for line in lines) + end
+    events = read_ratings(ratings(tmp_path, text.replace("::", separator)))
+    assert (events.user.tolist(), events.item.tolist()) == ([2, 2**63 - 1], [8, 7])
+    assert (events.label.tolist(), events.timestamp.tolist()) == ([0, 1], [10, 30])
+
+
+@pytest.mark.parametrize(
+    ("given_ratings", "labels"), [((3, 4, 5), [0, 1, 1]), ((5, 7, 8), [0, 0, 1]), ((0.5, 3.5, 5.0), [0, 0, 1])]
+)
+def test_what_counts_as_liked(tmp_path: Path, given_ratings: tuple[float, ...], labels: list[int]) -> None:
+    text = "".join(f"1::{item}::{rating}::{item}\n" for item, rating in enumerate(given_ratings))
+    assert read_ratings(ratings(tmp_path, text)).label.tolist() == labels
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("1::2::3", "1::2::3::4::5", "1,2,3,4", "", "x::2::3::4", "-1::2::3::4", "1::-2::3::4"),
+        *("1::9223372036854775808::3::4", "1::2::nan::4", "1::2::inf::4", "1::2::::4", "1::2::3::4.5"),
+    ],
+)
+def test_a_bad_line_is_named_with_what_was_expected(tmp_path: Path, line: str) -> None:
+    path = ratings(tmp_path, f"1::2::3::4\n{line}\n1::2::3::4\n")
+    with pytest.raises(InvalidInput) as refused:
+        read_ratings(path)
+    expected = "expected 'user::item::rating::timestamp' in numbers"
+    assert str(refused.value) == f"{path}, line 2: {line!r}, {expected}"
+
+
+@pytest.mark.parametrize("text", ["", CSV_HEADER])
+def test_a_file_without_ratings_is_an_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidInput, match="holds no ratings"):
+        read_ratings(ratings(tmp_path, text))
+
+
+def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(InvalidInput, match=f"{path.name}: cannot be read"):
+            read_ratings(path)
+
+
+def test_the_first_lines_of_movietweetings() -> None:
+    events = read_ratings(EXCERPT)
+    assert (len(events), len(np.unique(events.user)), len(np.unique(events.item))) == (2000, 369, 1018)
+    assert (np.diff(events.timestamp) >= 0).all()
+    assert events.label.sum() == 1029
+
+
+def test_the_movietweetings_file() -> None:
+    movies = Path(os.environ.get("MOVIETWEETINGS_100K", WHOLE))
+    if not movies.exists():
+        pytest.skip(f"needs the 100,000 ratings at {movies}, or where MOVIETWEETINGS_100K says")
+    events = read_ratings(movies)
+    assert (len(events), len(np.unique(events.user)), len(np.unique(events.item))) == (100_000, 16_554, 10_506)
+    assert (np.diff(events.timestamp) >= 0).all()
+    assert events.label.mean() == pytest.approx(0.505, abs=0.001)

@@ -1,0 +1,191 @@
+"""Checkpoints of a training run: weights, optimizer, and what was published of them."""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torchrec.optim.keyed import CombinedOptimizer
+
+from deltasync.core.errors import StorageFailed
+from deltasync.trainer.checks import check_format
+from deltasync.trainer.distributed.agreement import on_any_rank
+from deltasync.trainer.sync import DeltaSync
+
+logger = logging.getLogger(__name__)
+
+# The format of a checkpoint's folder, and the file in it that says so.
+_FORMAT, _FORMAT_FILE = 1, "format"
+_KEPT = 2
+_NAME = re.compile(r"step-[0-9]{12}")
+_PARTIAL = "partial"
+
+
+class Checkpoints:
+    """The last two checkpoints of a run, in folders `step-NNN`. One that is not complete yet is `partial`.
+
+    All ranks call the same methods after the same steps, and see the same files. Training waits only until its
+    state is copied to host memory. Another thread writes it, in a process group of its own.
+    """
+
+    def __init__(
+        self, folder: Path, every: int, model: nn.Module, optimizer: CombinedOptimizer, sync: DeltaSync
+    ) -> None:
+        self._folder, self._every, self._steps = folder, every, 0
+        self._model, self._optimizer, self._sync = model, optimizer, sync
+        self._training, self._writing = (dist.new_group(backend="gloo") for _ in range(2))
+        self._thread = ThreadPoolExecutor(1, "deltasync-checkpoint")
+        self._written: Future[bool] | None = None
+
+    def load(self) -> bool:
+        """Continue from the newest checkpoint, before the first step. False if there is none.
+
+        Raises:
+            InvalidInput: see `load_checkpoint`.
+        """
+        if not (complete := checkpoints_in(self._folder)):
+            return False
+        load_checkpoint(complete[-1], self._model, self._optimizer, self._sync)
+        logger.info("continues from checkpoint %s, after step %d", complete[-1], self._sync.tracker.steps)
+        return True
+
+    def step(self) -> None:
+        """Note that a step is complete, and begin a checkpoint if it is time for one."""
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Begin a checkpoint between two steps, unless the one before is still being written."""
+        busy = self._written is not None and not self._written.done()
+        step = self._sync.tracker.steps
+        if on_any_rank([busy], self._training)[0]:
+            logger.warning("no checkpoint after step %d: the one before is not written yet", step)
+            return
+        state = BlockingAsyncStager().stage(state_of(self._model, self._optimizer))
+        folder = self._folder / f"step-{step:012}"
+        self._written = self._thread.submit(self._write, folder, state, self._sync.state_dict())
+
+    def finish(self) -> None:
+        """Write a last checkpoint and wait for it.
+
+        Raises:
+            StorageFailed: a rank could not write it.
+        """
+        if self._written:
+            wait_for([self._written])
+        self.save()
+        self._thread.shutdown()
+        if not (self._written and self._written.result()):
+            raise StorageFailed(f"no checkpoint of the end of the run is in {self._folder}: the log says why")
+
+    def _write(self, folder: Path, state: dict[str, Any], sync: Mapping[str, Any]) -> bool:
+        """Write a checkpoint, in the other thread. False if a rank could not."""
+        partial = self._folder / _PARTIAL
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        if not self._succeeds(folder, lambda: write_checkpoint(partial, state, sync, self._writing)):
+            return False
+        return self._succeeds(folder, lambda: self._complete(partial, folder) if dist.get_rank() == 0 else None)
+
+    def _succeeds(self, folder: Path, write: Callable[[], None]) -> bool:
+        failed = False
+        try:
+            write()
+        except Exception:  # Training continues, and the next checkpoint may succeed.
+            logger.exception("the checkpoint %s could not be written", folder)
+            failed = True
+        return not on_any_rank([failed], self._writing)[0]
+
+    def _complete(self, partial: Path, folder: Path) -> None:
+        if folder.exists():  # A run that continued from it may end before its first step.
+            shutil.rmtree(partial)
+            return
+        for file in (*partial.iterdir(), partial):
+            _to_disk(file)
+        partial.rename(folder)
+        _to_disk(self._folder)
+        logger.info("checkpoint %s is written", folder)
+        try:
+            for older in checkpoints_in(self._folder)[:-_KEPT]:
+                older.rename(partial)  # Under its own name, half of it might stay.
+                shutil.rmtree(partial)
+        except OSError as error:  # Perhaps somebody reads it. The next checkpoint tries again.
+            logger.warning("an older checkpoint could not be removed: %s", error)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folders of complete checkpoints, the oldest first."""
+    return sorted(each for each in folder.glob("step-*") if _NAME.fullmatch(each.name))
+
+
+def state_of(model: nn.Module, optimizer: CombinedOptimizer) -> dict[str, Any]:
+    """What a checkpoint holds of both: their own tensors, not copies."""
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def write_checkpoint(
+    folder: Path, state: dict[str, Any], sync: Mapping[str, Any], group: dist.ProcessGroup | None = None
+) -> None:
+    """Write a checkpoint. All ranks of a group call this together.
+
+    Args:
+        folder: all ranks see the same files in it.
+        state: `state_of`, or a copy.
+        sync: the state of this rank's `DeltaSync`, after the same step.
+        group: of gloo, and not used by another thread; the default group if None.
+
+    Raises:
+        OSError: this rank or another could not write a file.
+    """
+    error: OSError | None = None
+    if dist.get_rank() == 0:
+        try:
+            # With the sync files of an older checkpoint, changes of the newer weights would not be published.
+            for stale in folder.glob("sync-*.pt"):
+                stale.unlink()
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _FORMAT_FILE).write_text(f"{_FORMAT}\n")
+        except OSError as failure:
+            error = failure
+    if on_any_rank([error is not None], group)[0]:
+        raise error or OSError(f"rank 0 could not begin the checkpoint {folder}")
+    save(state, checkpoint_id=folder, process_group=group)
+    torch.save(sync, folder / f"sync-{dist.get_rank()}.pt")
+
+
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer, sync: DeltaSync) -> None:
+    """Continue from a checkpoint of any number of ranks, before the first step.
+
+    Raises:
+        InvalidInput: the checkpoint has a newer format, or the sync state of a rank is missing because the run
+            ended while it was written.
+    """
+    found = (folder / _FORMAT_FILE).read_text(errors="replace").strip()
+    check_format(f"the checkpoint in {folder}", int(found) if found.isdecimal() else found, _FORMAT)
+    state = state_of(model, optimizer)
+    load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    # Mapped, because this rank reads only its own rows of other ranks' files.
+    files = sorted(folder.glob("sync-*.pt"))
+    sync.load_state_dict([torch.load(file, weights_only=True, mmap=True) for file in files])
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

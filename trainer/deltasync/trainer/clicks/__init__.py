@@ -1,1 +1,0 @@
-"""The click model, the events that train it, and the options of its trainer."""

@@ -1,1 +1,0 @@
-"""The demo: the whole path on loopback, with real processes."""

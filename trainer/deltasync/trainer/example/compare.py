@@ -1,0 +1,350 @@
+"""What the demo's processes leave in a folder, and the comparison of replicas with the trainer, bit by bit."""
+
+import json
+import logging
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from deltasync.core.policy import Policy
+from deltasync.core.tables import TableKind, TableSpec
+from deltasync.trainer.example.features import Featurizer
+from deltasync.trainer.example.model import ClickModel, click_batch, outputs, quantised, served_rows
+from deltasync.trainer.example.options import RAW_IDS, ModelOptions, StreamOptions
+from deltasync.trainer.example.processes import DemoFailed
+from deltasync.trainer.example.stream import batches
+from deltasync.trainer.sync import DeltaSync
+
+Tables = dict[str, NDArray[Any]]
+WHATS = ("rows", "map", "buffers", "outputs")
+_FREE = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True, eq=False)
+class IdMap:
+    """The raw ids of a table's rows, or of one rank's share of them.
+
+    Attributes:
+        first_row: global number of the first of these rows.
+        ids: int64 [rows], raw id + 1 by row, 0 where the row is free.
+    """
+
+    first_row: int
+    ids: NDArray[np.int64]
+
+    @property
+    def used(self) -> int:
+        """The number of rows that have a raw id."""
+        return int(np.count_nonzero(self.ids))
+
+
+def id_maps(model: nn.Module) -> dict[str, IdMap]:
+    """The map of each managed table by the table's short name: the whole map, or this rank's share."""
+    maps = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MCHManagedCollisionModule):
+            sorted_ids, rows = module._mch_sorted_raw_ids.cpu(), module._mch_remapped_ids_mapping.cpu()
+            first = int(rows.min())
+            ids = torch.zeros(len(rows), dtype=torch.int64)
+            ids[rows - first] = torch.where(sorted_ids == _FREE, 0, sorted_ids + 1)
+            maps[name.rpartition(".")[2]] = IdMap(first, ids.numpy())
+    return maps
+
+
+def save_state(model: nn.Module, file: Path) -> None:
+    """Write what a process holds of a model beside its tables: maps of raw ids, and buffers of no table by FQN."""
+    whole = get_unwrapped_module(model)
+    buffers = {
+        f"{part}.{name}": buffer.cpu()
+        for part in ("bottom", "top")
+        for name, buffer in whole.get_submodule(part).named_buffers()
+    }
+    maps = {name: (its.first_row, torch.from_numpy(its.ids)) for name, its in id_maps(model).items()}
+    torch.save({"maps": maps, "buffers": buffers}, file)
+
+
+def load_state(file: Path) -> tuple[dict[str, IdMap], dict[str, NDArray[Any]]]:
+    """Read the maps and the buffers that `save_state` wrote."""
+    found = torch.load(file, weights_only=True)
+    maps = {name: IdMap(first_row, ids.numpy()) for name, (first_row, ids) in found["maps"].items()}
+    return maps, {name: buffer.numpy() for name, buffer in found["buffers"].items()}
+
+
+class TrainerResults:
+    """Collects what a rank scored, when its steps ended, and how many managed rows changed hands.
+
+    Made before the first step of `model`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._scored: list[tuple[torch.Tensor, ...]] = []
+        self._step_ends_unix_ns: list[int] = []
+        self._maps, self.evictions = id_maps(model), 0
+
+    def add(self, scored: tuple[torch.Tensor, ...], *, stepped: bool) -> None:
+        """Keep index, logit and label of a batch; `stepped` says that it has just completed a step."""
+        self._scored.append(scored)
+        if stepped:
+            self._step_ends_unix_ns.append(time.time_ns())
+            self.count_evictions()
+
+    def count_evictions(self) -> None:
+        """Count the rows that went from one raw id to another since the last call."""
+        now = id_maps(self._model)
+        for name, after in now.items():
+            before = self._maps[name].ids
+            self.evictions += int(((before != after.ids) & (before != 0) & (after.ids != 0)).sum())
+        self._maps = now
+
+    def write(self, folder: Path, rank: int, sync: DeltaSync, last: Any) -> None:
+        """Write this rank's scores, shards, state, numbers, and its outputs for the batch `last`.
+
+        All ranks call this together, once no pipeline is attached to the model.
+        """
+        index, logit, label = (torch.cat(column).cpu().numpy() for column in zip(*self._scored, strict=True))
+        np.savez(folder / f"scores-trainer-{rank}.npz", index=index, logit=logit, label=label)
+        with torch.no_grad():
+            _, (index, logit, _) = self._model.eval()(last)
+        np.savez(folder / f"outputs-trainer-{rank}.npz", index=index.cpu().numpy(), logit=logit.cpu().numpy())
+        save_state(self._model, folder / f"state-trainer-{rank}.pt")
+        stats = sync.stats
+        facts = {
+            "steps": sync.tracker.steps,
+            "step_ends_unix_ns": self._step_ends_unix_ns,
+            "versions": len(stats.cuts),
+            "rows": stats.rows,
+            "bytes": stats.bytes,
+            "absorbed": stats.absorbed,
+            "evictions": self.evictions,
+        }
+        write_shards(folder, rank, sync, facts)
+
+
+def write_shards(folder: Path, rank: int, sync: DeltaSync, facts: dict[str, Any]) -> None:
+    """Write this rank's weights, for `compare.trainer_tables`, and where they belong beside other facts."""
+    trained = [each for each in sync.tracker.shards if each.shard.table.kind.trained]
+    arrays = {f"shard{number}": each.weight.detach().cpu().numpy() for number, each in enumerate(trained)}
+    np.savez(folder / f"tables-trainer-{rank}.npz", allow_pickle=False, **arrays)
+    tables = {each.shard.table for each in trained}
+    places = {
+        "tables": [(table.name, table.rows, table.dim, table.dtype.str) for table in tables],
+        "parameters": [table.name for table in tables if not table.kind.ranked],
+        "shards": [[each.shard.table.name, each.shard.row_offset, each.shard.col_offset] for each in trained],
+    }
+    (folder / f"trainer-{rank}.json").write_text(json.dumps(facts | places))
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a replica holds, or should hold.
+
+    Attributes:
+        rows: of tables and of parameters outside of them, [rows, dim], by FQN.
+        map: raw id + 1 by row, [rows, 1], by the table's short name.
+        buffers: as rows, by FQN.
+        outputs: `logit` of the last n events, [n, 1].
+    """
+
+    rows: Tables
+    map: Tables
+    buffers: Tables
+    outputs: Tables
+
+
+def id_map_shards(folder: Path, ranks: int) -> dict[str, list[IdMap]]:
+    """The maps of the trainer's ranks in turn, by the table's short name."""
+    by_rank = [load_state(folder / f"state-trainer-{rank}.pt")[0] for rank in range(ranks)]
+    return {name: [maps[name] for maps in by_rank] for name in by_rank[0]}
+
+
+def trainer_holdings(
+    folder: Path, ranks: int, stream: StreamOptions, sizes: ModelOptions, policy: Policy
+) -> Holdings:
+    """What replicas with a policy should hold in the end, from what the trainer's ranks left in `folder`.
+
+    Buffers are the first rank's. Outputs are those of a model that is gathered from the ranks.
+
+    Raises:
+        DemoFailed: the ranks contradict each other.
+    """
+    parameters = json.loads((folder / "trainer-0.json").read_text())["parameters"]
+    tables, shards = trainer_tables(folder, ranks), id_map_shards(folder, ranks)
+    buffers = load_state(folder / "state-trainer-0.pt")[1]
+    if policy.value_type.tbe_bits:
+        model = quantised(gathered_model(sizes, tables, shards, buffers), policy.value_type)
+        tables = served_rows(model)
+    else:
+        tables = as_released(tables, policy, parameters)
+        model = gathered_model(sizes, tables, shards, buffers)
+    maps = {name: np.concatenate([part.ids for part in parts]) for name, parts in shards.items()}
+    return _holdings(tables, maps, buffers, _last_logits(model, stream, sizes))
+
+
+def replica_holdings(folder: Path, name: str) -> Holdings:
+    """What a replica held in the end."""
+    maps, buffers = load_state(folder / f"state-{name}.pt")
+    logit = load_arrays(folder / f"outputs-{name}.npz")["logit"]
+    ids = {table: its.ids for table, its in maps.items()}
+    return _holdings(load_arrays(folder / f"tables-{name}.npz"), ids, buffers, logit)
+
+
+def _holdings(tables: Tables, maps: Tables, buffers: Tables, logit: NDArray[Any]) -> Holdings:
+    rows = {
+        name: its.reshape(len(its), -1) if its.ndim > 1 else its.reshape(1, -1) for name, its in buffers.items()
+    }
+    return Holdings(
+        tables, {name: ids[:, np.newaxis] for name, ids in maps.items()}, rows, {"logit": logit[:, None]}
+    )
+
+
+def load_arrays(file: Path) -> Tables:
+    """The arrays of an .npz file."""
+    with np.load(file) as arrays:
+        return dict(arrays)
+
+
+def trainer_tables(folder: Path, ranks: int) -> Tables:
+    """Every table of the trainer, put together from the shards of its ranks.
+
+    Raises:
+        DemoFailed: shards of several ranks hold different values for the same place.
+    """
+    tables, seen = Tables(), dict[str, NDArray[np.bool_]]()
+    for rank in range(ranks):
+        facts = json.loads((folder / f"trainer-{rank}.json").read_text())
+        for name, rows, dim, dtype in facts["tables"]:
+            tables.setdefault(name, np.zeros((rows, dim), np.dtype(dtype)))
+            seen.setdefault(name, np.zeros((rows, dim), np.bool_))
+        blocks = load_arrays(folder / f"tables-trainer-{rank}.npz")
+        for number, (name, row, column) in enumerate(facts["shards"]):
+            block = blocks[f"shard{number}"]
+            place = slice(row, row + block.shape[0]), slice(column, column + block.shape[1])
+            both = seen[name][place]
+            if not np.array_equal(_bits(tables[name][place])[both], _bits(block)[both]):
+                raise DemoFailed(f"table {name!r}, rank {rank}: the ranks' copies differ")
+            tables[name][place], seen[name][place] = block, True
+    if missing := [name for name, filled in seen.items() if not filled.all()]:
+        raise DemoFailed(f"no rank holds all of table {missing[0]!r}")
+    return tables
+
+
+def as_released(tables: Tables, policy: Policy, parameters: Collection[str] = ()) -> Tables:
+    """The values that a policy's value type lets replicas have. `parameters` are those outside of tables."""
+    released = {}
+    for name, rows in tables.items():
+        kind = TableKind.PARAMETER if name in parameters else TableKind.EMBEDDING
+        delivery = policy.delivery_of(TableSpec(name, len(rows), rows.shape[1], rows.dtype, kind))
+        released[name] = delivery.decode(delivery.encode(rows))
+    return released
+
+
+def unequal_rows(trainer: Tables, replica: Tables) -> dict[str, int]:
+    """Rows that differ in any bit, by table. A table that only one side has counts as a whole."""
+    unequal = {}
+    for name in trainer.keys() | replica.keys():
+        ours, theirs = trainer.get(name), replica.get(name)
+        if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            unequal[name] = len(ours if ours is not None else replica[name])
+        elif count := int((_bits(ours) != _bits(theirs)).any(axis=1).sum()):
+            unequal[name] = count
+    return unequal
+
+
+def _bits(values: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
+
+
+def verdict(expected: Holdings, replicas: Mapping[str, Holdings]) -> dict[str, Any]:
+    """For each of WHATS: `_equal`, `_unequal` and `_compared`.
+
+    `_equal` says whether all replicas hold it bit by bit, or None if the model has none of it. `_unequal` has the
+    rows that differ, by replica and name, `_compared` the number of rows compared.
+    """
+    found = dict[str, Any]()
+    for what in WHATS:
+        ours: Tables = getattr(expected, what)
+        differing = {name: unequal_rows(ours, getattr(held, what)) for name, held in replicas.items()}
+        rows, equal = sum(map(len, ours.values())), not any(differing.values())
+        found[f"{what}_equal"] = None if equal and not rows else equal
+        found[f"{what}_unequal"] = differing
+        found[f"{what}_compared"] = rows * len(replicas)
+    return found
+
+
+class GatheredIds(nn.Module):
+    """Rows of raw ids, as the ranks together give them in evaluation.
+
+    A rank has the raw ids of one range. The ids in it that have no row take its last one. This does not use the
+    code of replicas, because they are compared with it.
+    """
+
+    def __init__(self, bags: EmbeddingBagCollection, shards: Mapping[str, list[IdMap]]) -> None:
+        """`shards` are the maps of all ranks in turn, by the table's short name."""
+        super().__init__()
+        self._bags, self._shards = bags, shards
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[KeyedTensor, None]:
+        """The same as managed collision returns."""
+        rows = {}
+        for table in self._bags.embedding_bag_configs():
+            for name in table.feature_names:
+                found = rows_of(self._shards[table.name], features[name].values().numpy())
+                rows[name] = JaggedTensor(torch.from_numpy(found), lengths=features[name].lengths())
+        return self._bags(KeyedJaggedTensor.from_jt_dict(rows)), None
+
+
+def rows_of(shards: list[IdMap], raw_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The global rows of raw ids, [n], by the maps of all ranks in turn."""
+    row_of = {
+        named - 1: shard.first_row + row
+        for shard in shards
+        for row, named in enumerate(shard.ids.tolist())
+        if named
+    }
+    last_rows = [shard.first_row + len(shard.ids) - 1 for shard in shards]
+    share = -(-RAW_IDS // len(shards))
+    return np.array([row_of.get(raw, last_rows[raw // share]) for raw in raw_ids.tolist()], np.int64)
+
+
+def gathered_model(
+    sizes: ModelOptions, tables: Tables, shards: Mapping[str, list[IdMap]], buffers: Tables
+) -> ClickModel:
+    """A model in evaluation mode that holds these tables, maps and buffers, and is not sharded."""
+    model = ClickModel(sizes).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            rows = tables[name] if name in tables else tables[name.removesuffix(".weight")]
+            parameter.copy_(torch.from_numpy(rows).view_as(parameter))
+        for name, values in buffers.items():
+            model.get_buffer(name).copy_(torch.from_numpy(values))
+    if model.managed is not None:
+        model.managed = GatheredIds(model.managed._embedding_module, shards)
+    return model
+
+
+def _last_logits(model: ClickModel, stream: StreamOptions, sizes: ModelOptions) -> NDArray[Any]:
+    """Log odds for the events of a stream's last batch."""
+    featurizer = Featurizer(sizes)
+    for features in map(featurizer.features, batches(stream, sizes)):
+        last = features
+    # As replicas compute: more threads may add sums in another order.
+    threads, chatty = torch.get_num_threads(), logging.getLogger("torch.fx._symbolic_trace")
+    torch.set_num_threads(1)
+    chatty.disabled = True  # The first lookup logs a warning for authors of TorchRec.
+    try:
+        return outputs(model, click_batch(last)).numpy()
+    finally:
+        torch.set_num_threads(threads)
+        chatty.disabled = False

@@ -1,0 +1,348 @@
+"""`deltasync demo`: a service, a trainer and replicas as processes on loopback, and a comparison at the end."""
+
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.needs import SERVICE, TRAINER, check_needs
+from deltasync.client import Admin, InvalidInput, Policy, ServiceUnavailable, ValueType
+from deltasync.client.status import fetch_lag
+from deltasync.core.words import counted
+from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions, arguments, flags
+from deltasync.trainer.example.processes import ADMIN, STATUS, Credentials, DemoFailed, Processes, Service
+
+check_needs(*TRAINER, *SERVICE)
+
+MODEL = "clicks"
+# States of a fleet whose replicas all hold every row as the model has it, or every release that there is.
+IN_SYNC = frozenset({"in sync"})
+CURRENT = frozenset({"in sync", "current"})
+_SYNTHETIC_EVENTS = 75_000
+# Many processes import PyTorch before they are ready, on what may be few cores.
+_PATIENCE_SECONDS = 300.0
+_POLL_SECONDS, _HEAD_START_SECONDS, _DRAIN_LINE_SECONDS = 0.2, 0.5, 2.0
+_LINES = 10
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A consumer and its replicas, whose names no other fleet has.
+
+    The replicas of a `frozen` fleet are predictors that take no release from half time on. Nobody waits for them.
+    """
+
+    consumer: str
+    replicas: tuple[str, ...]
+    policy: Policy
+    frozen: bool = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether its replicas answer over HTTP, from quantised tables; others score the stream by themselves."""
+        return self.policy.value_type.tbe_bits is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What the demo runs. The command's help explains the fields."""
+
+    stream: StreamOptions
+    sizes: ModelOptions = field(default_factory=ModelOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    ranks: int = 2
+    publish_every: int = 2
+    policy: Policy = field(default_factory=Policy)
+    secure: bool = False
+    hold: bool = False
+
+    @property
+    def fleets(self) -> list[Fleet]:
+        """The first one is compared with the trainer."""
+        synced = Fleet("predictors", ("replica-0", "replica-1"), self.policy)
+        if not synced.serves:
+            return [synced]
+        frozen = Fleet("frozen", ("replica-1",), self.policy, frozen=True)
+        return [replace(synced, replicas=("replica-0",)), frozen]
+
+
+def checked(options: DemoOptions) -> DemoOptions:
+    """The same options, with an equal number of events for every rank.
+
+    Raises:
+        InvalidInput: options do not fit together, or the events cannot be read, or are too few.
+    """
+    from deltasync.trainer.example.stream import count_events
+
+    stream, training = options.stream, options.training
+    training.check_shares(stream.batch_size, options.ranks)
+    if options.sizes.managed and (training.input == "tensordict" or training.accumulate_tables):
+        raise InvalidInput("managed collision takes neither --input tensordict nor tables that accumulate")
+    events = count_events(stream, options.sizes)
+    if events < 2 * stream.batch_size:
+        raise InvalidInput(f"{events} events: the demo needs at least two batches of {stream.batch_size}")
+    return replace(options, stream=replace(stream, events=events - events % options.ranks))
+
+
+def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
+    """Run the demo; its report. The folder of logs and results stays if something failed or differs.
+
+    Raises:
+        DemoFailed: a process failed.
+        InvalidInput: see `checked`; nothing was started.
+    """
+    from deltasync.trainer.example.report import all_equal, build_report
+
+    options, fleets = checked(options), options.fleets
+    folder, keep = Path(tempfile.mkdtemp(prefix="deltasync-demo-")), True
+    try:
+        play(options, fleets, folder, console)
+        replicas, frozen = fleets[0].replicas, fleets[-1].replicas[-1]
+        report = build_report(folder, options, replicas, frozen)
+        keep = not all_equal(report)
+    except (KeyboardInterrupt, SystemExit):
+        keep = False
+        raise
+    finally:
+        if keep:
+            console.print(f"logs and results: {folder}", highlight=False, soft_wrap=True)
+        else:
+            shutil.rmtree(folder)
+    return report
+
+
+def play(
+    options: DemoOptions, fleets: Sequence[Fleet], folder: Path, console: Console, until: frozenset[str] = IN_SYNC
+) -> None:
+    """Run a service, a trainer and fleets to the end of the stream, and until the fleets are in a state `until`.
+
+    The processes leave their results in `folder`. The last replica of the last fleet also scores with a copy that
+    is frozen at half time, or is itself frozen then. The options are `checked` ones.
+
+    Raises:
+        DemoFailed: a process failed.
+    """
+    with Processes(folder) as processes:
+        run = _Run(options, fleets, folder, console, processes)
+        run.start_service()
+        run.start_others()
+        run.wait_for(IN_SYNC)
+        (folder / "start.new").write_text(str(time.time() + _HEAD_START_SECONDS))
+        (folder / "start.new").rename(folder / "start")
+        run.watch_trainer()
+        lacking = "row" if until == IN_SYNC else "release"
+        run.say(f"all {run.steps} steps are trained; waiting until the replicas hold every {lacking}")
+        run.show(run.wait_for(until))
+        ended = run.hold() if options.hold else set[str]()
+        run.say("stopping the replicas and the service")
+        for name in run.names:
+            if name not in ended:
+                processes.stop(name)
+        run.say("comparing what they held with what the trainer has")
+
+
+class _Run:
+    """One run of the processes."""
+
+    def __init__(
+        self, options: DemoOptions, fleets: Sequence[Fleet], folder: Path, console: Console, processes: Processes
+    ) -> None:
+        self._options, self._fleets, self._console, self._processes = options, fleets, console, processes
+        self._stream = replace(options.stream, start_file=folder / "start")
+        self.steps = -(-(self._stream.events or 0) // self._stream.batch_size)
+        self._lines = 0
+        self._replicas = [name for fleet in fleets for name in fleet.replicas]
+        served = [name for fleet in fleets if fleet.serves for name in fleet.replicas]
+        self._asked = [word for name in served for word in ("--predictor", name)]
+        # In the order in which they stop: the driver asks its last question then.
+        self.names = [*(["driver"] if served else []), *self._replicas, "service"]
+        roles = {name: f"subscribe:{fleet.consumer}" for fleet in fleets for name in fleet.replicas}
+        self._credentials = Credentials(folder, {"trainer": f"publish:{MODEL}", **roles}, secure=options.secure)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def start_service(self) -> None:
+        """Start the service and make the consumers."""
+        self.say("starting the service; the first time its kernels are compiled, half a minute or more")
+        service, secure = Service(self._processes, self._credentials.service_arguments), self._options.secure
+        self._http = service.http
+        self._credentials.write(service)
+        admin = Admin(self._credentials.endpoint(ADMIN))
+        for fleet in self._fleets:
+            admin.create_consumer(fleet.consumer, MODEL, fleet.policy)
+        name = self._fleets[0].consumer
+        self.say(f"service: pid {service.pid}, gRPC on {service.grpc}; try meanwhile")
+        lag = f"deltasync lag {name} --endpoint {self._credentials.file(STATUS)}"
+        self.say(f"  {lag if secure else f'curl {service.http}/consumers/{name}/lag'}")
+        self.say(f"  {service.http}/ in a browser{', with the token' if secure else ''}")
+
+    def start_others(self) -> None:
+        """Start the trainer, the replicas, and what asks predictors."""
+        self.say("starting the trainer and the replicas, and waiting until these hold its first model")
+        options, start = self._options, self._processes.start
+        shared = [*arguments(self._stream, options.sizes), "--results", str(self._processes.folder)]
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), "-m"]
+        publish = ["--model", MODEL, "--publish-every", str(options.publish_every), *arguments(options.training)]
+        publish += ["--endpoint", str(self._credentials.file("trainer"))]
+        start("trainer", [*torchrun, "deltasync.trainer.example.train", *publish, *shared])
+        for fleet in self._fleets:
+            for name in fleet.replicas:
+                follow = ["--consumer", fleet.consumer, "--replica", name]
+                follow += ["--endpoint", str(self._credentials.file(name))]
+                if fleet.serves:
+                    follow += ["--value-type", fleet.policy.value_type.value]
+                if fleet.frozen or (not fleet.serves and name == self._replicas[-1]):
+                    follow += ["--freeze-at", str((self._stream.events or 0) // 2)]
+                start(name, ["deltasync.trainer.example.replica", *follow, *shared])
+        if self._asked:
+            start("driver", ["deltasync.trainer.example.driver", *self._asked, *shared])
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The lag of each fleet; empty while the service is away. Raises DemoFailed if a process failed."""
+        for name in ("trainer", *self.names):
+            self._processes.running(name)
+        try:
+            return [fetch_lag(self._credentials.endpoint(STATUS), fleet.consumer) for fleet in self._fleets]
+        except ServiceUnavailable:
+            return []
+
+    def wait_for(self, states: frozenset[str]) -> dict[str, Any]:
+        """Wait until all fleets are complete and in one of these states; the lag of the first."""
+        deadline, next_line = time.monotonic() + _PATIENCE_SECONDS, 0.0
+        while True:
+            lags = self.poll()
+            lacking = [words for pair in zip(lags, self._fleets, strict=False) if (words := _lacks(*pair, states))]
+            if lags and not lacking:
+                return lags[0]
+            if time.monotonic() > deadline:
+                why = "; ".join(lacking) or "the service does not answer"
+                raise DemoFailed(f"the replicas did not hold the model within {_PATIENCE_SECONDS:.0f} s: {why}")
+            if self._lines and lags and time.monotonic() >= next_line:
+                next_line, behind = time.monotonic() + _DRAIN_LINE_SECONDS, lags[0]["lag"]
+                left = f"{counted(behind['rows'], 'row')} left, {counted(behind['versions'], 'version')}"
+                self.say(f"  draining: {left}")
+            time.sleep(_POLL_SECONDS)
+
+    def watch_trainer(self) -> None:
+        """Show how far the trainer is until it has ended."""
+        while self._processes.running("trainer"):
+            for lag in self.poll()[:1]:
+                self.show(lag)
+            time.sleep(_POLL_SECONDS)
+
+    def show(self, lag: dict[str, Any]) -> None:
+        """Print a line for each tenth of the steps."""
+        if (part := lag["head_step"] * _LINES // self.steps) > self._lines:
+            self._lines, behind = part, lag["lag"]
+            far = f"{counted(behind['versions'], 'version')}, {counted(behind['rows'], 'row')}"
+            unsent = f", {100 * share:.1f} % of the norm unsent" if (share := behind["unsent_share"]) else ""
+            head = f"step {lag['head_step']}/{self.steps}  version {lag['head']}"
+            self.say(f"{head}  lag {far}, {behind['seconds']:.1f} s{unsent}")
+
+    def hold(self) -> set[str]:
+        """Leave processes alone until Ctrl-C, though some may be broken on purpose; the names of those that ended.
+
+        Raises:
+            DemoFailed: a replica ended and left nothing to compare.
+        """
+        self.say(f"the trainer has ended; all else stays up until Ctrl-C: {self._http}/ shows it")
+        pids = ", ".join(f"{name} {self._processes.pid(name)}" for name in self.names)
+        self.say(f"  break what you like, by its pid: {pids}")
+        ended = dict[str, int]()
+        try:
+            while True:
+                for name in self.names:
+                    if name not in ended and (status := self._processes.status(name)) is not None:
+                        ended[name] = status
+                        self.say(f"{name} has ended (status {status})")
+                time.sleep(_POLL_SECONDS)
+        except KeyboardInterrupt:
+            if lost := ", ".join(name for name, status in ended.items() if status and name != "service"):
+                raise DemoFailed(f"nothing is compared, since this ended while it was held: {lost}") from None
+            return set(ended)
+
+
+def _lacks(lag: dict[str, Any], fleet: Fleet, states: frozenset[str]) -> str:
+    """Why a fleet is not complete or not in one of the states; empty if it is, or need not be."""
+    complete = len(lag["replicas"]) == len(fleet.replicas)
+    in_state = bool(lag["head"]) and complete and lag["state"] in states and not lag["lag"]["versions"]
+    if in_state or (fleet.frozen and lag["head_step"]):  # A frozen fleet counts until something is trained.
+        return ""
+    there = f"{len(lag['replicas'])} of {counted(len(fleet.replicas), 'replica')}"
+    return f"consumer {fleet.consumer} has {there} and is {lag['state']}: {lag['reason']}"
+
+
+@click.command(context_settings=CONTEXT)
+@flags(StreamOptions, "stream", ("data", "events", "events_per_second"))
+@click.option("--publish-every", type=click.IntRange(1), default=2, help="Steps between cuts.")
+@click.option("--ranks", type=click.IntRange(1), default=2, help="Trainer processes.")
+@click.option(
+    "--model",
+    type=click.Choice(["clicks", "mch"]),
+    help="clicks: a row for each id. mch: raw ids get rows by managed collision; the default with --serve.",
+)
+@flags(TrainingOptions, "training", ("input", "grad_accum", "amp"))
+@click.option("--top-k", type=float, help="Send the rows that changed most: a share below 1, or a number of rows.")
+@click.option(
+    "--dtype", type=click.Choice([each.value for each in ValueType]), default="fp32", help="Of rows sent."
+)
+@click.option(
+    "--serve",
+    type=click.Choice(["int8", "int4"]),
+    help="Replicas are predictors that answer over HTTP, from tables that TorchRec has quantised so.",
+)
+@click.option("--secure", is_flag=True, help="Mutual TLS and roles: a certificate or a token for every process.")
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
+@click.option("--hold", is_flag=True, help="Keep everything up at the end, to look at and to break, until Ctrl-C.")
+def demo(
+    stream: StreamOptions,
+    model: str | None,
+    top_k: float | None,
+    dtype: str,
+    serve: str | None,
+    file: Path | None,
+    **settings: Any,
+) -> None:
+    """Run the whole path on loopback: a service, a trainer of two ranks and two replicas of one consumer.
+
+    Every event is scored before the trainer learns from it: by the trainer, by a synced replica, and by one that
+    is frozen at half time. At the end the demo compares every row of both replicas with the trainer's, also
+    buffers and the map of raw ids if the model has any, and what the replicas make of the last events.
+
+    With --serve the replicas are predictors, one of them frozen, and another process asks them for the scores.
+    """
+    if file and not file.parent.is_dir():  # Not only at the end, when everything has run.
+        raise click.UsageError(f"--json {file}: there is no folder {file.parent}")
+    if serve and dtype not in ("fp32", f"{serve}-tbe"):
+        raise click.UsageError(f"--serve {serve}: tables so quantised take --dtype {serve}-tbe only")
+    try:
+        policy = Policy(top_k=top_k, value_type=ValueType(f"{serve}-tbe" if serve else dtype))
+    except InvalidInput as error:
+        raise click.UsageError(str(error)) from error
+    if stream.data == "synthetic" and stream.events is None:
+        stream = replace(stream, events=_SYNTHETIC_EVENTS)
+    sizes = ModelOptions(managed=model == "mch" or (model is None and policy.value_type.tbe_bits is not None))
+    # As Ctrl-C: the processes end too.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
+    console = Console()
+    console.print("loading PyTorch and TorchRec")
+    from deltasync.trainer.example.report import all_equal, print_report  # Takes seconds, which help does not.
+
+    report = run_demo(DemoOptions(stream=stream, sizes=sizes, policy=policy, **settings), console)
+    print_report(report, console)
+    if file:
+        file.write_text(json.dumps(report, indent=2) + "\n")
+    sys.exit(0 if all_equal(report) else 1)

@@ -1,0 +1,110 @@
+"""Features of events, each made only from the events before it."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.trainer.example.options import HOURS_OF_WEEK, RAW_IDS, ModelOptions
+from deltasync.trainer.example.stream import Events
+
+SPARSE_FEATURES = ("user", "item", "cross", "hour", "history")
+"""All but `history` have one id per event."""
+DENSE_FEATURES = ("user_events", "item_events", "hour_sin", "hour_cos")
+
+_HISTORY = 5
+_HOUR, _DAY = 3600, 86_400
+_MONDAY = 72  # Hours from the Monday before the unix epoch, a Thursday.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Features:
+    """The features of n events."""
+
+    index: NDArray[np.int64]
+    """[n] positions of the events in the stream."""
+    label: NDArray[np.float32]
+    """[n]"""
+    dense: NDArray[np.float32]
+    """[n, 4] DENSE_FEATURES: log(1 + earlier events) of user and item, sine and cosine of the time of day."""
+    ids: dict[str, NDArray[np.int64]]
+    """[n] ids of `user`, `item`, `cross` and `hour`: rows of these tables, or raw ids of users and items."""
+    history: NDArray[np.int64]
+    """[sum of history_lengths] the items that the user of each event liked last, oldest first."""
+    history_lengths: NDArray[np.int32]
+    """[n] entries of `history` that belong to each event."""
+
+    def __len__(self) -> int:
+        return self.index.size
+
+
+class Featurizer:
+    """Turns a stream of events into features, and remembers what it has seen.
+
+    The features depend on the order of the events alone, not on how the stream is cut into calls. Raw ids get the
+    rows of a table in the order of their first appearance. Once a table is full, further ids share the rows of
+    others by their hash, counts and history included: so the sizes of the tables bound the memory.
+    """
+
+    def __init__(self, model: ModelOptions) -> None:
+        self._model = model
+        self._rows: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        self._events: tuple[dict[int, int], dict[int, int]] = (defaultdict(int), defaultdict(int))
+        self._liked: dict[int, tuple[int, ...]] = {}
+
+    def features(self, events: Events) -> Features:
+        """The features of the next events of the stream."""
+        user, item = (
+            self._rows_of(known, raw, size)
+            for known, raw, size in zip(
+                self._rows, (events.user, events.item), (self._model.users, self._model.items), strict=True
+            )
+        )
+        managed = self._model.managed
+        user_id = hash_to(RAW_IDS, events.user) if managed else user
+        item_id = hash_to(RAW_IDS, events.item) if managed else item
+        counts, history, lengths = np.empty((len(events), 2)), list[int](), list[int]()
+        of_user, of_item = self._events
+        lines = zip(user.tolist(), item.tolist(), item_id.tolist(), events.label.tolist(), strict=True)
+        for number, (user_row, item_row, named, label) in enumerate(lines):
+            counts[number] = of_user[user_row], of_item[item_row]
+            past = self._liked.get(user_row, ())
+            history += past
+            lengths.append(len(past))
+            # Only now: an event must not be among its own features.
+            of_user[user_row] += 1
+            of_item[item_row] += 1
+            if label == 1:
+                self._liked[user_row] = (*past, named)[-_HISTORY:]
+        angle = (events.timestamp % _DAY) * (2 * np.pi / _DAY)
+        hour = (events.timestamp // _HOUR + _MONDAY) % HOURS_OF_WEEK
+        cross = hash_to(self._model.cross_buckets, user, item)
+        return Features(
+            index=events.index,
+            label=events.label,
+            dense=np.column_stack([np.log1p(counts), np.sin(angle), np.cos(angle)]).astype(np.float32),
+            ids={"user": user_id, "item": item_id, "cross": cross, "hour": hour},
+            history=np.array(history, np.int64),
+            history_lengths=np.array(lengths, np.int32),
+        )
+
+    @staticmethod
+    def _rows_of(known: dict[int, int], raw: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+        rows = hash_to(size, raw)
+        for number, name in enumerate(raw.tolist()):
+            if len(known) < size:
+                known.setdefault(name, len(known))
+            rows[number] = known.get(name, rows[number])
+        return rows
+
+
+def hash_to(buckets: int, *columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A bucket from 0 to buckets - 1 for each row of the columns, the same on every machine (SplitMix64)."""
+    mixed = np.zeros(columns[0].shape, np.uint64)
+    for column in columns:
+        mixed = (mixed ^ column.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    return (mixed % np.uint64(buckets)).astype(np.int64)

@@ -1,0 +1,201 @@
+"""The example's model, a click predictor in the shape of DLRM, its batches, and the same model quantised."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+from torch import nn
+from torchrec.inference.modules import quantize_embeddings
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantisedEmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.core.tables import matrix_shape
+from deltasync.core.tbe import width
+from deltasync.core.value_types import ValueType
+from deltasync.trainer.example.features import DENSE_FEATURES, SPARSE_FEATURES, Features
+from deltasync.trainer.example.options import MANAGED, RAW_IDS, ModelOptions
+from deltasync.trainer.pipelines.batches import FieldsBatch
+
+Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""The loss that the pipeline calls backward() on, and index, logit and label of each event."""
+
+QUANTISED = {ValueType.INT8_TBE: torch.qint8, ValueType.INT4_TBE: torch.quint4x2}
+"""How TorchRec quantises the tables of a consumer with this value type."""
+
+# Managed collision takes rows away after this many batches.
+_EVICTION_BATCHES = 5
+
+
+@dataclass
+class ClickBatch(FieldsBatch):
+    """B events."""
+
+    dense: torch.Tensor
+    """float32 [B, 4]"""
+    sparse: KeyedJaggedTensor
+    """SPARSE_FEATURES, values int64, lengths int32"""
+    label: torch.Tensor
+    """float32 [B], 0 or 1"""
+    index: torch.Tensor
+    """int64 [B], positions of the events in the stream"""
+
+
+def click_batch(features: Features, rank: int = 0, ranks: int = 1) -> ClickBatch:
+    """A rank's share of the events: rank, rank + ranks, ...
+
+    All ranks get equally many events, as TorchRec needs: it leaves out up to ranks - 1 events at the end.
+    """
+    mine = slice(rank, len(features) - len(features) % ranks, ranks)
+    single = [features.ids[name][mine] for name in SPARSE_FEATURES[:-1]]
+    lengths = features.history_lengths[mine]
+    chosen = np.zeros(len(features), np.bool_)
+    chosen[mine] = True
+    history = features.history[np.repeat(chosen, features.history_lengths)]
+    sparse = KeyedJaggedTensor(
+        keys=list(SPARSE_FEATURES),
+        values=torch.from_numpy(np.concatenate([*single, history])),
+        lengths=torch.from_numpy(np.concatenate([np.ones(len(single) * lengths.size, np.int32), lengths])),
+        stride=lengths.size,
+    )
+    # Copies: the arrays of `features` may change later.
+    dense, label, index = (torch.tensor(each[mine]) for each in (features.dense, features.label, features.index))
+    return ClickBatch(dense, sparse, label, index)
+
+
+def as_tensordict(batch: ClickBatch) -> TensorDict:
+    """The same as a TensorDict, whose sparse features are nested tensors."""
+    sparse = {
+        name: torch.nested.nested_tensor_from_jagged(jagged.values(), jagged.offsets())
+        for name, jagged in batch.sparse.to_dict().items()
+    }
+    rest = {"dense": batch.dense, "label": batch.label, "index": batch.index}
+    return TensorDict({**sparse, **rest}, batch_size=[batch.label.numel()])
+
+
+class ClickModel(nn.Module):
+    """Embeddings, a bottom MLP over the dense features, dot products of all pairs, a top MLP.
+
+    After "Deep Learning Recommendation Model for Personalization and Recommendation Systems"
+    (Naumov et al., 2019). Trainers shard it, predictors use it as it is.
+    """
+
+    def __init__(self, options: ModelOptions, device: torch.device | None = None) -> None:
+        super().__init__()
+        vectors = len(SPARSE_FEATURES) + 1
+        self.managed = _managed_collision(options, device) if options.managed else None
+        managed = [name for table in options.managed_tables for name in MANAGED[table]]
+        plain = {name: [name] for name in SPARSE_FEATURES if name not in managed}
+        self.sparse = EmbeddingBagCollection(tables=_tables(options, plain), device=device)
+        self.bottom = _mlp(len(DENSE_FEATURES), options.hidden, options.dim, device, normalised=options.managed)
+        self.top = _mlp(options.dim * vectors + vectors * (vectors - 1) // 2, options.hidden, 1, device)
+        self._dim = options.dim
+        self._first, self._second = torch.triu_indices(vectors, vectors, offset=1).tolist()
+
+    def logits(self, dense: torch.Tensor, sparse: KeyedJaggedTensor | TensorDict) -> torch.Tensor:
+        """Log odds of a click, float32 [B], from dense features [B, 4] and the sparse ones."""
+        found = self.sparse(sparse).values()
+        pooled = found if self.managed is None else torch.cat([self.managed(sparse)[0].values(), found], dim=1)
+        vectors = [pooled.view(-1, len(SPARSE_FEATURES), self._dim), self.bottom(dense).unsqueeze(1)]
+        crossed = torch.cat(vectors, dim=1)
+        dots = torch.bmm(crossed, crossed.transpose(1, 2))[:, self._first, self._second]
+        logits: torch.Tensor = self.top(torch.cat([crossed.flatten(1), dots], dim=1)).squeeze(1)
+        return logits
+
+    def forward(self, batch: ClickBatch) -> Output:
+        """The loss of a batch, and the logits before anything is learnt from it."""
+        return _scored(self.logits(batch.dense, batch.sparse), batch.label, batch.index)
+
+
+class TensorDictClickModel(ClickModel):
+    """The same model, for batches that are TensorDicts."""
+
+    def forward(self, batch: TensorDict) -> Output:
+        """The loss of a batch, and the logits before anything is learnt from it."""
+        return _scored(self.logits(batch["dense"], batch), batch["label"], batch["index"])
+
+
+MODELS = {"kjt": ClickModel, "tensordict": TensorDictClickModel}
+
+
+def outputs(model: ClickModel, batch: ClickBatch) -> torch.Tensor:
+    """Log odds of a click for each event of a batch, without gradients."""
+    with torch.no_grad():
+        return model.logits(batch.dense, batch.sparse)
+
+
+def quantised(model: ClickModel, value_type: ValueType) -> ClickModel:
+    """The same model, changed in place: its tables are quantised for a consumer with this value type."""
+    found: ClickModel = quantize_embeddings(model, dtype=QUANTISED[value_type], inplace=True)
+    return found
+
+
+def served_rows(model: nn.Module) -> dict[str, NDArray[Any]]:
+    """A copy of what a quantised model serves from.
+
+    That is each table by its short name as bytes, uint8 [rows, width]: scale and bias, then the codes, without the
+    bytes that pad a row. And each parameter by its FQN.
+    """
+    rows = dict[str, NDArray[Any]]()
+    for bags in (each for each in model.modules() if isinstance(each, QuantisedEmbeddingBagCollection)):
+        for tbe in bags._emb_modules:
+            weights = tbe.split_embedding_weights_with_scale_bias(0)
+            for (name, _, dim, kind, _), (table, *_) in zip(tbe.embedding_specs, weights, strict=True):
+                rows[name] = np.ascontiguousarray(table.numpy()[:, : width(dim, kind.bit_rate())])
+    parameters = {name: each.detach().numpy().copy() for name, each in model.named_parameters()}
+    return rows | {name: each.reshape(matrix_shape(each.shape)) for name, each in parameters.items()}
+
+
+def _scored(logits: torch.Tensor, label: torch.Tensor, index: torch.Tensor) -> Output:
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
+    return loss, (index, logits.detach().float(), label)
+
+
+def _managed_collision(options: ModelOptions, device: Any) -> ManagedCollisionEmbeddingBagCollection:
+    tables = _tables(options, MANAGED)
+    modules = {
+        table.name: MCHManagedCollisionModule(
+            zch_size=table.num_embeddings,
+            device=device or torch.device("cpu"),
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            eviction_interval=_EVICTION_BATCHES,
+            input_hash_size=RAW_IDS,
+        )
+        for table in tables
+    }
+    bags = EmbeddingBagCollection(tables=tables, device=device)
+    return ManagedCollisionEmbeddingBagCollection(bags, ManagedCollisionCollection(modules, tables))
+
+
+def _tables(options: ModelOptions, features: Mapping[str, list[str]]) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=table,
+            num_embeddings=options.rows[table],
+            embedding_dim=options.dim,
+            feature_names=names,
+            # Of one id sum and mean are the same. TorchRec 1.8.0 divides all of a collection's means by their
+            # lengths, if it has one that is sharded by rows; those that are not have been divided before.
+            pooling=PoolingType.MEAN if "history" in names else PoolingType.SUM,
+            weight_init_min=-0.05,
+            weight_init_max=0.05,
+        )
+        for table, names in features.items()
+    ]
+
+
+def _mlp(inputs: int, hidden: int, outputs: int, device: Any, *, normalised: bool = False) -> nn.Sequential:
+    norm = [nn.BatchNorm1d(hidden, device=device)] if normalised else []
+    first, last = nn.Linear(inputs, hidden, device=device), nn.Linear(hidden, outputs, device=device)
+    return nn.Sequential(first, *norm, nn.ReLU(), last)

@@ -1,0 +1,300 @@
+"""A predictor to copy: it scores events over HTTP, from quantised tables that are kept fresh in place.
+
+python -m deltasync.trainer.example.predictor --service localhost:50051 --consumer predictors --managed
+
+`POST /predict` scores events. A load balancer asks `/ready`, a supervisor `/livez`, and Prometheus `/metrics`.
+"""
+
+import asyncio
+import json
+import math
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Literal, cast
+
+import click
+import numpy as np
+import torch
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from starlette.requests import ClientDisconnect
+from torch import nn
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import service_options
+from deltasync.client import (
+    DeltasyncError,
+    InvalidInput,
+    Release,
+    ServiceUnavailable,
+    Subscriber,
+    SubscriberOptions,
+    ValueType,
+)
+from deltasync.client.torch_target import TorchTarget
+from deltasync.core.event_time import seconds_behind
+from deltasync.core.logs import log_to_stderr
+from deltasync.core.process import keep_freed_memory
+from deltasync.trainer.example.features import DENSE_FEATURES, SPARSE_FEATURES, Features
+from deltasync.trainer.example.model import QUANTISED, ClickBatch, ClickModel, click_batch, quantised
+from deltasync.trainer.example.options import ModelOptions, flags
+
+MOST_EVENTS = 1024
+"""Limit of one request."""
+MOST_BYTES = 1 << 20
+"""Limit of one request's body."""
+MOST_WAITING = 100
+"""Requests that may wait for a thread. Further ones would be answered too late, so they are refused at once."""
+DRAIN_SECONDS = 15
+_BODY_SECONDS = 10.0
+_SINGLE = SPARSE_FEATURES[:-1]
+# Far beyond any real value, and small enough for float32 to multiply two of them.
+_LARGEST = 1e6
+
+# FailFast: to list a hundred thousand wrong entries would stop all threads for a second.
+_Id = Annotated[int, Field(ge=0, lt=2**63)]
+_History = Annotated[list[_Id], Field(max_length=100), FailFast()]
+_Value = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
+
+
+class Event(BaseModel):
+    """The features of one event. Other fields are ignored: a client may know a feature before the model does."""
+
+    model_config = ConfigDict(strict=True)
+
+    dense: list[_Value] = Field(min_length=len(DENSE_FEATURES), max_length=len(DENSE_FEATURES))
+    user: _Id
+    item: _Id
+    cross: _Id
+    hour: _Id
+    history: _History
+
+
+class PredictionRequest(BaseModel):
+    """Events to score."""
+
+    model_config = ConfigDict(strict=True)
+
+    events: Annotated[list[Event], Field(min_length=1, max_length=MOST_EVENTS), FailFast()]
+
+
+class Prediction(BaseModel):
+    """Scores, and the version of the model that made all of them.
+
+    Attributes:
+        scores: log odds of a click for each event.
+        version: of the model, as lag and the trainer count.
+        step: the trainer's step of that version; null if unknown.
+        age_seconds: since the newest event that it was trained on, or since its step ended; null if unknown.
+        age_of: which of the two: `event` or `step`.
+    """
+
+    scores: list[float]
+    version: int
+    step: int | None
+    age_seconds: float | None
+    age_of: Literal["event", "step"]
+
+
+def request_of(features: Features) -> bytes:
+    """The body that asks for the scores of these events."""
+    history = np.split(features.history, np.cumsum(features.history_lengths)[:-1])
+    columns = {"dense": features.dense.tolist(), "history": [items.tolist() for items in history]}
+    columns |= {name: features.ids[name].tolist() for name in _SINGLE}
+    events = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return json.dumps({"events": events}).encode()
+
+
+def batch_of(body: bytes, ids: Mapping[str, int]) -> ClickBatch:
+    """The batch that a request's body describes.
+
+    Args:
+        body: the JSON of a `PredictionRequest`.
+        ids: the number of ids of each sparse feature.
+
+    Raises:
+        InvalidInput: it is another JSON, or an id is out of range; the message names the first wrong place.
+    """
+    try:
+        events = PredictionRequest.model_validate_json(body).events
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise InvalidInput(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
+    features = Features(
+        index=np.arange(len(events)),
+        label=np.zeros(len(events), np.float32),
+        dense=np.array([event.dense for event in events], np.float32),
+        ids={name: np.array([getattr(event, name) for event in events], np.int64) for name in _SINGLE},
+        history=np.array([item for event in events for item in event.history], np.int64),
+        history_lengths=np.array([len(event.history) for event in events], np.int32),
+    )
+    for name, values in {**features.ids, "history": features.history}.items():
+        if (values >= ids[name]).any():
+            raise InvalidInput(f"{name}: {values.max()}, expected ids below {ids[name]}")
+    return click_batch(features)
+
+
+class PredictorMetrics:
+    """What Prometheus learns about a predictor."""
+
+    def __init__(self) -> None:
+        self.registry = its = CollectorRegistry()
+        self.predict_seconds = Histogram(
+            "predictor_predict_seconds", "How long a request took, waiting for a release included.", registry=its
+        )
+        self.rows = Counter("predictor_rows_applied", "Rows of releases, deletes included.", registry=its)
+        self.apply_seconds = Histogram("predictor_apply_seconds", "How long a release took.", registry=its)
+
+    def watch(self, subscriber: Subscriber) -> None:
+        """Read a subscriber at each scrape."""
+
+        def age() -> float:
+            behind = seconds_behind(subscriber.event_time_unix_ns, time.time_ns())
+            return math.nan if behind is None else behind
+
+        for name, text, value in (
+            ("ready", "1 while /ready says so.", lambda: subscriber.ready),
+            ("version", "The model's version that is served.", lambda: subscriber.version.number),
+            ("event_age_seconds", "Since the newest event that this version was trained on; NaN if unknown.", age),
+        ):
+            Gauge(f"predictor_{name}", text, registry=self.registry).set_function(value)
+
+
+class MeteredTarget(TorchTarget):
+    """A target that counts the rows that it applies."""
+
+    def __init__(self, module: nn.Module, metrics: PredictorMetrics) -> None:
+        super().__init__(module)
+        self.metrics = metrics
+
+    def apply(self, release: Release) -> None:
+        """See `TorchTarget.apply`."""
+        with self.metrics.apply_seconds.time():
+            super().apply(release)
+        self.metrics.rows.inc(sum(len(each.ids) for each in release.rows))
+
+
+def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Prediction:
+    """Answer a request with one version of the model. Several threads call this at the same time.
+
+    Raises:
+        InvalidInput: the body is no request.
+        DeltasyncError: the model holds no complete version, or gives a score that is no finite number.
+    """
+    batch = batch_of(body, ids)
+    with target.reading() as reading, torch.inference_mode():
+        scores = cast("ClickModel", reading.module).logits(batch.dense, batch.sparse)
+    if not scores.isfinite().all():
+        raise DeltasyncError(f"version {reading.version} of the model gives scores that are no finite numbers")
+    return Prediction(
+        scores=scores.tolist(),
+        version=reading.version,
+        step=reading.step,
+        age_seconds=reading.age_seconds,
+        age_of="step" if reading.event_time_unix_ns is None else "event",
+    )
+
+
+def create_app(
+    target: TorchTarget, subscriber: Subscriber, ids: Mapping[str, int], metrics: PredictorMetrics, threads: int
+) -> FastAPI:
+    """The HTTP application. Its event loop answers probes while forwards run in threads."""
+    app = FastAPI(title="predictor")
+    forwards, places = ThreadPoolExecutor(threads, "forward"), asyncio.Semaphore(threads + MOST_WAITING)
+
+    @app.exception_handler(DeltasyncError)
+    async def refuse(_request: Request, error: DeltasyncError) -> JSONResponse:
+        status = 422 if isinstance(error, InvalidInput) else 503
+        return JSONResponse({"detail": str(error)}, status)
+
+    @app.get("/ready")
+    async def ready() -> str:
+        """Whether to send requests here; 503 says why not."""
+        if not subscriber.ready:
+            raise ServiceUnavailable(f"not ready: {subscriber.readiness.reason}")
+        return "ready"
+
+    @app.post("/predict")
+    async def answer(request: Request) -> Prediction:
+        """Score events; the answer has the version that made the scores, and its age."""
+        await ready()
+        body = await _body(request)
+        if places.locked():
+            raise ServiceUnavailable(f"busy: {MOST_WAITING} requests wait already")
+        async with places:
+            with metrics.predict_seconds.time():
+                return await asyncio.get_running_loop().run_in_executor(forwards, predict, target, ids, body)
+
+    @app.get("/livez")
+    async def livez() -> str:
+        """Whether to leave the process running, ready or not; 500 says why not."""
+        try:
+            subscriber.check()
+        except Exception as error:  # Whatever it was, a new process may mend it.
+            raise HTTPException(500, f"the subscriber has stopped: {error}") from error
+        return "alive"
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        """The metrics, for Prometheus."""
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MOST_BYTES:
+                    raise HTTPException(413, f"body: more than {MOST_BYTES} bytes")
+    except TimeoutError as error:
+        raise HTTPException(408, f"body: not complete after {_BODY_SECONDS:.0f} s") from error
+    except ClientDisconnect as error:
+        raise InvalidInput("body: it ends in the middle") from error
+    return bytes(body)
+
+
+@click.command(context_settings=CONTEXT)
+@flags(ModelOptions, "sizes")
+@service_options(default=None)
+@click.option("--consumer", default="predictors", help="The consumer it belongs to.")
+@click.option("--replica", default=socket.gethostname, show_default="host name", help="Its name in that consumer.")
+@click.option("--snapshots", default="", metavar="URL", help="The service's snapshots: begin with the newest.")
+@click.option(
+    "--value-type",
+    type=click.Choice([each.value for each in QUANTISED]),
+    default=ValueType.INT8_TBE.value,
+    help="The value type of the consumer; tables are quantised the same way.",
+)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--http-port", type=click.IntRange(1, 65535), default=8081, help="Port to listen on.")
+def main(sizes: ModelOptions, value_type: str, host: str, http_port: int, **settings: Any) -> None:
+    """Score events over HTTP until SIGTERM."""
+    log_to_stderr()
+    keep_freed_memory()  # Large releases come faster with it.
+    # SIGTERM acts as Ctrl-C: uvicorn answers the requests that it has, and returns.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Forwards run side by side, each on one core; torch would give all cores (OMP_NUM_THREADS) to each of them.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    metrics = PredictorMetrics()
+    target = MeteredTarget(quantised(ClickModel(sizes).eval(), ValueType(value_type)), metrics)
+    with Subscriber(SubscriberOptions(**settings), target) as subscriber:
+        metrics.watch(subscriber)
+        app = create_app(target, subscriber, sizes.ids, metrics, threads)
+        config = uvicorn.Config(app, host, http_port, log_config=None, access_log=False)
+        config.timeout_graceful_shutdown = DRAIN_SECONDS
+        uvicorn.Server(config).run()
+
+
+if __name__ == "__main__":
+    main()

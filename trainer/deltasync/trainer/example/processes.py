@@ -1,0 +1,183 @@
+"""The demo's processes on loopback, the service among them, and how each reaches the service."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Self
+
+from deltasync.client import DeltasyncError, Endpoint
+
+_START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 60.0, 60.0, 0.02
+_TAIL_LINES = 20
+_HOST, _VALID = "127.0.0.1", timedelta(days=1)
+ADMIN, STATUS = "admin", "status"
+
+
+class DemoFailed(DeltasyncError):
+    """A process of the demo failed, or did not do its part in time."""
+
+
+class Processes:
+    """Named child processes, each with a log file in a folder. They end with the block."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, arguments: Sequence[str]) -> None:
+        """Start `python -m ARGUMENTS`, with its output in NAME.log."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("DELTASYNC_")}
+        # People read the log where something fails. One thread each: there are more processes than cores.
+        kept |= {"DELTASYNC_LOG_FORMAT": "text", "OMP_NUM_THREADS": "1"}
+        kept |= {"PYTHONUNBUFFERED": "1", "no_proxy": "127.0.0.1,localhost"}
+        command = [sys.executable, "-m", *arguments]
+        with self.log(name).open("ab") as log:
+            # A group of its own: Ctrl-C is for the parent, which then ends the process.
+            self._running[name] = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=kept, process_group=0
+            )
+
+    def log(self, name: str) -> Path:
+        """The log file of a process."""
+        return self.folder / f"{name}.log"
+
+    def tail(self, name: str) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.log(name).read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+
+    def pid(self, name: str) -> int:
+        """Its process id."""
+        return self._running[name].pid
+
+    def status(self, name: str) -> int | None:
+        """The status that it ended with; None while it runs."""
+        return self._running[name].poll()
+
+    def running(self, name: str) -> bool:
+        """Whether it runs.
+
+        Raises:
+            DemoFailed: it ended with a status other than 0.
+        """
+        if status := self.status(name):
+            raise DemoFailed(f"{name} ended with status {status}; the end of its log:\n{self.tail(name)}")
+        return self.status(name) is None
+
+    def stop(self, name: str) -> None:
+        """Ask it to end, even if it is halted, and wait until it has.
+
+        Raises:
+            DemoFailed: it did not end in time, or ended with a status other than 0.
+        """
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            self._running[name].send_signal(number)
+        try:
+            self._running[name].wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise DemoFailed(f"{name} did not end within {_STOP_SECONDS:.0f} s of SIGTERM") from None
+        self.running(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running.values():
+            process.terminate()
+        for process in self._running.values():
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class Service:
+    """The sync service.
+
+    Attributes:
+        grpc: HOST:PORT for trainers and replicas.
+        http: URL for operators.
+    """
+
+    def __init__(self, processes: Processes, arguments: Sequence[str], name: str = "service") -> None:
+        from deltasync.kernels.compiled import warm
+
+        self._processes, self.name = processes, name
+        self.data_dir = processes.folder / f"data-{name}"
+        warm()  # Compile here, once for all processes: the service would not listen meanwhile.
+        listen = ["--data-dir", str(self.data_dir), "--grpc-port", "0", "--http-port", "0"]
+        processes.start(name, ["deltasync", "serve", *listen, *arguments])
+        endpoints, deadline = self.data_dir / "endpoints.json", time.monotonic() + _START_SECONDS
+        while not endpoints.exists():
+            if not processes.running(name) or time.monotonic() > deadline:
+                raise DemoFailed(f"the service does not listen; its log:\n{processes.tail(name)}")
+            time.sleep(_POLL_SECONDS)
+        found = json.loads(endpoints.read_text())
+        self.grpc, self.http = found["grpc"], found["http"]
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._processes.pid(self.name)
+
+
+class Credentials:
+    """Endpoint files by which processes reach the service, with what each of them shows there.
+
+    In plain text, only the administrator has a token. With `secure`, everything speaks mutual TLS: each process
+    has a certificate of its own with the one role that it needs, and status is read with a token.
+    """
+
+    def __init__(self, folder: Path, roles: Mapping[str, str], *, secure: bool) -> None:
+        """`roles` are those of the processes by name, as in a roles file."""
+        self._folder, self._secure = folder, secure
+        self._names = [ADMIN, *roles]
+        token = secrets.token_urlsafe()
+        self._keep(f"{STATUS if secure else ADMIN}-token", token)
+        if not secure:
+            self.service_arguments = ["--admin-token-file", str(folder / f"{ADMIN}-token")]
+            return
+        # Only `deltasync[service]` has what makes certificates.
+        from deltasync.cli.certs import write_certificates
+        from deltasync.core.roles import token_digest
+
+        certificates = folder / "certificates"
+        write_certificates(certificates, [_HOST], self._names, datetime.now(UTC) + _VALID)
+        lines = [f'[tokens.{STATUS}]\nsha256 = "{token_digest(token).hex()}"\nroles = ["read"]\n']
+        for name, role in {ADMIN: "admin", **roles}.items():
+            lines.append(f'[certificates."{name}"]\nroles = ["{role}"]\n')
+        self._keep("roles.toml", "\n".join(lines))
+        files = {"tls-cert": "service.pem", "tls-key": "service-key.pem", "tls-client-ca": "ca.pem"}
+        tls = [word for flag, file in files.items() for word in (f"--{flag}", str(certificates / file))]
+        self.service_arguments = [*tls, "--roles", str(folder / "roles.toml")]
+
+    def write(self, service: Service) -> None:
+        """Write the endpoint files, once the service listens."""
+        for name in (STATUS, *self._names):
+            settings = {"address": service.grpc, "http": service.http}
+            if self._secure:
+                settings["ca"] = "certificates/ca.pem"
+            if name == (STATUS if self._secure else ADMIN):
+                settings["token_file"] = f"{name}-token"
+            elif self._secure:
+                settings |= {"cert": f"certificates/{name}.pem", "key": f"certificates/{name}-key.pem"}
+            self.file(name).write_text("".join(f'{key} = "{value}"\n' for key, value in settings.items()))
+
+    def file(self, name: str) -> Path:
+        """The endpoint file of a process, for `--endpoint`."""
+        return self._folder / f"endpoint-{name}.toml"
+
+    def endpoint(self, name: str) -> Endpoint:
+        """The same as an object."""
+        return Endpoint.from_file(self.file(name))
+
+    def _keep(self, name: str, content: str) -> None:
+        (self._folder / name).touch(0o600)
+        (self._folder / name).write_text(content)

@@ -1,0 +1,197 @@
+"""Streams of click events: drawn from a seed, or read from a file of ratings, and played as they arrive."""
+
+import itertools
+import math
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.example.options import ModelOptions, StreamOptions
+
+_SYNTHETIC, _RATINGS = "synthetic", "ratings:"
+_START_POLL_SECONDS = 0.05
+
+# The synthetic world. A fresh model gets far more than a stale one of its best possible AUC, which is near 0.84.
+_QUALITY, _INCLINATION, _AFFINITY, _OFFSET = 1.8, 0.8, 0.5, -0.4  # What moves the log odds of a click.
+_BLOCK = 8192  # Events drawn at once, each block by a generator of its own.
+_FACTORS = 8  # Length of the latent vectors of users and items.
+_TURNOVER = 1_000_000  # Events in which popularity moves once over all items.
+_QUALITY_PERIOD = 250_000  # Events in which the quality of an item rises and falls once, on average.
+_START_UNIX, _SECONDS_PER_EVENT = 1_700_000_000, 30.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Events:
+    """n events in time order; each array is [n]."""
+
+    index: NDArray[np.int64]
+    """Position in the stream, from 0."""
+    user: NDArray[np.int64]
+    """Raw user ids, any non-negative numbers."""
+    item: NDArray[np.int64]
+    """Raw item ids, likewise."""
+    timestamp: NDArray[np.int64]
+    """Unix seconds, UTC."""
+    label: NDArray[np.float32]
+    """1 where the user clicked or liked the item, else 0."""
+
+    def __len__(self) -> int:
+        return self.index.size
+
+    def __getitem__(self, events: slice) -> "Events":
+        """Some of the events, which share memory with these."""
+        return Events(**{each.name: getattr(self, each.name)[events] for each in fields(self)})
+
+    def __add__(self, later: "Events") -> "Events":
+        columns = (each.name for each in fields(self))
+        return Events(**{name: np.concatenate([getattr(self, name), getattr(later, name)]) for name in columns})
+
+
+def batches(stream: StreamOptions, model: ModelOptions) -> Iterator[Events]:
+    """Yield the batches of a stream without waiting; the last one may be shorter.
+
+    Raises:
+        InvalidInput: there is no such stream, or its file is wrong.
+    """
+    left, size, waiting = stream.events if stream.events is not None else math.inf, stream.batch_size, None
+    for block in _blocks(stream, model):
+        taken = block[: int(min(left, len(block)))]
+        left -= len(taken)
+        waiting = waiting + taken if waiting else taken
+        while len(waiting) >= size:
+            yield waiting[:size]
+            waiting = waiting[size:]
+        if not left:
+            break
+    if waiting:
+        yield waiting
+
+
+def count_events(stream: StreamOptions, model: ModelOptions) -> int:
+    """The number of events of a stream that ends."""
+    if stream.data == _SYNTHETIC and stream.events is not None:
+        return stream.events
+    return sum(map(len, batches(stream, model)))
+
+
+def play(stream: StreamOptions, model: ModelOptions, past: int = 0) -> Iterator[tuple[Events, float]]:
+    """Yield each batch once its last event has arrived, with the unix time at which that was.
+
+    The first event arrives at the time in the start file, or now. `past` batches had arrived before that: a
+    trainer that continues from a checkpoint needs them only for the features of later events.
+    """
+    start = time.time() if stream.start_file is None else _started(stream.start_file)
+    start -= past * stream.batch_size / stream.events_per_second
+    for batch in batches(stream, model):
+        arrival = start + int(batch.index[-1]) / stream.events_per_second
+        while (wait := arrival - time.time()) > 0:
+            time.sleep(wait)
+        yield batch, arrival
+
+
+def _started(file: Path) -> float:
+    while not file.exists():
+        time.sleep(_START_POLL_SECONDS)
+    return float(file.read_text())
+
+
+def _blocks(stream: StreamOptions, model: ModelOptions) -> Iterator[Events]:
+    if stream.data == _SYNTHETIC:
+        return synthetic(model.users, model.items)
+    if stream.data.startswith(_RATINGS) and stream.data != _RATINGS:
+        return iter([read_ratings(Path(stream.data.removeprefix(_RATINGS)))])
+    raise InvalidInput(f"unknown data {stream.data!r}; give 'synthetic' or 'ratings:PATH', a file of ratings")
+
+
+def synthetic(users: int, items: int) -> Iterator[Events]:
+    """Yield blocks of an endless stream of clicks whose popular items and their appeal drift with time."""
+    rng = _generator(0)
+    tastes = rng.normal(size=(users, _FACTORS)).astype(np.float32)
+    traits = rng.normal(size=(items, _FACTORS)).astype(np.float32)
+    inclination = rng.normal(0.0, _INCLINATION, users)
+    phase = rng.uniform(0.0, 2 * np.pi, items)
+    frequency = 2 * np.pi * rng.uniform(0.5, 1.5, items) / _QUALITY_PERIOD
+    user_shares = _zipf_shares(users, exponent=1.0, shift=20.0)
+    rank_shares = _zipf_shares(items, exponent=1.3, shift=5.0)
+    for number in itertools.count():
+        rng = _generator(1, number)
+        index = np.arange(_BLOCK, dtype=np.int64) + number * _BLOCK
+        user, rank = _draw(rng, user_shares), _draw(rng, rank_shares)
+        # Even ranks lie ahead of the most popular item and odd ones behind it: items rise before they fade.
+        distance = np.where(rank % 2 == 0, rank // 2, -(rank // 2) - 1)
+        item = (index * items // _TURNOVER + distance) % items
+        affinity = np.einsum("nf,nf->n", tastes[user], traits[item]) * (_AFFINITY / math.sqrt(_FACTORS))
+        quality = _QUALITY * np.sin(phase[item] + frequency[item] * index)
+        probability = 1.0 / (1.0 + np.exp(-(quality + inclination[user] + affinity + _OFFSET)))
+        yield Events(
+            index=index,
+            user=user,
+            item=item,
+            timestamp=_START_UNIX + (index * _SECONDS_PER_EVENT).astype(np.int64),
+            label=(rng.random(_BLOCK) < probability).astype(np.float32),
+        )
+
+
+def _generator(*key: int) -> np.random.Generator:
+    return np.random.default_rng(np.random.SeedSequence(0, spawn_key=key))
+
+
+def _zipf_shares(count: int, *, exponent: float, shift: float) -> NDArray[np.float64]:
+    """Cumulative shares of `count` ranks whose weight is (rank + shift) ** -exponent."""
+    weights = (np.arange(count) + shift) ** -exponent
+    return np.asarray(np.cumsum(weights) / weights.sum())
+
+
+def _draw(rng: np.random.Generator, shares: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Draw a rank for each event of a block. Rounding may leave the last share below 1, hence the bound."""
+    return np.minimum(np.searchsorted(shares, rng.random(_BLOCK), side="right"), shares.size - 1)
+
+
+def read_ratings(path: Path) -> Events:
+    """Read lines `user::item::rating::timestamp`, as MovieLens has them, in time order.
+
+    Tabs or commas may stand for the colons, and a header may come first. A rating of at least 4 counts as liked,
+    or of at least 8 where a rating is above 5.
+
+    Raises:
+        InvalidInput: the file cannot be read, or a line is not a rating.
+    """
+    try:
+        lines = path.read_text(errors="replace").rstrip().splitlines()
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot be read ({error.strerror}); name a file of ratings") from error
+    separator = next((each for each in ("::", "\t", ",") if lines and each in lines[0]), "::")
+    expected = separator.join(("user", "item", "rating", "timestamp"))
+    users, items, ratings, timestamps = array("q"), array("q"), array("d"), array("q")
+    for number, line in enumerate(lines, 1):
+        words = line.split(separator)
+        if number == 1 and words == ["userId", "movieId", "rating", "timestamp"]:
+            continue
+        try:
+            user, item, rating, timestamp = words
+            users.append(int(user))
+            items.append(int(item))
+            ratings.append(float(rating))
+            timestamps.append(int(timestamp))
+            if users[-1] < 0 or items[-1] < 0 or not math.isfinite(ratings[-1]):
+                raise ValueError
+        except (ValueError, OverflowError) as error:
+            shown = repr(line[:60])
+            raise InvalidInput(f"{path}, line {number}: {shown}, expected {expected!r} in numbers") from error
+    if not users:
+        raise InvalidInput(f"{path}: holds no ratings; expected lines like {expected!r} in numbers")
+    liked = np.array(ratings) >= (8 if max(ratings) > 5 else 4)
+    order = np.argsort(timestamps, kind="stable")  # Equal times keep the order of the file.
+    return Events(
+        index=np.arange(order.size, dtype=np.int64),
+        user=np.array(users)[order],
+        item=np.array(items)[order],
+        timestamp=np.array(timestamps)[order],
+        label=liked[order].astype(np.float32),
+    )

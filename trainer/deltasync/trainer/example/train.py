@@ -1,0 +1,219 @@
+"""Online training under torchrun, which publishes what changes:
+
+torchrun --nproc-per-node 2 -m deltasync.trainer.example.train --service localhost:50051 --model clicks
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import service_options
+from deltasync.client import DeltasyncError, Endpoint, ServiceUnavailable
+from deltasync.core.logs import log_to_stderr
+from deltasync.trainer.checkpoints import Checkpoints
+from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks
+from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
+from deltasync.trainer.example.compare import TrainerResults
+from deltasync.trainer.example.features import Featurizer
+from deltasync.trainer.example.model import MODELS, as_tensordict, click_batch
+from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions, flags
+from deltasync.trainer.example.stream import play
+from deltasync.trainer.pipelines import OnlinePipeline
+from deltasync.trainer.prometheus import serve_metrics
+from deltasync.trainer.scalars import ScalarOptions, Scalars, TensorBoard
+from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions
+from deltasync.trainer.tracking.row_reset import evict_on_cpu
+
+logger = logging.getLogger(__name__)
+
+# A service that is away delays the first step, and the last checkpoint, by at most this.
+_PATIENCE_SECONDS = 60.0
+_FOLDER = click.Path(path_type=Path)
+
+
+class TimedBatches(Iterator[Any]):
+    """Batches for a pipeline that takes some ahead, and the time of the newest event that it has trained on.
+
+    Attributes:
+        last: the last batch that the pipeline took.
+    """
+
+    def __init__(self, batches: Iterator[tuple[Any, int]]) -> None:
+        """Each batch comes with the time of its newest event, in nanoseconds since 1970."""
+        self._batches, self.last = batches, None
+        self._in_flight = deque[int]()
+
+    def __next__(self) -> Any:
+        self.last, event_time_unix_ns = next(self._batches)
+        self._in_flight.append(event_time_unix_ns)
+        return self.last
+
+    def trained(self) -> int:
+        """Note that the oldest batch in flight is trained on; the time of its newest event."""
+        return self._in_flight.popleft()
+
+
+def micro_batches(
+    stream: StreamOptions, sizes: ModelOptions, training: TrainingOptions, past: int
+) -> Iterator[tuple[Any, int]]:
+    """Yield this rank's micro-batches after the first `past` steps, each with the time of its newest event.
+
+    The stream is played anew, so that time is when an event arrives in the play, in nanoseconds since 1970.
+    """
+    featurizer, rank, ranks = Featurizer(sizes), dist.get_rank(), dist.get_world_size()
+    size = stream.batch_size // training.grad_accum
+    for step, (events, arrival) in enumerate(play(stream, sizes, past)):
+        for first in range(0, len(events), size):
+            part = events[first : first + size]
+            features = featurizer.features(part)  # Events of past steps count for the features of later ones.
+            if step >= past and len(part) >= ranks:
+                batch = click_batch(features, rank, ranks)
+                seconds = arrival - int(events.index[-1] - part.index[-1]) / stream.events_per_second
+                yield as_tensordict(batch) if training.input == "tensordict" else batch, round(seconds * 1e9)
+
+
+def publish_first(sync: DeltaSync, on_refusal: OnRefusal) -> None:
+    """Publish the model before its first step, so that replicas can serve it."""
+    if on_refusal is OnRefusal.RAISE:
+        sync.flush()
+        return
+    try:
+        sync.flush(_PATIENCE_SECONDS)
+    except DeltasyncError as error:
+        logger.warning("training begins, though nothing is published: %s", error)
+
+
+def finish(sync: DeltaSync, checkpoints: Checkpoints | None) -> None:
+    """Publish everything that was learnt, and write the last checkpoint.
+
+    If the service is away, save a checkpoint before waiting for it. If it refuses, the checkpoint has the rows.
+    """
+    if checkpoints is None:
+        sync.flush()
+        return
+    try:
+        try:
+            sync.flush(_PATIENCE_SECONDS)
+        except ServiceUnavailable as error:
+            logger.warning("a checkpoint is saved before the end is published: %s", error)
+            checkpoints.save()
+        sync.flush()
+    except DeltasyncError:
+        checkpoints.finish()
+        raise
+    checkpoints.finish()
+
+
+def _scalars(
+    sync: DeltaSync, folder: Path | None, service: Endpoint, consumers: tuple[str, ...]
+) -> AbstractContextManager[Scalars | None]:
+    if folder is None:
+        return nullcontext()
+    # The lag of a consumer is the same for all ranks, so the first one asks for it.
+    options = ScalarOptions(service=service, consumers=consumers if dist.get_rank() == 0 else ())
+    return Scalars(sync, [TensorBoard(folder / f"rank-{dist.get_rank()}")], options)
+
+
+@click.command(context_settings=CONTEXT)
+@flags(StreamOptions, "stream")
+@flags(ModelOptions, "sizes")
+@flags(TrainingOptions, "training")
+@service_options(default=None)
+@click.option("--model", default="clicks", help="Name of the model at the service.")
+@click.option("--publish-every", type=click.IntRange(1), default=10, help="Steps between cuts.")
+@click.option(
+    "--on-refusal",
+    type=click.Choice([each.value for each in OnRefusal]),
+    default=OnRefusal.CONTINUE.value,
+    help="What a step does that cannot publish.",
+)
+@click.option(
+    "--checkpoint", type=_FOLDER, help="Folder of checkpoints: continue from the newest, and save there."
+)
+@click.option("--checkpoint-every", type=click.IntRange(1), default=1000, help="Steps between checkpoints.")
+@click.option(
+    "--tensorboard", type=_FOLDER, help="Folder for TensorBoard's scalars, with one folder for each rank."
+)
+@click.option("--tensorboard-lag", multiple=True, metavar="CONSUMER", help="Add its lag; may be repeated.")
+@click.option("--metrics", metavar="HOST:PORT", help="The first rank here answers /metrics; others on next ports.")
+@click.option("--results", type=_FOLDER, help="Folder for scores and tables, for the demo's comparison.")
+def main(tensorboard: Path | None, tensorboard_lag: tuple[str, ...], **settings: Any) -> None:
+    """Train the click model on a stream of events, and publish the rows that change."""
+    log_to_stderr()
+    if tensorboard_lag and tensorboard is None:
+        raise click.UsageError("--tensorboard-lag: give --tensorboard too, the folder that it is written to")
+    device = join_ranks()
+    train(device, tensorboard=tensorboard, tensorboard_lag=tensorboard_lag, **settings)
+    leave_ranks()  # Nothing of the model is left that would still use the process group.
+
+
+def train(
+    device: torch.device,
+    *,
+    stream: StreamOptions,
+    sizes: ModelOptions,
+    training: TrainingOptions,
+    service: Endpoint,
+    model: str,
+    publish_every: int,
+    on_refusal: str,
+    checkpoint: Path | None,
+    checkpoint_every: int,
+    tensorboard: Path | None,
+    tensorboard_lag: tuple[str, ...],
+    metrics: str | None,
+    results: Path | None,
+) -> None:
+    """Train on a whole stream. The arguments are the command's options."""
+    training.check_shares(stream.batch_size, dist.get_world_size())
+    # All ranks draw the same first weights.
+    torch.manual_seed(0)
+    click_model = MODELS[training.input](sizes, torch.device("meta"))
+    sharded, optimizer = shard(click_model, click_tables(sizes.managed_tables), OptimizerOptions(), device)
+    evict_on_cpu(sharded)
+    pipeline = OnlinePipeline(sharded, optimizer, device, training.pipeline)
+    refusal = OnRefusal(on_refusal)
+    options = SyncOptions(service=service, model=model, publish_every=publish_every, on_refusal=refusal)
+    sync, scored = DeltaSync(sharded, options), TrainerResults(sharded) if results else None
+    checkpoints = Checkpoints(checkpoint, checkpoint_every, sharded, optimizer, sync) if checkpoint else None
+    if checkpoints:
+        checkpoints.load()
+    batches = TimedBatches(micro_batches(stream, sizes, training, sync.tracker.steps))
+    with sync, _scalars(sync, tensorboard, service, tensorboard_lag) as scalars:
+        if metrics:
+            serve_metrics(sync, model, dist.get_rank(), metrics, int(os.environ.get("LOCAL_RANK", 0)))
+        publish_first(sync, refusal)
+        while True:
+            try:
+                output = pipeline.progress(batches)
+            except StopIteration:
+                break
+            event_time_unix_ns = batches.trained()
+            if scored:
+                scored.add(output, stepped=pipeline.stepped)
+            if not pipeline.stepped:  # More micro-batches of this step are to come.
+                continue
+            sync.step(event_time_unix_ns)
+            if scalars and scalars.due:
+                _, logit, label = output
+                scalars.step(loss=binary_cross_entropy_with_logits(logit, label))
+            if checkpoints:
+                checkpoints.step()
+        finish(sync, checkpoints)
+    if results and scored:
+        pipeline.detach()
+        scored.write(results, dist.get_rank(), sync, batches.last)
+
+
+if __name__ == "__main__":
+    main()
