@@ -65,7 +65,7 @@ def scalars(folder: Path) -> set[str]:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "ways",
-    [(), ("--grad-accum", "2", "--accumulate-tables"), ("--managed",)],
+    [(), ("--grad-accum", "2"), ("--managed",)],
     ids=["plain", "micro-batches", "managed"],
 )
 def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(

@@ -37,7 +37,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"training": TrainingOptions(grad_accum=3)}, "2 ranks share it evenly, 3 micro-batches each"),
         (
             {"sizes": ModelOptions(managed=True), "training": TrainingOptions(input="tensordict")},
-            "managed collision takes neither --input tensordict",
+            "managed collision takes KeyedJaggedTensors only",
         ),
     ],
 )

@@ -35,7 +35,7 @@ def test_defaults_are_those_of_the_classes() -> None:
 @pytest.mark.parametrize("managed", [False, True])
 @pytest.mark.parametrize(
     "training",
-    [TrainingOptions(grad_accum=4, amp=True, input="tensordict"), TrainingOptions(accumulate_tables=True)],
+    [TrainingOptions(grad_accum=4, amp=True, input="tensordict"), TrainingOptions()],
 )
 def test_arguments_say_the_same_to_another_process(
     managed: bool, training: TrainingOptions, tmp_path: Path
@@ -76,8 +76,8 @@ def test_a_wrong_size_names_the_field(field: str, value: int) -> None:
 
 
 def test_the_pipeline_is_asked_for_the_same() -> None:
-    pipeline = TrainingOptions(grad_accum=4, accumulate_tables=True, amp=True).pipeline
-    assert (pipeline.grad_accum, pipeline.accumulate_tables) == (4, True)
+    pipeline = TrainingOptions(grad_accum=4, amp=True).pipeline
+    assert pipeline.grad_accum == 4
     assert (pipeline.enable_amp, pipeline.amp_dtype) == (True, torch.bfloat16)
 
 

@@ -27,6 +27,12 @@ from deltasync.trainer.example.stream import batches
 from deltasync.trainer.sync import DeltaSync
 
 Tables = dict[str, NDArray[Any]]
+Holdings = dict[str, Tables]
+"""What a replica holds, or should hold, under each name in WHATS.
+
+`rows` of tables, and of parameters outside of them, by FQN; `map`, raw id + 1 by row, by the table's short name;
+`buffers` as rows by FQN; and `outputs`, the `logit` of the last events.
+"""
 WHATS = ("rows", "map", "buffers", "outputs")
 _FREE = torch.iinfo(torch.int64).max
 
@@ -146,23 +152,6 @@ def write_shards(folder: Path, rank: int, sync: DeltaSync, facts: dict[str, Any]
     (folder / f"trainer-{rank}.json").write_text(json.dumps(facts | places))
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """What a replica holds, or should hold.
-
-    Attributes:
-        rows: of tables and of parameters outside of them, [rows, dim], by FQN.
-        map: raw id + 1 by row, [rows, 1], by the table's short name.
-        buffers: as rows, by FQN.
-        outputs: `logit` of the last n events, [n, 1].
-    """
-
-    rows: Tables
-    map: Tables
-    buffers: Tables
-    outputs: Tables
-
-
 def id_map_shards(folder: Path, ranks: int) -> dict[str, list[IdMap]]:
     """The maps of the trainer's ranks in turn, by the table's short name."""
     by_rank = [load_state(folder / f"state-trainer-{rank}.pt")[0] for rank in range(ranks)]
@@ -175,9 +164,6 @@ def trainer_holdings(
     """What replicas with a policy should hold in the end, from what the trainer's ranks left in `folder`.
 
     Buffers are the first rank's. Outputs are those of a model that is gathered from the ranks.
-
-    Raises:
-        DemoFailed: the ranks contradict each other.
     """
     parameters = json.loads((folder / "trainer-0.json").read_text())["parameters"]
     tables, shards = trainer_tables(folder, ranks), id_map_shards(folder, ranks)
@@ -204,9 +190,8 @@ def _holdings(tables: Tables, maps: Tables, buffers: Tables, logit: NDArray[Any]
     rows = {
         name: its.reshape(len(its), -1) if its.ndim > 1 else its.reshape(1, -1) for name, its in buffers.items()
     }
-    return Holdings(
-        tables, {name: ids[:, np.newaxis] for name, ids in maps.items()}, rows, {"logit": logit[:, None]}
-    )
+    ids = {name: its[:, np.newaxis] for name, its in maps.items()}
+    return {"rows": tables, "map": ids, "buffers": rows, "outputs": {"logit": logit[:, np.newaxis]}}
 
 
 def load_arrays(file: Path) -> Tables:
@@ -216,11 +201,7 @@ def load_arrays(file: Path) -> Tables:
 
 
 def trainer_tables(folder: Path, ranks: int) -> Tables:
-    """Every table of the trainer, put together from the shards of its ranks.
-
-    Raises:
-        DemoFailed: shards of several ranks hold different values for the same place.
-    """
+    """Every table of the trainer, put together from the shards of its ranks."""
     tables, seen = Tables(), dict[str, NDArray[np.bool_]]()
     for rank in range(ranks):
         facts = json.loads((folder / f"trainer-{rank}.json").read_text())
@@ -267,15 +248,13 @@ def _bits(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def verdict(expected: Holdings, replicas: Mapping[str, Holdings]) -> dict[str, Any]:
-    """For each of WHATS: `_equal`, `_unequal` and `_compared`.
-
-    `_equal` says whether all replicas hold it bit by bit, or None if the model has none of it. `_unequal` has the
-    rows that differ, by replica and name, `_compared` the number of rows compared.
+    """For each of WHATS: `_equal`, None if the model has none of it; `_unequal` rows by replica and name; and the
+    number of rows `_compared`.
     """
     found = dict[str, Any]()
     for what in WHATS:
-        ours: Tables = getattr(expected, what)
-        differing = {name: unequal_rows(ours, getattr(held, what)) for name, held in replicas.items()}
+        ours = expected[what]
+        differing = {name: unequal_rows(ours, held[what]) for name, held in replicas.items()}
         rows, equal = sum(map(len, ours.values())), not any(differing.values())
         found[f"{what}_equal"] = None if equal and not rows else equal
         found[f"{what}_unequal"] = differing
@@ -284,14 +263,9 @@ def verdict(expected: Holdings, replicas: Mapping[str, Holdings]) -> dict[str, A
 
 
 class GatheredIds(nn.Module):
-    """Rows of raw ids, as the ranks together give them in evaluation.
-
-    A rank has the raw ids of one range. The ids in it that have no row take its last one. This does not use the
-    code of replicas, because they are compared with it.
-    """
+    """Rows of raw ids as the ranks together give them. It uses no code of replicas, which are compared with it."""
 
     def __init__(self, bags: EmbeddingBagCollection, shards: Mapping[str, list[IdMap]]) -> None:
-        """`shards` are the maps of all ranks in turn, by the table's short name."""
         super().__init__()
         self._bags, self._shards = bags, shards
 
@@ -306,7 +280,10 @@ class GatheredIds(nn.Module):
 
 
 def rows_of(shards: list[IdMap], raw_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The global rows of raw ids, [n], by the maps of all ranks in turn."""
+    """The global rows of raw ids, [n], by the maps of all ranks in turn.
+
+    A rank has the raw ids of one range. Those that have no row take its last one.
+    """
     row_of = {
         named - 1: shard.first_row + row
         for shard in shards

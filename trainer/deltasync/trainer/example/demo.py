@@ -86,8 +86,8 @@ def checked(options: DemoOptions) -> DemoOptions:
 
     stream, training = options.stream, options.training
     training.check_shares(stream.batch_size, options.ranks)
-    if options.sizes.managed and (training.input == "tensordict" or training.accumulate_tables):
-        raise InvalidInput("managed collision takes neither --input tensordict nor tables that accumulate")
+    if options.sizes.managed and training.input == "tensordict":
+        raise InvalidInput("--input tensordict: managed collision takes KeyedJaggedTensors only")
     events = count_events(stream, options.sizes)
     if events < 2 * stream.batch_size:
         raise InvalidInput(f"{events} events: the demo needs at least two batches of {stream.batch_size}")
@@ -162,10 +162,7 @@ class _Run:
         self.steps = -(-(self._stream.events or 0) // self._stream.batch_size)
         self._lines = 0
         self._replicas = [name for fleet in fleets for name in fleet.replicas]
-        served = [name for fleet in fleets if fleet.serves for name in fleet.replicas]
-        self._asked = [word for name in served for word in ("--predictor", name)]
-        # In the order in which they stop: the driver asks its last question then.
-        self.names = [*(["driver"] if served else []), *self._replicas, "service"]
+        self.names = [*self._replicas, "service"]
         roles = {name: f"subscribe:{fleet.consumer}" for fleet in fleets for name in fleet.replicas}
         self._credentials = Credentials(folder, {"trainer": f"publish:{MODEL}", **roles}, secure=options.secure)
 
@@ -189,7 +186,7 @@ class _Run:
         self.say(f"  {service.http}/ in a browser{', with the token' if secure else ''}")
 
     def start_others(self) -> None:
-        """Start the trainer, the replicas, and what asks predictors."""
+        """Start the trainer and the replicas."""
         self.say("starting the trainer and the replicas, and waiting until these hold its first model")
         options, start = self._options, self._processes.start
         shared = [*arguments(self._stream, options.sizes), "--results", str(self._processes.folder)]
@@ -206,8 +203,6 @@ class _Run:
                 if fleet.frozen or (not fleet.serves and name == self._replicas[-1]):
                     follow += ["--freeze-at", str((self._stream.events or 0) // 2)]
                 start(name, ["deltasync.trainer.example.replica", *follow, *shared])
-        if self._asked:
-            start("driver", ["deltasync.trainer.example.driver", *self._asked, *shared])
 
     def poll(self) -> list[dict[str, Any]]:
         """The lag of each fleet; empty while the service is away. Raises DemoFailed if a process failed."""
@@ -321,7 +316,7 @@ def demo(
     is frozen at half time. At the end the demo compares every row of both replicas with the trainer's, also
     buffers and the map of raw ids if the model has any, and what the replicas make of the last events.
 
-    With --serve the replicas are predictors, one of them frozen, and another process asks them for the scores.
+    With --serve the replicas are predictors, one of them frozen, which are asked over HTTP.
     """
     if file and not file.parent.is_dir():  # Not only at the end, when everything has run.
         raise click.UsageError(f"--json {file}: there is no folder {file.parent}")

@@ -86,7 +86,6 @@ class TrainingOptions:
     """How the trainer trains."""
 
     grad_accum: int = _flag(1, "Micro-batches of a batch; the optimizer steps once per batch.")
-    accumulate_tables: bool = _flag(False, "Update tables once per batch too, not in each micro-batch.")
     amp: bool = _flag(False, "Forward in bfloat16.")
     input: str = _flag("kjt", "What holds the features of a batch.", click.Choice(["kjt", "tensordict"]))
 
@@ -98,9 +97,7 @@ class TrainingOptions:
         """The same for the pipeline."""
         from deltasync.trainer.pipelines import PipelineOptions  # It imports torch, which help does not need.
 
-        return PipelineOptions(
-            grad_accum=self.grad_accum, accumulate_tables=self.accumulate_tables, enable_amp=self.amp
-        )
+        return PipelineOptions(grad_accum=self.grad_accum, enable_amp=self.amp)
 
     def check_shares(self, batch_size: int, ranks: int) -> None:
         """Check that ranks and micro-batches share a batch evenly.

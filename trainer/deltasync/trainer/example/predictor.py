@@ -291,9 +291,10 @@ def main(sizes: ModelOptions, value_type: str, host: str, http_port: int, **sett
     with Subscriber(SubscriberOptions(**settings), target) as subscriber:
         metrics.watch(subscriber)
         app = create_app(target, subscriber, sizes.ids, metrics, threads)
-        config = uvicorn.Config(app, host, http_port, log_config=None, access_log=False)
-        config.timeout_graceful_shutdown = DRAIN_SECONDS
-        uvicorn.Server(config).run()
+        drain = DRAIN_SECONDS
+        uvicorn.run(
+            app, host=host, port=http_port, log_config=None, access_log=False, timeout_graceful_shutdown=drain
+        )
 
 
 if __name__ == "__main__":

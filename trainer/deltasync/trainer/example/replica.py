@@ -1,4 +1,4 @@
-"""A replica of the demo. It scores the stream, or answers over HTTP, and leaves what it held in the end.
+"""A replica of the demo: it scores the stream as it arrives, and leaves what it held in the end.
 
 A predictor must score an event before the trainer learns from it. The demo's replicas see to that themselves,
 however busy the processor is: they apply a release once they have scored every batch that it was trained on.
@@ -11,14 +11,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-import torch
 import uvicorn
+from numpy.typing import NDArray
 from torch import nn
 
 from deltasync.cli.config import CONTEXT
@@ -28,36 +29,30 @@ from deltasync.core.listener import listening_socket
 from deltasync.core.logs import log_to_stderr
 from deltasync.core.process import keep_freed_memory
 from deltasync.trainer.example.compare import save_state
-from deltasync.trainer.example.features import Featurizer
-from deltasync.trainer.example.model import (
-    QUANTISED,
-    ClickBatch,
-    ClickModel,
-    click_batch,
-    outputs,
-    quantised,
-    served_rows,
-)
+from deltasync.trainer.example.features import Features, Featurizer
+from deltasync.trainer.example.model import QUANTISED, ClickModel, click_batch, outputs, quantised, served_rows
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, flags
-from deltasync.trainer.example.predictor import MeteredTarget, PredictorMetrics, create_app
+from deltasync.trainer.example.predictor import MeteredTarget, PredictorMetrics, create_app, request_of
+from deltasync.trainer.example.processes import DemoFailed
 from deltasync.trainer.example.stream import play
 
-_CHECK_SECONDS = 0.5
+_CHECK_SECONDS, _ANSWER_SECONDS = 0.5, 60.0
+Logits = NDArray[np.float32]
 
 
 class HeldTarget(MeteredTarget):
     """Applies a release once its batches are scored, and none of a step after `last_step`.
 
     Each reading scores one batch.
+
+    Attributes:
+        receipts: version, step and unix nanoseconds of each release `applied`, and `received_bytes`.
     """
 
     def __init__(self, module: nn.Module, last_step: float = math.inf) -> None:
         super().__init__(module, PredictorMetrics())
-        self._applied: list[tuple[int, int, int]] = []
-        self._bytes: list[int] = []
-        self._last_step = last_step
-        self._scored = 0
-        self._stopping = False
+        self.receipts: dict[str, Any] = {"applied": [], "received_bytes": []}
+        self._last_step, self._scored, self._stopping = last_step, 0, False
         self._moved = threading.Condition()
 
     def apply(self, release: Release) -> None:
@@ -65,8 +60,8 @@ class HeldTarget(MeteredTarget):
         with self._moved:
             self._moved.wait_for(lambda: self._stopping or release.step <= min(self._scored, self._last_step))
         super().apply(release)
-        self._applied.append((release.position.number, release.step, time.time_ns()))
-        self._bytes.append(release.bytes)
+        self.receipts["applied"].append((release.position.number, release.step, time.time_ns()))
+        self.receipts["received_bytes"].append(release.bytes)
 
     @contextmanager
     def reading(self) -> Iterator[Any]:
@@ -77,11 +72,6 @@ class HeldTarget(MeteredTarget):
             self._scored += 1
             self._moved.notify_all()
 
-    @property
-    def receipts(self) -> dict[str, Any]:
-        """Version, step and unix nanoseconds of each release that it `applied`, and its `received_bytes`."""
-        return {"applied": self._applied, "received_bytes": self._bytes}
-
     def stop(self) -> None:
         """Hold nothing back any longer, so that the subscription can be closed."""
         with self._moved:
@@ -89,46 +79,60 @@ class HeldTarget(MeteredTarget):
             self._moved.notify_all()
 
 
-class Scorer:
-    """Scores a stream, also with a copy of the model that is frozen at an event, if one is given."""
+class InProcess:
+    """Scores batches in this process, and from event `freeze_at` on with a frozen copy of the model too."""
 
-    def __init__(self, freeze_at: int | None) -> None:
-        self._freeze_at, self._frozen = freeze_at, None
-        self._scores: list[dict[str, torch.Tensor]] = []
-        self._last: ClickBatch | None = None
+    def __init__(self, target: HeldTarget, freeze_at: int | None) -> None:
+        self._target, self._freeze_at, self._frozen = target, freeze_at, None
 
-    def score(self, target: HeldTarget, stream: StreamOptions, sizes: ModelOptions) -> None:
-        """Score every event as it arrives, with the rows that the target holds at that moment."""
-        featurizer = Featurizer(sizes)
-        for events, _ in play(stream, sizes):
-            self._last = batch = click_batch(featurizer.features(events))
-            with target.reading() as reading:
-                scores = {"index": batch.index, "label": batch.label, "logit": outputs(reading.module, batch)}
-                if self._freeze_at is not None:
-                    if self._frozen is None and events.index[-1] >= self._freeze_at:
-                        self._frozen = copy.deepcopy(reading.module)
-                    scores["frozen"] = outputs(self._frozen, batch) if self._frozen else scores["logit"]
-            self._scores.append(scores)
-
-    def write(self, folder: Path, name: str, model: ClickModel) -> None:
-        """Write all scores, and what the model makes of the last batch now."""
-        if self._last is not None:
-            columns = {key: torch.cat([each[key] for each in self._scores]).numpy() for key in self._scores[0]}
-            np.savez(folder / f"scores-{name}.npz", allow_pickle=False, **columns)
-            last = {"index": self._last.index.numpy(), "logit": outputs(model, self._last).numpy()}
-            np.savez(folder / f"outputs-{name}.npz", allow_pickle=False, **last)
+    def scores(self, features: Features) -> dict[str, Logits]:
+        """Log odds by the rows of this moment, as `logit`, and by the frozen copy, as `frozen`."""
+        batch = click_batch(features)
+        with self._target.reading() as reading:
+            found = {"logit": outputs(reading.module, batch).numpy()}
+            if self._freeze_at is not None:
+                if self._frozen is None and features.index[-1] >= self._freeze_at:
+                    self._frozen = copy.deepcopy(reading.module)
+                found["frozen"] = outputs(self._frozen, batch).numpy() if self._frozen else found["logit"]
+        return found
 
 
-def serve(target: HeldTarget, subscriber: Subscriber, sizes: ModelOptions, file: Path) -> None:
-    """Answer over HTTP until SIGTERM; `file` says where."""
-    target.metrics.watch(subscriber)
-    # One request at a time, on as many cores as the model that its answers are compared with.
-    app = create_app(target, subscriber, sizes.ids, target.metrics, threads=1)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-    with listening_socket("127.0.0.1", 0) as listener:
-        file.with_suffix(".new").write_text(f"127.0.0.1:{listener.getsockname()[1]}")
-        file.with_suffix(".new").rename(file)
-        server.run(sockets=[listener])
+class OverHttp:
+    """Scores batches by asking the example predictor of this process over HTTP.
+
+    Attributes:
+        answers: `seconds` that each answer took, and the `age_seconds` that it says.
+    """
+
+    def __init__(self, target: HeldTarget, subscriber: Subscriber, sizes: ModelOptions, stack: ExitStack) -> None:
+        # One request at a time, on as many cores as the model that its answers are compared with.
+        app = create_app(target, subscriber, sizes.ids, target.metrics, threads=1)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        listener = stack.enter_context(listening_socket("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        stack.callback(thread.join)
+        stack.callback(setattr, server, "should_exit", True)
+        thread.start()
+        self._port = listener.getsockname()[1]
+        self.answers: dict[str, list[float]] = {"seconds": [], "age_seconds": []}
+
+    def scores(self, features: Features) -> dict[str, Logits]:
+        """Log odds by the rows of this moment, as `logit`.
+
+        Raises:
+            DemoFailed: the predictor refuses.
+        """
+        begun, connection = time.monotonic(), HTTPConnection("127.0.0.1", self._port, timeout=_ANSWER_SECONDS)
+        connection.request("POST", "/predict", request_of(features), {"Content-Type": "application/json"})
+        with connection.getresponse() as response:
+            status, body = response.status, response.read()
+        connection.close()
+        if status != 200:
+            raise DemoFailed(f"the predictor answers {status}: {body.decode(errors='replace')}")
+        answer = json.loads(body)
+        self.answers["seconds"].append(time.monotonic() - begun)
+        self.answers["age_seconds"].append(answer["age_seconds"])
+        return {"logit": np.array(answer["scores"], np.float32)}
 
 
 @click.command(context_settings=CONTEXT)
@@ -140,7 +144,7 @@ def serve(target: HeldTarget, subscriber: Subscriber, sizes: ModelOptions, file:
 @click.option(
     "--value-type",
     type=click.Choice([each.value for each in QUANTISED]),
-    help="Answer over HTTP, from tables that are quantised so, instead of scoring the stream.",
+    help="Be a predictor whose tables are quantised so, and that answers over HTTP.",
 )
 @click.option(
     "--freeze-at", type=int, help="From this event on, score with a frozen copy too, or take no release."
@@ -154,33 +158,42 @@ def main(
     results: Path,
     **settings: Any,
 ) -> None:
-    """Follow a consumer until SIGTERM."""
+    """Score a stream until SIGTERM, with the newest rows there are."""
     log_to_stderr()
     keep_freed_memory()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    name, model = settings["replica"], ClickModel(sizes).eval()
+    model = ClickModel(sizes).eval()
     if value_type:
         model = quantised(model, ValueType(value_type))
     target = HeldTarget(model, freeze_at // stream.batch_size if value_type and freeze_at else math.inf)
-    scorer = Scorer(freeze_at)
-    with Subscriber(SubscriberOptions(**settings), target) as subscriber:
+    featurizer, batches, scores = Featurizer(sizes), list[Features](), list[dict[str, Logits]]()
+    with ExitStack() as stack:
+        subscriber = stack.enter_context(Subscriber(SubscriberOptions(**settings), target))
+        stack.callback(target.stop)
+        over_http = OverHttp(target, subscriber, sizes, stack) if value_type else None
+        scorer = over_http or InProcess(target, freeze_at)
         with suppress(KeyboardInterrupt):
-            if value_type:
-                serve(target, subscriber, sizes, results / f"{name}.http")
-            else:
-                scorer.score(target, stream, sizes)
-            while not value_type:
+            while over_http and not subscriber.ready:
+                time.sleep(_CHECK_SECONDS)
+            for events, _ in play(stream, sizes):
+                batches.append(featurizer.features(events))
+                scores.append(scorer.scores(batches[-1]))
+            while True:
                 subscriber.check()
                 time.sleep(_CHECK_SECONDS)
-        target.stop()
-        subscriber.check()
-    scorer.write(results, name, model)
-    save_state(model, results / f"state-{name}.pt")
+        last = scorer.scores(batches[-1])
+    # Everything that the comparison needs: scores, those of the last batch by the final rows, and the rows.
+    name = settings["replica"]
+    columns = {key: np.concatenate([getattr(each, key) for each in batches]) for key in ("index", "label")}
+    columns |= {key: np.concatenate([each[key] for each in scores]) for key in last}
+    np.savez(results / f"scores-{name}.npz", allow_pickle=False, **columns)
+    np.savez(results / f"outputs-{name}.npz", index=batches[-1].index, logit=last["logit"])
     buffers = dict(model.named_buffers())
     plain = {key: rows.numpy() for key, rows in target.tables().items() if key not in buffers}
-    held = served_rows(model) if value_type else plain
-    np.savez(results / f"tables-{name}.npz", allow_pickle=False, **held)
-    (results / f"{name}.json").write_text(json.dumps(target.receipts))
+    np.savez(results / f"tables-{name}.npz", allow_pickle=False, **(served_rows(model) if value_type else plain))
+    save_state(model, results / f"state-{name}.pt")
+    answers = over_http.answers if over_http else None
+    (results / f"{name}.json").write_text(json.dumps(target.receipts | {"answers": answers}))
 
 
 if __name__ == "__main__":

@@ -30,9 +30,6 @@ def quality(folder: Path, ranks: int, synced: str, frozen: str, first: int) -> d
     """`auc` and `log_loss` of `trainer`, `synced` and `frozen`, over the `events_evaluated` from event `first` on.
 
     Replica `frozen` scored with a frozen copy too, or was frozen itself.
-
-    Raises:
-        DemoFailed: the three did not score the same events with the same labels.
     """
     trainer = _in_order([load_arrays(folder / f"scores-trainer-{rank}.npz") for rank in range(ranks)])
     replica, other = (_in_order([load_arrays(folder / f"scores-{name}.npz")]) for name in (synced, frozen))
@@ -56,11 +53,7 @@ def _in_order(parts: Sequence[Tables]) -> Tables:
 
 
 def auc(labels: Floats, scores: Floats) -> float:
-    """The chance that a positive event scores above a negative one; ties count half.
-
-    Raises:
-        InvalidInput: all labels are the same.
-    """
+    """The chance that a positive event scores above a negative one; ties count half."""
     positive = labels > 0.5
     positives, negatives = int(positive.sum()), int((~positive).sum())
     if not positives or not negatives:
@@ -80,10 +73,7 @@ def log_loss(labels: Floats, logits: Floats) -> float:
 def freshness(step_ends_unix_ns: Sequence[int], applied: Sequence[tuple[int, int, int]]) -> list[float]:
     """Seconds from the end of each step until a replica held its changes; 0 where the clock was set back.
 
-    Args:
-        step_ends_unix_ns: when steps 1, 2, ... ended.
-        applied: version, step and unix nanoseconds of each release that the replica applied, in order. A release
-            holds the changes of its step and all before.
+    `applied` has version, step and unix nanoseconds of each release that the replica applied, in order.
     """
     steps = np.array([step for _, step, _ in applied])
     first = np.searchsorted(steps, np.arange(1, len(step_ends_unix_ns) + 1))
@@ -95,9 +85,6 @@ def build_report(folder: Path, options: DemoOptions, replicas: Sequence[str], fr
     """Compare what the processes left in `folder`. Bytes are those of ids and values.
 
     `replicas` should hold what the trainer holds; `frozen` has a frozen copy, or is frozen.
-
-    Raises:
-        DemoFailed: the results of the processes contradict each other.
     """
     ranks, stream, policy = options.ranks, options.stream, options.policy
     facts = [json.loads((folder / f"trainer-{rank}.json").read_text()) for rank in range(ranks)]
@@ -107,10 +94,9 @@ def build_report(folder: Path, options: DemoOptions, replicas: Sequence[str], fr
     tables = {
         name: rows * dim * np.dtype(dtype).itemsize for fact in facts for name, rows, dim, dtype in fact["tables"]
     }
-    answers = folder / f"answers-{replicas[0]}.json"
     # How far the first rank is from the model that is gathered from all: ranks add in another order.
     own = load_arrays(folder / "outputs-trainer-0.npz")
-    logit = expected.outputs["logit"][:, 0]
+    logit = expected["outputs"]["logit"][:, 0]
     off = np.abs(logit[own["index"] - (events - len(logit))] - own["logit"]).max()
     shards = id_map_shards(folder, ranks)
     return {
@@ -121,7 +107,7 @@ def build_report(folder: Path, options: DemoOptions, replicas: Sequence[str], fr
         **quality(folder, ranks, replicas[0], frozen, events // 2),
         "events": events,
         "freshness_seconds": _spread(fresh),
-        "answers": _answers(json.loads(answers.read_text())) if answers.exists() else None,
+        "answers": _answers(receipts[0]["answers"]),
         "steps": facts[0]["steps"],
         "versions": facts[0]["versions"],
         "cuts_absorbed": facts[0]["absorbed"],
@@ -143,22 +129,26 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"p50": p50, "p99": p99, "max": max(values)}
 
 
-def _answers(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    return {"count": len(found["seconds"]), **{name: _spread(values) for name, values in found.items()}}
+def _answers(found: Mapping[str, Sequence[float]] | None) -> dict[str, Any] | None:
+    return (
+        None
+        if found is None
+        else {"count": len(found["seconds"]), **{name: _spread(values) for name, values in found.items()}}
+    )
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
     """Print the report for a person."""
     answers, fresh, maps = report["answers"], report["freshness_seconds"], report["map_compared"]
-    who = "quantised predictor" if answers else "replica"
+    who = ("quantised predictor, synced", "quantised predictor,") if answers else ("synced replica", "replica")
     table = Table(title=f"second half of the stream: {report['events_evaluated']:,} events", title_justify="left")
     table.add_column("scored by")
     for column in ("AUC", "log loss"):
         table.add_column(column, justify="right")
     for name, text in {
         "trainer": "trainer, before learning from the event",
-        "synced": f"{who}, synced, with what it held then",
-        "frozen": f"{who}, frozen at half time",
+        "synced": f"{who[0]}, with what it held then",
+        "frozen": f"{who[1]} frozen at half time",
     }.items():
         table.add_row(text, f"{report['auc'][name]:.4f}", f"{report['log_loss'][name]:.4f}")
     console.print(table)
