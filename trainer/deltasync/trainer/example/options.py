@@ -100,11 +100,7 @@ class TrainingOptions:
         return PipelineOptions(grad_accum=self.grad_accum, enable_amp=self.amp)
 
     def check_shares(self, batch_size: int, ranks: int) -> None:
-        """Check that ranks and micro-batches share a batch evenly.
-
-        Raises:
-            InvalidInput: they do not.
-        """
+        """Check that ranks and micro-batches share a batch evenly; InvalidInput if they do not."""
         if batch_size % (multiple := ranks * self.grad_accum):
             micro = f", {self.grad_accum} micro-batches each" if self.grad_accum > 1 else ""
             raise InvalidInput(
@@ -113,13 +109,7 @@ class TrainingOptions:
 
 
 def flags(kind: type[Any], name: str, only: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Give a click command a flag for each field of a dataclass.
-
-    Args:
-        kind: the dataclass.
-        name: the command's argument that takes it.
-        only: the fields that get a flag, all by default; the others keep their defaults.
-    """
+    """Give a click command a flag for each field of a dataclass, or for some `only`, and the object as `name`."""
     chosen = [each for each in fields(kind) if not only or each.name in only]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:

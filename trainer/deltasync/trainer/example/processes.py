@@ -61,21 +61,13 @@ class Processes:
         return self._running[name].poll()
 
     def running(self, name: str) -> bool:
-        """Whether it runs.
-
-        Raises:
-            DemoFailed: it ended with a status other than 0.
-        """
+        """Whether it runs; DemoFailed if it ended with a status other than 0."""
         if status := self.status(name):
             raise DemoFailed(f"{name} ended with status {status}; the end of its log:\n{self.tail(name)}")
         return self.status(name) is None
 
     def stop(self, name: str) -> None:
-        """Ask it to end, even if it is halted, and wait until it has.
-
-        Raises:
-            DemoFailed: it did not end in time, or ended with a status other than 0.
-        """
+        """Ask it to end, even if it is halted, and wait; DemoFailed if it does not end in time with status 0."""
         for number in (signal.SIGTERM, signal.SIGCONT):
             self._running[name].send_signal(number)
         try:
@@ -99,12 +91,7 @@ class Processes:
 
 
 class Service:
-    """The sync service.
-
-    Attributes:
-        grpc: HOST:PORT for trainers and replicas.
-        http: URL for operators.
-    """
+    """The sync service: `grpc` is HOST:PORT for trainers and replicas, `http` the URL for operators."""
 
     def __init__(self, processes: Processes, arguments: Sequence[str], name: str = "service") -> None:
         from deltasync.kernels.compiled import warm

@@ -130,11 +130,9 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _answers(found: Mapping[str, Sequence[float]] | None) -> dict[str, Any] | None:
-    return (
-        None
-        if found is None
-        else {"count": len(found["seconds"]), **{name: _spread(values) for name, values in found.items()}}
-    )
+    if found is None:
+        return None
+    return {"count": len(found["seconds"]), **{name: _spread(values) for name, values in found.items()}}
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:
@@ -172,10 +170,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         line("answers", f"{answers['count']:,} over HTTP by the synced predictor, {tail(answers['seconds'])}")
         line("age", f"{tail(answers['age_seconds'])}: of the newest event that an answer's version was trained on")
     line("versions", f"{report['versions']:,} of {report['steps']:,} steps, {report['rows_published']:,} rows")
-    line(
-        "bytes",
-        f"{sent / 1e6:.1f} MB published; full pushes: {full / 1e6:.1f} MB, {full / sent:.1f} times as much",
-    )
+    pushes = f"full pushes: {full / 1e6:.1f} MB, {full / sent:.1f} times as much"
+    line("bytes", f"{sent / 1e6:.1f} MB published; {pushes}")
     share = f"{100 * received / sent:.0f} % of what was published, 1/{full / received:.0f} of full pushes"
     line("received", f"{received / 1e6:.1f} MB by a replica, {share}")
     if report["rows_used"]:

@@ -137,23 +137,18 @@ def _scalars(
     default=OnRefusal.CONTINUE.value,
     help="What a step does that cannot publish.",
 )
-@click.option(
-    "--checkpoint", type=_FOLDER, help="Folder of checkpoints: continue from the newest, and save there."
-)
+@click.option("--checkpoint", type=_FOLDER, help="Folder of checkpoints: continue from the newest, save there.")
 @click.option("--checkpoint-every", type=click.IntRange(1), default=1000, help="Steps between checkpoints.")
-@click.option(
-    "--tensorboard", type=_FOLDER, help="Folder for TensorBoard's scalars, with one folder for each rank."
-)
+@click.option("--tensorboard", type=_FOLDER, help="Folder for TensorBoard's scalars, one in it for each rank.")
 @click.option("--tensorboard-lag", multiple=True, metavar="CONSUMER", help="Add its lag; may be repeated.")
 @click.option("--metrics", metavar="HOST:PORT", help="The first rank here answers /metrics; others on next ports.")
 @click.option("--results", type=_FOLDER, help="Folder for scores and tables, for the demo's comparison.")
-def main(tensorboard: Path | None, tensorboard_lag: tuple[str, ...], **settings: Any) -> None:
+def main(**settings: Any) -> None:
     """Train the click model on a stream of events, and publish the rows that change."""
     log_to_stderr()
-    if tensorboard_lag and tensorboard is None:
+    if settings["tensorboard_lag"] and settings["tensorboard"] is None:
         raise click.UsageError("--tensorboard-lag: give --tensorboard too, the folder that it is written to")
-    device = join_ranks()
-    train(device, tensorboard=tensorboard, tensorboard_lag=tensorboard_lag, **settings)
+    train(join_ranks(), **settings)
     leave_ranks()  # Nothing of the model is left that would still use the process group.
 
 
