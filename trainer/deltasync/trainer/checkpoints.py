@@ -172,7 +172,8 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer
         InvalidInput: the checkpoint has a newer format, or the sync state of a rank is missing because the run
             ended while it was written.
     """
-    found = (folder / _FORMAT_FILE).read_text(errors="replace").strip()
+    file = folder / _FORMAT_FILE
+    found = file.read_text(errors="replace").strip() if file.exists() else ""
     check_format(f"the checkpoint in {folder}", int(found) if found.isdecimal() else found, _FORMAT)
     state = state_of(model, optimizer)
     load(state, checkpoint_id=folder)
