@@ -200,7 +200,7 @@ def _running_fleet(policies: Mapping[str, Policy], tables: list[TableSpec]) -> I
     with Children() as children:
         service = children.service(admin_token=token)
         for name, policy in policies.items():
-            Admin(Endpoint(service.grpc, token)).create_consumer(name, _MODEL, policy)
+            Admin(Endpoint(service.http, token)).create_consumer(name, _MODEL, policy)
         names, size = tuple(policies), _REPLICAS_OF_A_PROCESS
         groups = [names[start : start + size] for start in range(0, len(names), size)]
         replicas = {group: children.peer("fleet", service.grpc, *group) for group in groups}

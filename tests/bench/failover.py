@@ -36,7 +36,6 @@ class _World:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._admin = Admin(Endpoint(cluster.address, ADMIN_TOKEN))
         self._trainer = cluster.trainer()
         self._trainer.publish()
         self._replica, _ = cluster.replica("bench")
@@ -57,7 +56,7 @@ class _World:
         owner = self._cluster.owner()
         other = next(each for each in self._cluster.services if each is not owner)
         started = time.perf_counter()
-        self._admin.move_model(MODEL, self._cluster.name_of(other))
+        Admin(Endpoint(owner.http, ADMIN_TOKEN)).move_model(MODEL, self._cluster.name_of(other))
         asked = time.perf_counter() - started
         sealed, held = self._next_cut()
         self._settle()

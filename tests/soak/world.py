@@ -37,7 +37,6 @@ from deltasync.core.policy import Policy
 from deltasync.kernels.compiled import warm
 from deltasync.storage.data_directory import BACKUP_MARKER
 from deltasync.trainer.example.processes import DemoFailed, Processes
-from deltasync.wire.messages import policy_from_message
 
 T = TypeVar("T")
 

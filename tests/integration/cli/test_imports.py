@@ -14,7 +14,7 @@ from deltasync.cli.main import cli
 SLOW = ("fastapi", "numba", "torch", "torchrec")
 NOBODY = "http://127.0.0.1:1"
 CALLS = [
-    ["lag", "predictors", "--http", f"http://{NOBODY}"],
+    ["lag", "predictors", "--service", NOBODY],
     ["consumers", "list", "--service", NOBODY],
     ["consumers", "create", "predictors", "--model", "clicks", "--top-k", "0.1", "--service", NOBODY],
     ["rows", "pending", "--service", NOBODY],

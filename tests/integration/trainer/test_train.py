@@ -22,9 +22,10 @@ def train(service: ServiceProcess, folder: Path, events: int, *ways: str) -> Non
     stream = ["--events", str(events), "--events-per-second", "1e6", *SIZES, *ways]
     kept = ["--checkpoint", str(folder.parent / "checkpoint"), "--results", str(folder)]
     kept += ["--tensorboard", str(folder.parent / "scalars"), "--tensorboard-lag", "predictors"]
-    torchrun(
-        "-m", "deltasync.trainer.example.train", "--service", service.grpc, "--publish-every", "3", *stream, *kept
-    )
+    endpoint = folder.parent / "endpoint.toml"
+    endpoint.write_text(f'address = "{service.grpc}"\nhttp = "{service.http}"\n')
+    publish = ["--endpoint", str(endpoint), "--publish-every", "3"]
+    torchrun("-m", "deltasync.trainer.example.train", *publish, *stream, *kept)
 
 
 def published_rows(service: ServiceProcess) -> int:
