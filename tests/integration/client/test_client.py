@@ -398,6 +398,13 @@ def sealed_at(version: int) -> publish_pb2.PublishResponse:
     return sealed
 
 
+def close_of(request: publish_pb2.PublishRequest) -> publish_pb2.PartClose | None:
+    """The close that a request is, or ends with."""
+    if request.HasField("part"):
+        return request.part.close
+    return request.close if request.HasField("close") else None
+
+
 def test_a_part_is_sent_again_until_it_is_sealed() -> None:
     sent: list[int] = []
 
@@ -412,16 +419,16 @@ def test_a_part_is_sent_again_until_it_is_sealed() -> None:
     def loses_the_answer(requests: Requests) -> Responses:
         yield opened()
         for request in requests:
-            if request.HasField("close"):
-                sent.append(request.close.rows)
+            if close := close_of(request):
+                sent.append(close.rows)
                 return
 
     def behaves(requests: Requests) -> Responses:
         yield opened()
         for request in requests:
-            if request.HasField("close"):
-                sent.append(request.close.rows)
-                yield sealed_at(request.close.step)
+            if close := close_of(request):
+                sent.append(close.rows)
+                yield sealed_at(close.step)
 
     answers: list[Answers] = [ends_at_once, ends_after_the_open, loses_the_answer, behaves]
     with misbehaving(answers) as address, publisher(address) as trainer:
