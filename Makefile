@@ -29,6 +29,8 @@ install: $(STAMP)  ## install everything into .venv (CUDA=1 for GPUs)
 demo: install  ## run the whole path: service, trainer of two ranks, two replicas
 	$(BIN)/deltasync demo $(ARGS)
 
+# These never wait, so a third worker would only collect them once more.
+unit: WORKERS = 2
 unit: install  ## run the tests that start no process and open no socket
 	$(PYTEST) tests/unit $(ARGS)
 

@@ -61,7 +61,7 @@ def same_log_levels() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@pytest.fixture(params=["files of their own", "a shared file"])
+@pytest.fixture(params=["a shared file", pytest.param("files of their own", marks=pytest.mark.nightly)])
 def shared_file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether tables that are made share a file, as small ones do, or have files of their own."""
     shared: bool = request.param == "a shared file"

@@ -11,7 +11,7 @@ from deltasync.core.tables import Shard, TableSpec
 
 SPEC = TableSpec("t", 9, 4)
 NEWEST, DELETED, ZEROS, NEVER = 300, [3, 4], 5, 8
-MASKS = [1 << bit for bit in range(8)] + [255]
+MASKS = [1, 1 << 7, 255]
 ARRAYS = ["rows", "stamps", "tags", "digests"]
 
 

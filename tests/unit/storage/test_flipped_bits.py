@@ -11,7 +11,7 @@ from tests.support import flips
 
 from deltasync.storage.data_directory import RESTORE
 
-RUNS = 12
+RUNS = 8
 
 
 def flip(path: Path, rng: random.Random) -> None:
