@@ -4,23 +4,21 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 from tests.soak.__main__ import soak
 from tests.support.programs import run_program
 
 
-@pytest.mark.nightly
 def test_nothing_is_lost_in_a_short_soak(tmp_path: Path) -> None:
     found = tmp_path / "soak.json"
-    arguments = ["--small", "--seconds", "15", "--seed", "5653", "--mean-gap", "0.75", "--json", str(found)]
+    arguments = ["--small", "--seconds", "10", "--seed", "5653", "--mean-gap", "0.75", "--json", str(found)]
     done = run_program(sys.executable, "-m", "tests.soak", *arguments)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     report = json.loads(found.read_text())
     assert (report["rows_lost"], report["replicas_equal"], report["versions_lost"]) == (0, True, 0)
     for findings in ("leftovers", "mixed_versions", "steps_back", "not_recovered", "tracebacks", "troubles"):
         assert report[findings] == [], findings
-    assert sum(report["faults"].values()) >= 10
+    assert sum(report["faults"].values()) >= 5
     assert report["versions"] > 10
     assert 0 < report["recover_seconds"]["p50"] <= report["recover_seconds"]["p99"]
     assert report["memory"]["service"] > 0
