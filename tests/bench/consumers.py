@@ -69,7 +69,6 @@ _MODEL, _TABLES = "bench", ("users", "items")
 _CUTS_OF_ALL_ROWS, _CUTS_OF_A_TURN, _REPLICAS_OF_A_PROCESS = 20, 4, 4
 # The rows of the first turns are new, and so is the memory they take.
 _WARM_UP = 2
-EIGHT_RATIO = 1  # The aim.
 _SHOWN_SECONDS = 1e-4
 
 F = TypeVar("F", bound=Callable[..., Any])

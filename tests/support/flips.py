@@ -27,8 +27,6 @@ from deltasync.views.view import View
 
 VERSIONS = 4
 VIEW_IS_LOST = "its view cannot be read"
-# What is given of a table, by id: the bits of rows, None for one that was deleted.
-Given = dict[str, dict[str, str | None]]
 
 
 def write(folder: Path, *, flushed: bool) -> None:

@@ -265,11 +265,6 @@ class Cut:
         return sum(part.log_bytes for part in self.parts.values())
 
     @property
-    def tables_with_rows(self) -> set[str]:
-        """Names of the tables of which some rows are in the cut."""
-        return {part.shards[slot].table.name for part in self.parts.values() for slot in part.named_rows}
-
-    @property
     def step_end_unix_ns(self) -> int:
         """When the step ended on the last of the ranks."""
         return max(part.step_end_unix_ns for part in self.parts.values())

@@ -101,7 +101,3 @@ def _wait_for(wanted: Callable[[], T]) -> T:
         assert time.monotonic() < deadline
         time.sleep(0.002)
     return found
-
-
-def _has_failed(lag: dict[str, Any]) -> bool:
-    return bool(lag["state"] == "failed")

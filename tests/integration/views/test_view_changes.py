@@ -26,7 +26,6 @@ from deltasync.core.value_types import ValueType
 from deltasync.views.store import ViewStore
 
 POLICIES = {"top": Policy(top_k=5)}
-FULL_BYTES = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ _LANES = 8
 Bytes = NDArray[Any]
 Words = NDArray[np.uint16]
 Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
 
 
 def encode_fp16(values: Floats) -> Words:

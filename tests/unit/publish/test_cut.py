@@ -215,14 +215,6 @@ def test_a_table_that_one_rank_announces_is_the_whole_cuts() -> None:
         cut.check_coverage()
 
 
-def test_the_tables_of_a_cut_are_those_it_has_rows_of() -> None:
-    cut = cut_of(1)
-    part = cut.begin(0, [TOP, Shard.whole(TableSpec("item", 3, 1))], must_be_full=False)
-    assert cut.tables_with_rows == set()
-    add(part, 1, np.array([2]))
-    assert cut.tables_with_rows == {"item"}
-
-
 def test_one_rank_that_cannot_continue_is_enough() -> None:
     cut = cut_of(2)
     cut.begin(0, [TOP], must_be_full=False)
