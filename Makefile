@@ -41,6 +41,7 @@ test: check  ## lint, types, layers, unit and integration tests (WORKERS=0: in o
 NIGHTLY = -m 'nightly or not nightly' --hypothesis-profile nightly
 nightly: check build/torchrec-next  ## every test, with ten times the examples, and the trainer's on the next TorchRec
 	$(PYTEST) $(NIGHTLY) $(ARGS)
+	PYTHONPATH=build/torchrec-next $(BIN)/python -W ignore -c 'import torchrec; assert "torchrec-next" in torchrec.__file__; print("TorchRec", torchrec.__version__)'
 	PYTHONPATH=$(CURDIR)/build/torchrec-next $(PYTEST) -m 'nightly or not nightly' tests/unit/trainer tests/integration/trainer $(ARGS)
 
 build/torchrec-next: deploy/locks/torchrec-next.lock | $(STAMP)

@@ -11,8 +11,13 @@ settings.register_profile("default", max_examples=20, deadline=None, derandomize
 settings.register_profile("nightly", max_examples=200, deadline=None, print_blob=True)
 
 
+def examples() -> int:
+    """How many examples a test tries with the profile in use."""
+    profile = settings.default
+    assert profile
+    return profile.max_examples
+
+
 def stateful(stateful_step_count: int = 50) -> settings:
-    """Settings of a state machine, which gets two and a half times the examples of the profile in use."""
-    chosen = settings.default
-    assert chosen
-    return settings(max_examples=chosen.max_examples * 5 // 2, stateful_step_count=stateful_step_count)
+    """Settings of a state machine, which gets two and a half times the examples of other tests."""
+    return settings(max_examples=examples() * 5 // 2, stateful_step_count=stateful_step_count)

@@ -17,6 +17,7 @@ from deltasync.api.consumer_body import (
     reason_of,
 )
 from deltasync.consumers.consumer import Consumer
+from deltasync.core.errors import NotOwner
 from deltasync.service.brake import Brake
 from deltasync.service.removals import Removals
 from deltasync.service.service import Service
@@ -43,9 +44,10 @@ def consumer_routes(service: Service) -> APIRouter:
 
     @routes.get("")
     async def consumers() -> list[ConsumerLine]:
-        """The consumers of this process."""
+        """The consumers of the models that this process owns."""
         service.check_confirmed()
-        return [_line(each) for _, each in sorted(service.registry.consumers.items())]
+        consumers = sorted(service.registry.consumers.items())
+        return [_line(each) for _, each in consumers if _is_owned(service, each.model)]
 
     @routes.get("/{name}")
     async def consumer(name: str) -> ConsumerLine:
@@ -106,3 +108,11 @@ def _line(consumer: Consumer) -> ConsumerLine:
     policy = consumer.policy.as_dict()
     paused = consumer.pause.words if consumer.pause else ""
     return ConsumerLine(consumer.name, consumer.model, len(fleet), connected, policy, paused)
+
+
+def _is_owned(service: Service, model: str) -> bool:
+    try:
+        service.owners.check(model)
+    except NotOwner:
+        return False
+    return True

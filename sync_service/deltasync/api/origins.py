@@ -1,8 +1,13 @@
-"""The page of one process may ask all others: what a browser needs to know for that (CORS).
+"""What pages of other origins may ask for, as browsers enforce it (CORS).
+
+The page of one process may ask all others of the service.
 
 A browser shows an answer to a page of another origin only if the answer names that origin. We name the origins of
 the service's own processes, at the addresses that they advertise, and no others. Their pages may only read: no
 method but GET, no header but the token, no cookies and no certificates.
+
+A browser also sends requests that change something, with the operator's certificate, for a page that may not read
+the answer. The service refuses them unless the page is its own.
 """
 
 import re
@@ -12,9 +17,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deltasync.api.call_errors import error_response
+from deltasync.core.errors import NotPermitted
 from deltasync.service.service import Service
 
 _PORTS = {"http": 80, "https": 443}
+_READS = ("GET", "HEAD", "OPTIONS")
 _HOST = re.compile(r"[\w.:-]+", re.ASCII)
 _MAY = {
     "Access-Control-Allow-Methods": "GET",
@@ -42,7 +50,7 @@ def origin_of(url: str) -> str:
 
 
 class OriginsMiddleware:
-    """Lets pages of the service's other processes read the answers to their GET requests."""
+    """Lets pages of the service's other processes read, and no page of another origin change anything."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -52,6 +60,10 @@ class OriginsMiddleware:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
         if not (origin := headers.get("origin")):
             await self._app(scope, receive, send)
+            return
+        if scope["method"] not in _READS and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+            error = NotPermitted("a page of another origin may change nothing here")
+            await error_response(error)(scope, receive, send)
             return
         known = {"Access-Control-Allow-Origin": origin} if origin in origins(self._service) else {}
         asked = headers.get("access-control-request-method") if scope["method"] == "OPTIONS" else None

@@ -129,7 +129,8 @@ def _endpoint(service: str | None, kind: _Kind, given: dict[str, Any]) -> Endpoi
     found = endpoint_settings(given, os.environ)
     if service:
         found |= {"address": service} | ({"http": ""} if kind.of == Endpoint.of_http else {})
-    address = found.pop("address", None) or found.get("http") or kind.default
+    http = found.get("http") if kind.of == Endpoint.of_http else None
+    address = found.pop("address", None) or http or kind.default
     if address is None:
         raise InvalidInput("Missing option '--service': where the service answers.")
     return Endpoint(**found | {"address": address})

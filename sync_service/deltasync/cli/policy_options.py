@@ -11,9 +11,6 @@ from deltasync.core.policy_fields import Bytes, Flag, Kind, OneOf, Patterns, Pol
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Those of a policy's fields that say what is sent; the others say how much, and when.
-_WHICH = {"tables", "mode"}
-_RELEASE_FIELDS = [each for each in FIELDS if each.name not in _WHICH]
 _DEFAULT = Policy().as_dict()
 
 
@@ -54,13 +51,6 @@ def policy_options(function: F) -> F:
     return function
 
 
-def release_options(function: F) -> F:
-    """Those of them that say how much is sent, and when: all but `--tables` and `--mode`."""
-    for field in reversed(_RELEASE_FIELDS):
-        function = _option(field)(function)
-    return function
-
-
 def policy_of(options: Mapping[str, Any]) -> Policy:
     """The policy that the values of `policy_options` describe."""
     names = {_parameter(field): field.name for field in FIELDS}
@@ -69,8 +59,3 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
         return Policy.from_dict(described)
     except InvalidInput as error:
         raise click.UsageError(str(error)) from error
-
-
-def take_policy(settings: dict[str, Any]) -> Policy:
-    """Take the policy that the values of `release_options` describe out of a command's settings."""
-    return policy_of({_parameter(field): settings.pop(_parameter(field)) for field in _RELEASE_FIELDS})

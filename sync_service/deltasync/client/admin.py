@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import quote
 
-from deltasync.client.each_process import EachProcess
+from deltasync.client.each_process import EachProcess, Line, joined
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.route import Route
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
@@ -164,7 +164,7 @@ class Admin:
         return self._object("POST", "/backup", {"directory": directory}, timeout_seconds)
 
     def inspect(self, timeout_seconds: float = _WEEK_SECONDS) -> list[dict[str, Any]]:
-        """Look at all rows that a process keeps, at full speed; its log says how far it has come.
+        """Look at all rows that the service keeps, at full speed; each process logs how far it has come.
 
         Args:
             timeout_seconds: how long it may take.
@@ -172,8 +172,7 @@ class Admin:
         Returns:
             What was found of each table, and what is left once the service has mended what it can.
         """
-        found: list[dict[str, Any]] = self._ask("POST", "/inspect", None, timeout_seconds)
-        return found
+        return [each for tables in self._of_each("POST", "/inspect", timeout_seconds) for each in tables]
 
     def verify_replica(self, consumer: str, replica: str, timeout_seconds: float = _DAY_SECONDS) -> dict[str, Any]:
         """Make a replica read again all rows that it holds; the service sends those that differ again.
@@ -188,7 +187,7 @@ class Admin:
 
         Raises:
             NotFound: there is no such consumer, or no such replica of it.
-            Contradiction: it is away, holds nothing yet, or its client does not know how.
+            Contradiction: it is away, or holds nothing yet.
         """
         return self._object("POST", f"{_replica(consumer, replica)}/verify", None, timeout_seconds)
 
@@ -226,26 +225,35 @@ class Admin:
         """Give all models of a process to others. It takes none any more until it is started again.
 
         Args:
-            process: its name; empty is the one that answers.
+            process: its name; empty is the one at the address, where the endpoint has a single one.
             timeout_seconds: how long it may take.
 
         Returns:
             The names of these models.
 
         Raises:
+            InvalidInput: no name, and several addresses.
             NotFound: no such process.
             Contradiction: there is no other that could have them.
         """
+        if not process and len(self._endpoint.alone()) > 1:
+            raise InvalidInput("which process is to be drained? The endpoint has several addresses: give a name")
         models: list[str] = self._object("POST", "/drain", {"process": process}, timeout_seconds)["models"]
         return models
 
     def _lines(self, path: str, *by: str) -> list[dict[str, Any]]:
         """A list of all processes: a program is not to take a part of it for everything."""
+        return joined(self._of_each("GET", path), *by)
+
+    def _of_each(self, method: str, path: str, patience_seconds: float | None = None) -> list[list[Line]]:
+        """The lists that all processes answer with. Raises ServiceUnavailable where one does not."""
         processes = EachProcess(self._endpoint)
-        lines = processes.lines(path, *by)
+        answers = processes.answers(path, method, patience_seconds)
         for name, why in processes.missing.items():
             raise ServiceUnavailable(f"process {name} has not answered: {why}")
-        return lines
+        for model in processes.unowned:
+            raise ServiceUnavailable(f"model {model!r}: no process that is alive has it; try again")
+        return answers
 
     def _object(
         self, method: str, path: str, body: Any = None, patience_seconds: float | None = None

@@ -25,15 +25,18 @@ class EachProcess:
         self.missing, self.unowned = dict[str, str](), list[str]()
         self._processes: dict[str, Endpoint] | None = None
 
-    def answers(self, path: str) -> list[Any]:
-        """The JSON answers of all processes to a GET of `path`, but for those that cannot be reached.
+    def answers(self, path: str, method: str = "GET", patience_seconds: float | None = None) -> list[Any]:
+        """The JSON answers of all processes to a request, but for those that cannot be reached.
 
         Raises:
             DeltasyncError: a process refuses to answer, or none can be reached.
         """
         processes = self._found()
         with ThreadPoolExecutor(len(processes), thread_name_prefix="each-process") as threads:
-            asked = {name: threads.submit(each.get_json, path) for name, each in processes.items()}
+            asked = {
+                name: threads.submit(each.ask, method, path, None, patience_seconds)
+                for name, each in processes.items()
+            }
         found, errors = list[Any](), list[ServiceUnavailable]()
         for name, answer in asked.items():
             try:

@@ -119,11 +119,13 @@ class Endpoint:
             InvalidInput: there is no address, the file cannot be read, or see `Endpoint`.
         """
         settings = endpoint_settings({"address": address, **given}, os.environ)
-        if not settings.get("address"):
+        where = settings.pop("address", "") or settings.get("http")
+        if not where:
             raise InvalidInput(
-                "no address of the service: give it, or set DELTASYNC_SERVICE or DELTASYNC_ENDPOINT"
+                "no address of the service: give it, or set DELTASYNC_SERVICE, DELTASYNC_HTTP or "
+                "DELTASYNC_ENDPOINT"
             )
-        return cls(**settings)
+        return cls(where, **settings)
 
     @classmethod
     def from_file(cls, path: Path | str) -> "Endpoint":
@@ -134,9 +136,10 @@ class Endpoint:
             InvalidInput: it cannot be read, has other keys or no address, or see `Endpoint`.
         """
         settings = file_settings(Path(path))
-        if "address" not in settings:
+        where = settings.pop("address", "") or settings.get("http")
+        if not where:
             raise InvalidInput(f"endpoint {path}: there is no address")
-        return cls(**settings)
+        return cls(where, **settings)
 
     @classmethod
     def of_grpc(cls, service: "Endpoint | str") -> "Endpoint":

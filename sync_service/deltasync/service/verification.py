@@ -19,7 +19,7 @@ async def verify_replica(service: Service, consumer: str, replica: str, by: str)
 
     Raises:
         NotFound: there is no such consumer, or no such replica of it.
-        Contradiction: it is away, holds nothing yet, or does not know how.
+        Contradiction: it is away, or holds nothing yet.
         ServiceUnavailable: it has gone meanwhile, or the service ends.
     """
     found = await _answer(service, _connected(service.registry, consumer, replica), consumer)

@@ -12,6 +12,7 @@ from tests.support.local_cluster import ADMIN_TOKEN, LocalCluster, LocalProcess
 from tests.support.wire import USER
 
 from deltasync.client import Admin, Endpoint
+from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.policy import Policy
 
 LISTS = (
@@ -136,9 +137,16 @@ def test_programs_and_commands_of_operators_take_the_address_of_any_process(
         admin.resume_consumer("mobile")
         assert admin.create_consumer("mobile", model, Policy())["consumer"] == "mobile"
         assert admin.make_snapshot(model)["version"] == 1
+        assert {table["model"] for table in admin.inspect()} == {model}
         for command in (["lag"], ["status"], ["tables", "list"], ["versions"], ["lag", "mobile"], ["snapshots"]):
             code, out, err = deltasync(*command, "--service", each.http)
             assert (code, err, model in out) == (0, "", True), command
+
+
+def test_who_drains_one_of_several_says_which(cluster: LocalCluster) -> None:
+    both = ",".join(each.http for each in cluster.processes)
+    with pytest.raises(InvalidInput, match="which process is to be drained"):
+        Admin(Endpoint(both, ADMIN_TOKEN)).drain_process()
 
 
 def test_any_process_lists_all_and_what_each_owns(cluster: LocalCluster, model: str) -> None:
@@ -165,8 +173,12 @@ def test_pages_of_the_services_processes_may_ask_others_and_no_other_page(
         assert ("access-control-allow-origin" in headers, headers["vary"]) == (False, "Origin")
         _, headers, _ = ask(owner, "GET", path)
         assert not any(name.startswith("access-control") or name == "vary" for name in headers)
-    _, headers, _ = ask(owner, "DELETE", "/consumers/nobody", Origin=other.http)
-    assert "access-control-allow-origin" not in headers
+    for origin in (other.http, "http://evil.example", "null"):
+        for method, path in (("DELETE", "/consumers/nobody"), ("POST", "/drain")):
+            status, headers, answer = ask(owner, method, path, Origin=origin)
+            assert (status, answer["error"]) == (403, "NotPermitted"), "a browser may add a certificate"
+            assert "access-control-allow-origin" not in headers
+    assert ask(owner, "DELETE", "/consumers/nobody", Origin=owner.http)[0] == 404
     assert all("access-control-allow-credentials" not in ask(owner, "GET", each)[1] for each in ("/", "/status"))
 
 
@@ -215,6 +227,8 @@ def test_where_nobody_has_a_model_any_process_says_so(tmp_path: Path) -> None:
             (line,) = ask(each, "GET", "/status")[2]["models"]
             assert (line["model"], line["head"]) == (name, None)
             assert "no process" in line["trouble"]
+            with pytest.raises(ServiceUnavailable, match="no process that is alive has it"):
+                Admin(Endpoint(each.http, ADMIN_TOKEN)).consumers()
 
 
 def test_a_process_that_the_others_do_not_hear_answers_for_nothing_and_is_listed_as_gone(tmp_path: Path) -> None:

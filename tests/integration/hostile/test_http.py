@@ -1,7 +1,6 @@
 """HTTP requests made up from our own OpenAPI document: whatever is sent, the answer is one that it describes."""
 
 import json
-import os
 from typing import Any
 
 import httpx
@@ -19,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from tests.support.besieged import LONGEST_REFUSAL, TOKEN, Besieged
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -28,7 +28,7 @@ _CHECKS = [
     response_schema_conformance,
     status_code_conformance,
 ]
-_EXAMPLES = int(os.environ.get("HOSTILE_EXAMPLES", "25"))
+_EXAMPLES = examples() // 4  # For each route.
 
 
 @pytest.mark.nightly

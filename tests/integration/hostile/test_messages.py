@@ -1,7 +1,6 @@
 """gRPC messages that are nearly right: every call answers them with a status of its own, and goes on."""
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.besieged import TOKEN, Besieged, check_refusal
+from tests.support.examples import examples
 from tests.support.mutations import mutated_bytes, mutated_message, mutated_order
 from tests.support.wire import WHOLE, ack, close, full_part, part, publish_open, random_rows, subscribe_open
 from tests.support.wire import whole_part as whole
@@ -24,8 +24,7 @@ pytestmark = pytest.mark.usefixtures("unharmed")
 
 # All are to be read.
 ARGUMENTS = [f"--limit=opens_per_second{of}=1000000" for of in ("", "_per_peer")]
-# More with HOSTILE_EXAMPLES=5000, for a night.
-EXAMPLES = int(os.environ.get("HOSTILE_EXAMPLES", "120"))
+EXAMPLES = 2 * examples()
 _many = settings(
     max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )

@@ -9,7 +9,7 @@ from tests.support.documents import ROOT
 
 from deltasync.api.consumer_body import BODY
 from deltasync.cli.consumers import create_consumer, update_consumer
-from deltasync.cli.policy_options import policy_of, policy_options, release_options, take_policy
+from deltasync.cli.policy_options import policy_of, policy_options
 from deltasync.core.policy import FIELDS, Policy
 from deltasync.core.policy_fields import Amount, Bytes, Flag, Kind, OneOf, Patterns, PolicyField, Seconds
 
@@ -45,14 +45,6 @@ def everything(**options: Any) -> Policy:
     return policy_of(options)
 
 
-@click.command()
-@release_options
-def how_much_and_when(**settings: Any) -> Policy:
-    policy = take_policy(settings)
-    assert settings == {}
-    return policy
-
-
 @each_field
 def test_a_field_goes_through_json(field: PolicyField) -> None:
     policy = with_another(field)
@@ -68,8 +60,6 @@ def test_a_field_can_be_given_by_each_of_its_flags(field: PolicyField) -> None:
     for flag in field.flags:
         arguments = [flag] if described is True else [each for value in values for each in (flag, str(value))]
         assert everything.main(arguments, standalone_mode=False) == policy
-        if field.name not in {"tables", "mode"}:
-            assert how_much_and_when.main(arguments, standalone_mode=False) == policy
 
 
 def test_commands_have_the_options_that_are_declared_and_explain_them_in_its_words() -> None:
@@ -79,7 +69,6 @@ def test_commands_have_the_options_that_are_declared_and_explain_them_in_its_wor
     assert all((found[flag].help or "").startswith(words) for flag, words in flags.items())
     for command in (create_consumer, update_consumer):
         assert options_of(command).keys() >= options_of(everything).keys()
-    assert options_of(how_much_and_when).keys() == options_of(everything).keys() - {"tables", "mode"}
 
 
 @each_field

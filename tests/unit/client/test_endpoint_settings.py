@@ -57,6 +57,9 @@ def test_one_token_is_instead_of_another(
 def test_an_endpoint_of_the_environment(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     with pytest.raises(InvalidInput, match="no address of the service: give it"):
         Endpoint.from_environment()
+    monkeypatch.setenv("DELTASYNC_HTTP", "http://there:2")
+    assert Endpoint.of_http(Endpoint.from_environment()).address == "http://there:2", "all that operators need"
+    monkeypatch.delenv("DELTASYNC_HTTP")
     monkeypatch.setenv("DELTASYNC_SERVICE", "there:1")
     monkeypatch.setenv("DELTASYNC_CA", "ca.pem")
     assert Endpoint.from_environment(by="anna") == Endpoint("there:1", by="anna", ca="ca.pem")

@@ -15,7 +15,9 @@ function headers(more) {
 }
 
 async function answer(path, more, signal) {
-  const found = await fetch(path, { headers: headers(more), cache: "no-store", signal });
+  // A browser would follow a redirect to another process without the token.
+  const found = await fetch(path, { headers: headers(more), cache: "no-store", redirect: "manual", signal });
+  if (found.type === "opaqueredirect") throw new Refused(307, "another process has this, and is not heard yet");
   if (!found.ok) {
     const said = await found.json().catch(() => ({}));
     throw new Refused(found.status, said.message ?? `the service answers ${found.status}`);

@@ -16,6 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support.embedding_parameters import embedding_parameters
+from tests.support.examples import examples
 from tests.support.server import RunningService
 from torch import nn
 
@@ -161,11 +162,13 @@ ACTIONS = st.one_of(
     st.tuples(st.just("delete"), IDS),
     st.tuples(st.sampled_from(("flush", "save", "crash", "back_up", "put_back"))),
 )
+# Each starts and kills services: fewer than other tests try.
+EXAMPLES = examples() // 5
 TRAIN, MORE, DELETE = ("train", [3, 4]), ("train", [4, 5]), ("delete", [4, 6])
 
 
 @pytest.mark.nightly
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.lists(ACTIONS, min_size=6, max_size=12))
 @example([TRAIN, ("save",), MORE, ("flush",), ("crash",)])
 @example([TRAIN, ("save",), MORE, DELETE, ("flush",), ("crash",), MORE, ("crash",)])
