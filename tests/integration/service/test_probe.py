@@ -1,7 +1,7 @@
 """The service's own probe: a row that goes all the way, again and again."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,26 +125,24 @@ def test_no_row_for_long_is_trouble_whatever_was_before() -> None:
 def test_of_several_processes_each_has_a_probe(tmp_path: Path) -> None:
     """Whichever of them has its model, which changes when one is killed."""
     with Cluster(tmp_path, services=2, brokers=1, arguments=("--probe-seconds", "0.2")) as cluster:
-        names = {cluster.name_of(each) for each in cluster.services}
-        assert _probes(cluster.services[0], names) == names
+        _wait_for_probes(cluster.services)
         killed, left = cluster.services
         killed.kill()
-        mine = {cluster.name_of(left)}
-        assert _probes(left, mine) == mine
+        _wait_for_probes([left])
         killed.start()
-        assert _probes(left, names) == names
+        _wait_for_probes(cluster.services)
 
 
-def _probes(service: ServiceProcess, wanted: set[str]) -> set[str]:
-    """The processes whose rows come back, after a while those that are wanted."""
+def _wait_for_probes(services: Sequence[ServiceProcess]) -> None:
+    """Wait until the probe of each process has come back once more."""
     deadline = time.monotonic() + 3 * _DEADLINE_SECONDS
-    turns = dict[str, int]()
+    first = dict[int, int]()
     while True:
-        found = {each["process"]: each["probe"] for each in service.get_json("/status")["processes"]}
-        going = {name for name, each in found.items() if each and not each["trouble"]}
-        before = {name: turns.setdefault(name, found[name]["turns"]) for name in going}
-        if going == wanted and all(found[name]["turns"] > turns for name, turns in before.items()):
-            return going
+        found = [service.get_json("/status")["processes"][0]["probe"] for service in services]
+        going = {number: each["turns"] for number, each in enumerate(found) if each and not each["trouble"]}
+        first = going | first
+        if len(going) == len(services) and all(turns > first[number] for number, turns in going.items()):
+            return
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
 
