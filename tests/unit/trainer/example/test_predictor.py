@@ -20,7 +20,7 @@ from deltasync.client.torch_target import ModuleReading
 from deltasync.trainer.example import predictor
 from deltasync.trainer.example.model import ClickModel, outputs, quantised
 from deltasync.trainer.example.options import ModelOptions
-from deltasync.trainer.example.predictor import MOST_BYTES, PredictorMetrics, batch_of, create_app
+from deltasync.trainer.example.predictor import MOST_BYTES, MeteredTarget, batch_of, create_app
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 
@@ -55,6 +55,8 @@ class Held:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.module = quantised(ClickModel(OPTIONS).eval(), ValueType.INT8_TBE)
+        metered = MeteredTarget(self.module)
+        self.watch, self.registry, self.predict_seconds = metered.watch, metered.registry, metered.predict_seconds
         self.ready, self.readiness = True, SimpleNamespace(reason="")
         self.version = Position("h", 7)
         self.event_time_unix_ns: int | None = time.time_ns() - 3_000_000_000
@@ -90,9 +92,7 @@ def held() -> Held:
 
 @pytest.fixture
 def http(held: Held) -> Client:
-    metrics, both = PredictorMetrics(), held
-    metrics.watch(both)  # type: ignore[arg-type]
-    return Client(create_app(both, both, OPTIONS.ids, metrics, THREADS))  # type: ignore[arg-type]
+    return Client(create_app(held, held, OPTIONS.ids, THREADS))  # type: ignore[arg-type]
 
 
 def metric(http: Client, name: str) -> float:

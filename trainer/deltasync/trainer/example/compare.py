@@ -34,7 +34,6 @@ Holdings = dict[str, Tables]
 `buffers` as rows by FQN; and `outputs`, the `logit` of the last events.
 """
 WHATS = ("rows", "map", "buffers", "outputs")
-_FREE = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +48,6 @@ class IdMap:
     first_row: int
     ids: NDArray[np.int64]
 
-    @property
-    def used(self) -> int:
-        """The number of rows that have a raw id."""
-        return int(np.count_nonzero(self.ids))
-
 
 def id_maps(model: nn.Module) -> dict[str, IdMap]:
     """The map of each managed table by the table's short name: the whole map, or this rank's share."""
@@ -63,16 +57,17 @@ def id_maps(model: nn.Module) -> dict[str, IdMap]:
             sorted_ids, rows = module._mch_sorted_raw_ids.cpu(), module._mch_remapped_ids_mapping.cpu()
             first = int(rows.min())
             ids = torch.zeros(len(rows), dtype=torch.int64)
-            ids[rows - first] = torch.where(sorted_ids == _FREE, 0, sorted_ids + 1)
+            # TorchRec marks a free row with the largest number.
+            ids[rows - first] = torch.where(sorted_ids == torch.iinfo(torch.int64).max, 0, sorted_ids + 1)
             maps[name.rpartition(".")[2]] = IdMap(first, ids.numpy())
     return maps
 
 
 def save_state(model: nn.Module, file: Path) -> None:
-    """Write what a process holds of a model beside its tables: maps of raw ids, and buffers of no table by FQN."""
+    """Write what a model has beside its tables: maps of raw ids, and buffers by FQN, each as one row."""
     whole = get_unwrapped_module(model)
     buffers = {
-        f"{part}.{name}": buffer.cpu()
+        f"{part}.{name}": buffer.cpu().reshape(1, -1)
         for part in ("bottom", "top")
         for name, buffer in whole.get_submodule(part).named_buffers()
     }
@@ -88,10 +83,7 @@ def load_state(file: Path) -> tuple[dict[str, IdMap], dict[str, NDArray[Any]]]:
 
 
 class TrainerResults:
-    """Collects what a rank scored, when its steps ended, and how many managed rows changed hands.
-
-    Made before the first step of `model`.
-    """
+    """Collects, from before the first step, a rank's scores, ends of steps and rows that changed hands."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -175,23 +167,16 @@ def trainer_holdings(
         tables = as_released(tables, policy, parameters)
         model = gathered_model(sizes, tables, shards, buffers)
     maps = {name: np.concatenate([part.ids for part in parts]) for name, parts in shards.items()}
-    return _holdings(tables, maps, buffers, _last_logits(model, stream, sizes))
+    logit = _last_logits(model, stream, sizes)
+    return {"rows": tables, "map": maps, "buffers": buffers, "outputs": {"logit": logit}}
 
 
 def replica_holdings(folder: Path, name: str) -> Holdings:
     """What a replica held in the end."""
     maps, buffers = load_state(folder / f"state-{name}.pt")
-    logit = load_arrays(folder / f"outputs-{name}.npz")["logit"]
+    tables, logits = (load_arrays(folder / f"{part}-{name}.npz") for part in ("tables", "outputs"))
     ids = {table: its.ids for table, its in maps.items()}
-    return _holdings(load_arrays(folder / f"tables-{name}.npz"), ids, buffers, logit)
-
-
-def _holdings(tables: Tables, maps: Tables, buffers: Tables, logit: NDArray[Any]) -> Holdings:
-    rows = {
-        name: its.reshape(len(its), -1) if its.ndim > 1 else its.reshape(1, -1) for name, its in buffers.items()
-    }
-    ids = {name: its[:, np.newaxis] for name, its in maps.items()}
-    return {"rows": tables, "map": ids, "buffers": rows, "outputs": {"logit": logit[:, np.newaxis]}}
+    return {"rows": tables, "map": ids, "buffers": buffers, "outputs": logits}
 
 
 def load_arrays(file: Path) -> Tables:
@@ -238,8 +223,8 @@ def unequal_rows(trainer: Tables, replica: Tables) -> dict[str, int]:
         ours, theirs = trainer.get(name), replica.get(name)
         if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             unequal[name] = len(ours if ours is not None else replica[name])
-        elif count := int((_bits(ours) != _bits(theirs)).any(axis=1).sum()):
-            unequal[name] = count
+        elif differing := np.unique(np.nonzero(_bits(ours) != _bits(theirs))[0]).size:
+            unequal[name] = differing
     return unequal
 
 
@@ -284,12 +269,9 @@ def rows_of(shards: list[IdMap], raw_ids: NDArray[np.int64]) -> NDArray[np.int64
 
     A rank has the raw ids of one range. Those that have no row take its last one.
     """
-    row_of = {
-        named - 1: shard.first_row + row
-        for shard in shards
-        for row, named in enumerate(shard.ids.tolist())
-        if named
-    }
+    row_of = dict[int, int]()
+    for shard in shards:
+        row_of |= {named - 1: row for row, named in enumerate(shard.ids.tolist(), shard.first_row) if named}
     last_rows = [shard.first_row + len(shard.ids) - 1 for shard in shards]
     share = -(-RAW_IDS // len(shards))
     return np.array([row_of.get(raw, last_rows[raw // share]) for raw in raw_ids.tolist()], np.int64)
@@ -305,7 +287,8 @@ def gathered_model(
             rows = tables[name] if name in tables else tables[name.removesuffix(".weight")]
             parameter.copy_(torch.from_numpy(rows).view_as(parameter))
         for name, values in buffers.items():
-            model.get_buffer(name).copy_(torch.from_numpy(values))
+            buffer = model.get_buffer(name)
+            buffer.copy_(torch.from_numpy(values).view_as(buffer))
     if model.managed is not None:
         model.managed = GatheredIds(model.managed._embedding_module, shards)
     return model
@@ -317,11 +300,7 @@ def _last_logits(model: ClickModel, stream: StreamOptions, sizes: ModelOptions) 
     for features in map(featurizer.features, batches(stream, sizes)):
         last = features
     # As replicas compute: more threads may add sums in another order.
-    threads, chatty = torch.get_num_threads(), logging.getLogger("torch.fx._symbolic_trace")
     torch.set_num_threads(1)
-    chatty.disabled = True  # The first lookup logs a warning for authors of TorchRec.
-    try:
-        return outputs(model, click_batch(last)).numpy()
-    finally:
-        torch.set_num_threads(threads)
-        chatty.disabled = False
+    # The first lookup logs a warning for authors of TorchRec.
+    logging.getLogger("torch.fx._symbolic_trace").disabled = True
+    return outputs(model, click_batch(last)).numpy()

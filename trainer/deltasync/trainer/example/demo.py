@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from deltasync.client.status import fetch_lag
 from deltasync.core.words import counted
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions, arguments, flags
 from deltasync.trainer.example.processes import ADMIN, STATUS, Credentials, DemoFailed, Processes, Service
+from deltasync.trainer.example.stream import count_events
 
 check_needs(*TRAINER, *SERVICE)
 
@@ -31,8 +33,7 @@ CURRENT = frozenset({"in sync", "current"})
 _SYNTHETIC_EVENTS = 75_000
 # Many processes import PyTorch before they are ready, on what may be few cores.
 _PATIENCE_SECONDS = 300.0
-_POLL_SECONDS, _HEAD_START_SECONDS, _DRAIN_LINE_SECONDS = 0.2, 0.5, 2.0
-_LINES = 10
+_POLL_SECONDS, _HEAD_START_SECONDS = 0.2, 0.5
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,7 @@ class DemoOptions:
 
 
 def checked(options: DemoOptions) -> DemoOptions:
-    """The same options, with an equal number of events for every rank.
-
-    Raises:
-        InvalidInput: options do not fit together, or the events cannot be read, or are too few.
-    """
-    from deltasync.trainer.example.stream import count_events
-
+    """The same options, with an equal number of events for every rank; InvalidInput if they do not fit."""
     stream, training = options.stream, options.training
     training.check_shares(stream.batch_size, options.ranks)
     if options.sizes.managed and training.input == "tensordict":
@@ -95,20 +90,14 @@ def checked(options: DemoOptions) -> DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
-    """Run the demo; its report. The folder of logs and results stays if something failed or differs.
-
-    Raises:
-        DemoFailed: a process failed.
-        InvalidInput: see `checked`; nothing was started.
-    """
+    """Run the demo; its report. The folder of logs and results stays if something failed or differs."""
     from deltasync.trainer.example.report import all_equal, build_report
 
-    options, fleets = checked(options), options.fleets
+    options = checked(options)
     folder, keep = Path(tempfile.mkdtemp(prefix="deltasync-demo-")), True
     try:
-        play(options, fleets, folder, console)
-        replicas, frozen = fleets[0].replicas, fleets[-1].replicas[-1]
-        report = build_report(folder, options, replicas, frozen)
+        play(options, options.fleets, folder, console)
+        report = build_report(folder, options)
         keep = not all_equal(report)
     except (KeyboardInterrupt, SystemExit):
         keep = False
@@ -128,9 +117,6 @@ def play(
 
     The processes leave their results in `folder`. The last replica of the last fleet also scores with a copy that
     is frozen at half time, or is itself frozen then. The options are `checked` ones.
-
-    Raises:
-        DemoFailed: a process failed.
     """
     with Processes(folder) as processes:
         run = _Run(options, fleets, folder, console, processes)
@@ -143,11 +129,13 @@ def play(
         lacking = "row" if until == IN_SYNC else "release"
         run.say(f"all {run.steps} steps are trained; waiting until the replicas hold every {lacking}")
         run.show(run.wait_for(until))
-        ended = run.hold() if options.hold else set[str]()
+        if options.hold:
+            run.hold()
         run.say("stopping the replicas and the service")
-        for name in run.names:
-            if name not in ended:
-                processes.stop(name)
+        for name in run.replicas:
+            processes.stop(name)
+        if processes.status("service") is None:  # With --hold somebody may have killed it.
+            processes.stop("service")
         run.say("comparing what they held with what the trainer has")
 
 
@@ -161,17 +149,14 @@ class _Run:
         self._stream = replace(options.stream, start_file=folder / "start")
         self.steps = -(-(self._stream.events or 0) // self._stream.batch_size)
         self._lines = 0
-        self._replicas = [name for fleet in fleets for name in fleet.replicas]
-        self.names = [*self._replicas, "service"]
+        self.replicas = [name for fleet in fleets for name in fleet.replicas]
         roles = {name: f"subscribe:{fleet.consumer}" for fleet in fleets for name in fleet.replicas}
         self._credentials = Credentials(folder, {"trainer": f"publish:{MODEL}", **roles}, secure=options.secure)
 
     def say(self, text: str) -> None:
-        """Print a line."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def start_service(self) -> None:
-        """Start the service and make the consumers."""
         self.say("starting the service; the first time its kernels are compiled, half a minute or more")
         service, secure = Service(self._processes, self._credentials.service_arguments), self._options.secure
         self._http = service.http
@@ -186,7 +171,6 @@ class _Run:
         self.say(f"  {service.http}/ in a browser{', with the token' if secure else ''}")
 
     def start_others(self) -> None:
-        """Start the trainer and the replicas."""
         self.say("starting the trainer and the replicas, and waiting until these hold its first model")
         options, start = self._options, self._processes.start
         shared = [*arguments(self._stream, options.sizes), "--results", str(self._processes.folder)]
@@ -200,13 +184,13 @@ class _Run:
                 follow += ["--endpoint", str(self._credentials.file(name))]
                 if fleet.serves:
                     follow += ["--value-type", fleet.policy.value_type.value]
-                if fleet.frozen or (not fleet.serves and name == self._replicas[-1]):
+                if fleet.frozen or (not fleet.serves and name == self.replicas[-1]):
                     follow += ["--freeze-at", str((self._stream.events or 0) // 2)]
                 start(name, ["deltasync.trainer.example.replica", *follow, *shared])
 
     def poll(self) -> list[dict[str, Any]]:
         """The lag of each fleet; empty while the service is away. Raises DemoFailed if a process failed."""
-        for name in ("trainer", *self.names):
+        for name in ("trainer", *self.replicas, "service"):
             self._processes.running(name)
         try:
             return [fetch_lag(self._credentials.endpoint(STATUS), fleet.consumer) for fleet in self._fleets]
@@ -215,7 +199,7 @@ class _Run:
 
     def wait_for(self, states: frozenset[str]) -> dict[str, Any]:
         """Wait until all fleets are complete and in one of these states; the lag of the first."""
-        deadline, next_line = time.monotonic() + _PATIENCE_SECONDS, 0.0
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             lags = self.poll()
             lacking = [words for pair in zip(lags, self._fleets, strict=False) if (words := _lacks(*pair, states))]
@@ -224,10 +208,6 @@ class _Run:
             if time.monotonic() > deadline:
                 why = "; ".join(lacking) or "the service does not answer"
                 raise DemoFailed(f"the replicas did not hold the model within {_PATIENCE_SECONDS:.0f} s: {why}")
-            if self._lines and lags and time.monotonic() >= next_line:
-                next_line, behind = time.monotonic() + _DRAIN_LINE_SECONDS, lags[0]["lag"]
-                left = f"{counted(behind['rows'], 'row')} left, {counted(behind['versions'], 'version')}"
-                self.say(f"  draining: {left}")
             time.sleep(_POLL_SECONDS)
 
     def watch_trainer(self) -> None:
@@ -239,34 +219,26 @@ class _Run:
 
     def show(self, lag: dict[str, Any]) -> None:
         """Print a line for each tenth of the steps."""
-        if (part := lag["head_step"] * _LINES // self.steps) > self._lines:
+        if (part := lag["head_step"] * 10 // self.steps) > self._lines:
             self._lines, behind = part, lag["lag"]
             far = f"{counted(behind['versions'], 'version')}, {counted(behind['rows'], 'row')}"
             unsent = f", {100 * share:.1f} % of the norm unsent" if (share := behind["unsent_share"]) else ""
             head = f"step {lag['head_step']}/{self.steps}  version {lag['head']}"
             self.say(f"{head}  lag {far}, {behind['seconds']:.1f} s{unsent}")
 
-    def hold(self) -> set[str]:
-        """Leave processes alone until Ctrl-C, though some may be broken on purpose; the names of those that ended.
-
-        Raises:
-            DemoFailed: a replica ended and left nothing to compare.
-        """
+    def hold(self) -> None:
+        """Wait for Ctrl-C, and report each process that ends meanwhile: people may break them on purpose."""
         self.say(f"the trainer has ended; all else stays up until Ctrl-C: {self._http}/ shows it")
-        pids = ", ".join(f"{name} {self._processes.pid(name)}" for name in self.names)
+        running = [*self.replicas, "service"]
+        pids = ", ".join(f"{name} {self._processes.pid(name)}" for name in running)
         self.say(f"  break what you like, by its pid: {pids}")
-        ended = dict[str, int]()
-        try:
+        with suppress(KeyboardInterrupt):
             while True:
-                for name in self.names:
-                    if name not in ended and (status := self._processes.status(name)) is not None:
-                        ended[name] = status
+                for name in list(running):
+                    if (status := self._processes.status(name)) is not None:
+                        running.remove(name)
                         self.say(f"{name} has ended (status {status})")
                 time.sleep(_POLL_SECONDS)
-        except KeyboardInterrupt:
-            if lost := ", ".join(name for name, status in ended.items() if status and name != "service"):
-                raise DemoFailed(f"nothing is compared, since this ended while it was held: {lost}") from None
-            return set(ended)
 
 
 def _lacks(lag: dict[str, Any], fleet: Fleet, states: frozenset[str]) -> str:

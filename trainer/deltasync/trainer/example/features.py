@@ -49,32 +49,26 @@ class Featurizer:
 
     def __init__(self, model: ModelOptions) -> None:
         self._model = model
-        self._rows: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        self._events: tuple[dict[int, int], dict[int, int]] = (defaultdict(int), defaultdict(int))
+        self._user_rows, self._item_rows = dict[int, int](), dict[int, int]()
+        self._user_events, self._item_events = defaultdict[int, int](int), defaultdict[int, int](int)
         self._liked: dict[int, tuple[int, ...]] = {}
 
     def features(self, events: Events) -> Features:
         """The features of the next events of the stream."""
-        user, item = (
-            self._rows_of(known, raw, size)
-            for known, raw, size in zip(
-                self._rows, (events.user, events.item), (self._model.users, self._model.items), strict=True
-            )
-        )
-        managed = self._model.managed
-        user_id = hash_to(RAW_IDS, events.user) if managed else user
-        item_id = hash_to(RAW_IDS, events.item) if managed else item
+        user = self._rows_of(self._user_rows, events.user, self._model.users)
+        item = self._rows_of(self._item_rows, events.item, self._model.items)
+        user_id = hash_to(RAW_IDS, events.user) if self._model.managed else user
+        item_id = hash_to(RAW_IDS, events.item) if self._model.managed else item
         counts, history, lengths = np.empty((len(events), 2)), list[int](), list[int]()
-        of_user, of_item = self._events
         lines = zip(user.tolist(), item.tolist(), item_id.tolist(), events.label.tolist(), strict=True)
         for number, (user_row, item_row, named, label) in enumerate(lines):
-            counts[number] = of_user[user_row], of_item[item_row]
+            counts[number] = self._user_events[user_row], self._item_events[item_row]
             past = self._liked.get(user_row, ())
             history += past
             lengths.append(len(past))
             # Only now: an event must not be among its own features.
-            of_user[user_row] += 1
-            of_item[item_row] += 1
+            self._user_events[user_row] += 1
+            self._item_events[item_row] += 1
             if label == 1:
                 self._liked[user_row] = (*past, named)[-_HISTORY:]
         angle = (events.timestamp % _DAY) * (2 * np.pi / _DAY)

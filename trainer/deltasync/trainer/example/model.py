@@ -34,9 +34,6 @@ Output = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 QUANTISED = {ValueType.INT8_TBE: torch.qint8, ValueType.INT4_TBE: torch.quint4x2}
 """How TorchRec quantises the tables of a consumer with this value type."""
 
-# Managed collision takes rows away after this many batches.
-_EVICTION_BATCHES = 5
-
 
 @dataclass
 class ClickBatch(FieldsBatch):
@@ -126,9 +123,6 @@ class TensorDictClickModel(ClickModel):
         return _scored(self.logits(batch["dense"], batch), batch["label"], batch["index"])
 
 
-MODELS = {"kjt": ClickModel, "tensordict": TensorDictClickModel}
-
-
 def outputs(model: ClickModel, batch: ClickBatch) -> torch.Tensor:
     """Log odds of a click for each event of a batch, without gradients."""
     with torch.no_grad():
@@ -137,15 +131,14 @@ def outputs(model: ClickModel, batch: ClickBatch) -> torch.Tensor:
 
 def quantised(model: ClickModel, value_type: ValueType) -> ClickModel:
     """The same model, changed in place: its tables are quantised for a consumer with this value type."""
-    found: ClickModel = quantize_embeddings(model, dtype=QUANTISED[value_type], inplace=True)
-    return found
+    quantize_embeddings(model, dtype=QUANTISED[value_type], inplace=True)
+    return model
 
 
 def served_rows(model: nn.Module) -> dict[str, NDArray[Any]]:
-    """A copy of what a quantised model serves from.
+    """Copies of a quantised model's parameters by FQN, and of its tables by short name, without padding.
 
-    That is each table by its short name as bytes, uint8 [rows, width]: scale and bias, then the codes, without the
-    bytes that pad a row. And each parameter by its FQN.
+    A table is uint8 [rows, width]: scale and bias of each row, then its codes.
     """
     rows = dict[str, NDArray[Any]]()
     for bags in (each for each in model.modules() if isinstance(each, QuantisedEmbeddingBagCollection)):
@@ -169,7 +162,7 @@ def _managed_collision(options: ModelOptions, device: Any) -> ManagedCollisionEm
             zch_size=table.num_embeddings,
             device=device or torch.device("cpu"),
             eviction_policy=DistanceLFU_EvictionPolicy(),
-            eviction_interval=_EVICTION_BATCHES,
+            eviction_interval=5,  # Batches after which rows may change hands.
             input_hash_size=RAW_IDS,
         )
         for table in tables

@@ -20,8 +20,6 @@ RAW_IDS = 2**62
 """Raw ids of users and items are spread evenly from 0 up to here."""
 MANAGED = {"user": ["user"], "item": ["item", "history"]}
 """The tables with managed collision, and the features that look rows up in each."""
-# A managed table has a row for every fourth id, so that rows change hands.
-_IDS_PER_ROW = 4
 
 
 def _flag(default: Any, says: str, kind: Any = None) -> Any:
@@ -55,7 +53,8 @@ class ModelOptions:
         """Rows by table."""
         rest = {"cross": self.cross_buckets, "hour": HOURS_OF_WEEK}
         if self.managed:
-            return {"user": -(-self.users // _IDS_PER_ROW), "item": -(-self.items // _IDS_PER_ROW), **rest}
+            # A row for every fourth id, so that rows change hands.
+            return {"user": -(-self.users // 4), "item": -(-self.items // 4), **rest}
         return {"user": self.users, "item": self.items, **rest, "history": self.items}
 
     @property

@@ -22,7 +22,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, FailFast, Field, ValidationError
 from starlette.requests import ClientDisconnect
 from torch import nn
 
@@ -59,27 +59,22 @@ _LARGEST = 1e6
 
 # FailFast: to list a hundred thousand wrong entries would stop all threads for a second.
 _Id = Annotated[int, Field(ge=0, lt=2**63)]
-_History = Annotated[list[_Id], Field(max_length=100), FailFast()]
 _Value = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
 
 
 class Event(BaseModel):
     """The features of one event. Other fields are ignored: a client may know a feature before the model does."""
 
-    model_config = ConfigDict(strict=True)
-
     dense: list[_Value] = Field(min_length=len(DENSE_FEATURES), max_length=len(DENSE_FEATURES))
     user: _Id
     item: _Id
     cross: _Id
     hour: _Id
-    history: _History
+    history: Annotated[list[_Id], Field(max_length=100), FailFast()]
 
 
 class PredictionRequest(BaseModel):
     """Events to score."""
-
-    model_config = ConfigDict(strict=True)
 
     events: Annotated[list[Event], Field(min_length=1, max_length=MOST_EVENTS), FailFast()]
 
@@ -112,17 +107,9 @@ def request_of(features: Features) -> bytes:
 
 
 def batch_of(body: bytes, ids: Mapping[str, int]) -> ClickBatch:
-    """The batch that a request's body describes.
-
-    Args:
-        body: the JSON of a `PredictionRequest`.
-        ids: the number of ids of each sparse feature.
-
-    Raises:
-        InvalidInput: it is another JSON, or an id is out of range; the message names the first wrong place.
-    """
+    """Read a `PredictionRequest`, with ids of each feature below `ids`; InvalidInput names what is wrong."""
     try:
-        events = PredictionRequest.model_validate_json(body).events
+        events = PredictionRequest.model_validate_json(body, strict=True).events
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise InvalidInput(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
@@ -140,10 +127,11 @@ def batch_of(body: bytes, ids: Mapping[str, int]) -> ClickBatch:
     return click_batch(features)
 
 
-class PredictorMetrics:
-    """What Prometheus learns about a predictor."""
+class MeteredTarget(TorchTarget):
+    """A target with the predictor's metrics for Prometheus."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
         self.registry = its = CollectorRegistry()
         self.predict_seconds = Histogram(
             "predictor_predict_seconds", "How long a request took, waiting for a release included.", registry=its
@@ -165,28 +153,15 @@ class PredictorMetrics:
         ):
             Gauge(f"predictor_{name}", text, registry=self.registry).set_function(value)
 
-
-class MeteredTarget(TorchTarget):
-    """A target that counts the rows that it applies."""
-
-    def __init__(self, module: nn.Module, metrics: PredictorMetrics) -> None:
-        super().__init__(module)
-        self.metrics = metrics
-
     def apply(self, release: Release) -> None:
         """See `TorchTarget.apply`."""
-        with self.metrics.apply_seconds.time():
+        with self.apply_seconds.time():
             super().apply(release)
-        self.metrics.rows.inc(sum(len(each.ids) for each in release.rows))
+        self.rows.inc(sum(len(each.ids) for each in release.rows))
 
 
 def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Prediction:
-    """Answer a request with one version of the model. Several threads call this at the same time.
-
-    Raises:
-        InvalidInput: the body is no request.
-        DeltasyncError: the model holds no complete version, or gives a score that is no finite number.
-    """
+    """Answer a request with one version of the model. Several threads call this at the same time."""
     batch = batch_of(body, ids)
     with target.reading() as reading, torch.inference_mode():
         scores = cast("ClickModel", reading.module).logits(batch.dense, batch.sparse)
@@ -201,10 +176,9 @@ def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Predict
     )
 
 
-def create_app(
-    target: TorchTarget, subscriber: Subscriber, ids: Mapping[str, int], metrics: PredictorMetrics, threads: int
-) -> FastAPI:
+def create_app(target: MeteredTarget, subscriber: Subscriber, ids: Mapping[str, int], threads: int) -> FastAPI:
     """The HTTP application. Its event loop answers probes while forwards run in threads."""
+    target.watch(subscriber)
     app = FastAPI(title="predictor")
     forwards, places = ThreadPoolExecutor(threads, "forward"), asyncio.Semaphore(threads + MOST_WAITING)
 
@@ -228,7 +202,7 @@ def create_app(
         if places.locked():
             raise ServiceUnavailable(f"busy: {MOST_WAITING} requests wait already")
         async with places:
-            with metrics.predict_seconds.time():
+            with target.predict_seconds.time():
                 return await asyncio.get_running_loop().run_in_executor(forwards, predict, target, ids, body)
 
     @app.get("/livez")
@@ -243,7 +217,7 @@ def create_app(
     @app.get("/metrics")
     async def scrape() -> Response:
         """The metrics, for Prometheus."""
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(target.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
@@ -286,11 +260,9 @@ def main(sizes: ModelOptions, value_type: str, host: str, http_port: int, **sett
     # Forwards run side by side, each on one core; torch would give all cores (OMP_NUM_THREADS) to each of them.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    metrics = PredictorMetrics()
-    target = MeteredTarget(quantised(ClickModel(sizes).eval(), ValueType(value_type)), metrics)
+    target = MeteredTarget(quantised(ClickModel(sizes).eval(), ValueType(value_type)))
     with Subscriber(SubscriberOptions(**settings), target) as subscriber:
-        metrics.watch(subscriber)
-        app = create_app(target, subscriber, sizes.ids, metrics, threads)
+        app = create_app(target, subscriber, sizes.ids, threads)
         drain = DRAIN_SECONDS
         uvicorn.run(
             app, host=host, port=http_port, log_config=None, access_log=False, timeout_graceful_shutdown=drain

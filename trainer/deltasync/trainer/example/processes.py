@@ -16,7 +16,6 @@ from deltasync.client import DeltasyncError, Endpoint
 
 _START_SECONDS, _STOP_SECONDS, _POLL_SECONDS = 60.0, 60.0, 0.02
 _TAIL_LINES = 20
-_HOST, _VALID = "127.0.0.1", timedelta(days=1)
 ADMIN, STATUS = "admin", "status"
 
 
@@ -38,19 +37,16 @@ class Processes:
         kept |= {"DELTASYNC_LOG_FORMAT": "text", "OMP_NUM_THREADS": "1"}
         kept |= {"PYTHONUNBUFFERED": "1", "no_proxy": "127.0.0.1,localhost"}
         command = [sys.executable, "-m", *arguments]
-        with self.log(name).open("ab") as log:
+        with (self.folder / f"{name}.log").open("ab") as log:
             # A group of its own: Ctrl-C is for the parent, which then ends the process.
             self._running[name] = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=kept, process_group=0
             )
 
-    def log(self, name: str) -> Path:
-        """The log file of a process."""
-        return self.folder / f"{name}.log"
-
     def tail(self, name: str) -> str:
         """The last lines of its log."""
-        return "\n".join(self.log(name).read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
 
     def pid(self, name: str) -> int:
         """Its process id."""
@@ -93,26 +89,21 @@ class Processes:
 class Service:
     """The sync service: `grpc` is HOST:PORT for trainers and replicas, `http` the URL for operators."""
 
-    def __init__(self, processes: Processes, arguments: Sequence[str], name: str = "service") -> None:
+    def __init__(self, processes: Processes, arguments: Sequence[str]) -> None:
         from deltasync.kernels.compiled import warm
 
-        self._processes, self.name = processes, name
-        self.data_dir = processes.folder / f"data-{name}"
+        self.data_dir = processes.folder / "data-service"
         warm()  # Compile here, once for all processes: the service would not listen meanwhile.
         listen = ["--data-dir", str(self.data_dir), "--grpc-port", "0", "--http-port", "0"]
-        processes.start(name, ["deltasync", "serve", *listen, *arguments])
+        processes.start("service", ["deltasync", "serve", *listen, *arguments])
+        self.pid = processes.pid("service")
         endpoints, deadline = self.data_dir / "endpoints.json", time.monotonic() + _START_SECONDS
         while not endpoints.exists():
-            if not processes.running(name) or time.monotonic() > deadline:
-                raise DemoFailed(f"the service does not listen; its log:\n{processes.tail(name)}")
+            if not processes.running("service") or time.monotonic() > deadline:
+                raise DemoFailed(f"the service does not listen; its log:\n{processes.tail('service')}")
             time.sleep(_POLL_SECONDS)
         found = json.loads(endpoints.read_text())
         self.grpc, self.http = found["grpc"], found["http"]
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._processes.pid(self.name)
 
 
 class Credentials:
@@ -136,7 +127,7 @@ class Credentials:
         from deltasync.core.roles import token_digest
 
         certificates = folder / "certificates"
-        write_certificates(certificates, [_HOST], self._names, datetime.now(UTC) + _VALID)
+        write_certificates(certificates, ["127.0.0.1"], self._names, datetime.now(UTC) + timedelta(days=1))
         lines = [f'[tokens.{STATUS}]\nsha256 = "{token_digest(token).hex()}"\nroles = ["read"]\n']
         for name, role in {ADMIN: "admin", **roles}.items():
             lines.append(f'[certificates."{name}"]\nroles = ["{role}"]\n')

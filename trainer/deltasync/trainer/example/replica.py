@@ -32,7 +32,7 @@ from deltasync.trainer.example.compare import save_state
 from deltasync.trainer.example.features import Features, Featurizer
 from deltasync.trainer.example.model import QUANTISED, ClickModel, click_batch, outputs, quantised, served_rows
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, flags
-from deltasync.trainer.example.predictor import MeteredTarget, PredictorMetrics, create_app, request_of
+from deltasync.trainer.example.predictor import MeteredTarget, create_app, request_of
 from deltasync.trainer.example.processes import DemoFailed
 from deltasync.trainer.example.stream import play
 
@@ -50,7 +50,7 @@ class HeldTarget(MeteredTarget):
     """
 
     def __init__(self, module: nn.Module, last_step: float = math.inf) -> None:
-        super().__init__(module, PredictorMetrics())
+        super().__init__(module)
         self.receipts: dict[str, Any] = {"applied": [], "received_bytes": []}
         self._last_step, self._scored, self._stopping = last_step, 0, False
         self._moved = threading.Condition()
@@ -84,6 +84,7 @@ class InProcess:
 
     def __init__(self, target: HeldTarget, freeze_at: int | None) -> None:
         self._target, self._freeze_at, self._frozen = target, freeze_at, None
+        self.answers = None
 
     def scores(self, features: Features) -> dict[str, Logits]:
         """Log odds by the rows of this moment, as `logit`, and by the frozen copy, as `frozen`."""
@@ -98,15 +99,11 @@ class InProcess:
 
 
 class OverHttp:
-    """Scores batches by asking the example predictor of this process over HTTP.
-
-    Attributes:
-        answers: `seconds` that each answer took, and the `age_seconds` that it says.
-    """
+    """Scores batches by asking the example predictor of this process over HTTP, and times its answers."""
 
     def __init__(self, target: HeldTarget, subscriber: Subscriber, sizes: ModelOptions, stack: ExitStack) -> None:
         # One request at a time, on as many cores as the model that its answers are compared with.
-        app = create_app(target, subscriber, sizes.ids, target.metrics, threads=1)
+        app = create_app(target, subscriber, sizes.ids, threads=1)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         listener = stack.enter_context(listening_socket("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -117,11 +114,7 @@ class OverHttp:
         self.answers: dict[str, list[float]] = {"seconds": [], "age_seconds": []}
 
     def scores(self, features: Features) -> dict[str, Logits]:
-        """Log odds by the rows of this moment, as `logit`.
-
-        Raises:
-            DemoFailed: the predictor refuses.
-        """
+        """Log odds by the rows of this moment, as `logit`; DemoFailed if the predictor refuses."""
         begun, connection = time.monotonic(), HTTPConnection("127.0.0.1", self._port, timeout=_ANSWER_SECONDS)
         connection.request("POST", "/predict", request_of(features), {"Content-Type": "application/json"})
         with connection.getresponse() as response:
@@ -187,13 +180,12 @@ def main(
     columns = {key: np.concatenate([getattr(each, key) for each in batches]) for key in ("index", "label")}
     columns |= {key: np.concatenate([each[key] for each in scores]) for key in last}
     np.savez(results / f"scores-{name}.npz", allow_pickle=False, **columns)
-    np.savez(results / f"outputs-{name}.npz", index=batches[-1].index, logit=last["logit"])
+    np.savez(results / f"outputs-{name}.npz", logit=last["logit"])
     buffers = dict(model.named_buffers())
     plain = {key: rows.numpy() for key, rows in target.tables().items() if key not in buffers}
     np.savez(results / f"tables-{name}.npz", allow_pickle=False, **(served_rows(model) if value_type else plain))
     save_state(model, results / f"state-{name}.pt")
-    answers = over_http.answers if over_http else None
-    (results / f"{name}.json").write_text(json.dumps(target.receipts | {"answers": answers}))
+    (results / f"{name}.json").write_text(json.dumps(target.receipts | {"answers": scorer.answers}))
 
 
 if __name__ == "__main__":

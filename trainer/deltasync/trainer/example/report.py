@@ -81,11 +81,9 @@ def freshness(step_ends_unix_ns: Sequence[int], applied: Sequence[tuple[int, int
     return [max(0, applied[release][2] - end) / 1e9 for release, end in pairs if release < len(applied)]
 
 
-def build_report(folder: Path, options: DemoOptions, replicas: Sequence[str], frozen: str) -> dict[str, Any]:
-    """Compare what the processes left in `folder`. Bytes are those of ids and values.
-
-    `replicas` should hold what the trainer holds; `frozen` has a frozen copy, or is frozen.
-    """
+def build_report(folder: Path, options: DemoOptions) -> dict[str, Any]:
+    """Compare what the processes left in `folder`. Bytes are those of ids and values."""
+    replicas, frozen = options.fleets[0].replicas, options.fleets[-1].replicas[-1]
     ranks, stream, policy = options.ranks, options.stream, options.policy
     facts = [json.loads((folder / f"trainer-{rank}.json").read_text()) for rank in range(ranks)]
     receipts = [json.loads((folder / f"{name}.json").read_text()) for name in replicas]
@@ -95,19 +93,20 @@ def build_report(folder: Path, options: DemoOptions, replicas: Sequence[str], fr
         name: rows * dim * np.dtype(dtype).itemsize for fact in facts for name, rows, dim, dtype in fact["tables"]
     }
     # How far the first rank is from the model that is gathered from all: ranks add in another order.
-    own = load_arrays(folder / "outputs-trainer-0.npz")
-    logit = expected["outputs"]["logit"][:, 0]
+    own, logit = load_arrays(folder / "outputs-trainer-0.npz"), expected["outputs"]["logit"]
     off = np.abs(logit[own["index"] - (events - len(logit))] - own["logit"]).max()
-    shards = id_map_shards(folder, ranks)
+    shards, answers = id_map_shards(folder, ranks), receipts[0]["answers"]
+    if answers:
+        answers = {"count": len(answers["seconds"])} | {name: _spread(each) for name, each in answers.items()}
     return {
         **verdict(expected, {name: replica_holdings(folder, name) for name in replicas}),
         "outputs_off_trainer": float(off),
         "evictions": sum(fact["evictions"] for fact in facts),
-        "rows_used": {name: [part.used for part in parts] for name, parts in shards.items()},
+        "rows_used": {name: [int(np.count_nonzero(part.ids)) for part in parts] for name, parts in shards.items()},
         **quality(folder, ranks, replicas[0], frozen, events // 2),
         "events": events,
         "freshness_seconds": _spread(fresh),
-        "answers": _answers(receipts[0]["answers"]),
+        "answers": answers,
         "steps": facts[0]["steps"],
         "versions": facts[0]["versions"],
         "cuts_absorbed": facts[0]["absorbed"],
@@ -127,12 +126,6 @@ def all_equal(report: Mapping[str, Any]) -> bool:
 def _spread(values: Sequence[float]) -> dict[str, float]:
     p50, p99 = np.percentile(values, (50, 99)).tolist()
     return {"p50": p50, "p99": p99, "max": max(values)}
-
-
-def _answers(found: Mapping[str, Sequence[float]] | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return {"count": len(found["seconds"]), **{name: _spread(values) for name, values in found.items()}}
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.example.options import ModelOptions, StreamOptions
 
-_SYNTHETIC, _RATINGS = "synthetic", "ratings:"
+_RATINGS = "ratings:"
 _START_POLL_SECONDS = 0.05
 
 # The synthetic world. A fresh model gets far more than a stale one of its best possible AUC, which is near 0.84.
@@ -54,13 +54,15 @@ class Events:
 
 
 def batches(stream: StreamOptions, model: ModelOptions) -> Iterator[Events]:
-    """Yield the batches of a stream without waiting; the last one may be shorter.
-
-    Raises:
-        InvalidInput: there is no such stream, or its file is wrong.
-    """
+    """Yield the batches of a stream without waiting; the last one may be shorter."""
     left, size, waiting = stream.events if stream.events is not None else math.inf, stream.batch_size, None
-    for block in _blocks(stream, model):
+    if stream.data == "synthetic":
+        blocks = synthetic(model.users, model.items)
+    elif stream.data.startswith(_RATINGS) and stream.data != _RATINGS:
+        blocks = iter([read_ratings(Path(stream.data.removeprefix(_RATINGS)))])
+    else:
+        raise InvalidInput(f"unknown data {stream.data!r}; give 'synthetic' or 'ratings:PATH', a file of ratings")
+    for block in blocks:
         taken = block[: int(min(left, len(block)))]
         left -= len(taken)
         waiting = waiting + taken if waiting else taken
@@ -75,7 +77,7 @@ def batches(stream: StreamOptions, model: ModelOptions) -> Iterator[Events]:
 
 def count_events(stream: StreamOptions, model: ModelOptions) -> int:
     """The number of events of a stream that ends."""
-    if stream.data == _SYNTHETIC and stream.events is not None:
+    if stream.data == "synthetic" and stream.events is not None:
         return stream.events
     return sum(map(len, batches(stream, model)))
 
@@ -86,7 +88,11 @@ def play(stream: StreamOptions, model: ModelOptions, past: int = 0) -> Iterator[
     The first event arrives at the time in the start file, or now. `past` batches had arrived before that: a
     trainer that continues from a checkpoint needs them only for the features of later events.
     """
-    start = time.time() if stream.start_file is None else _started(stream.start_file)
+    start = time.time()
+    if stream.start_file:
+        while not stream.start_file.exists():
+            time.sleep(_START_POLL_SECONDS)
+        start = float(stream.start_file.read_text())
     start -= past * stream.batch_size / stream.events_per_second
     for batch in batches(stream, model):
         arrival = start + int(batch.index[-1]) / stream.events_per_second
@@ -95,23 +101,9 @@ def play(stream: StreamOptions, model: ModelOptions, past: int = 0) -> Iterator[
         yield batch, arrival
 
 
-def _started(file: Path) -> float:
-    while not file.exists():
-        time.sleep(_START_POLL_SECONDS)
-    return float(file.read_text())
-
-
-def _blocks(stream: StreamOptions, model: ModelOptions) -> Iterator[Events]:
-    if stream.data == _SYNTHETIC:
-        return synthetic(model.users, model.items)
-    if stream.data.startswith(_RATINGS) and stream.data != _RATINGS:
-        return iter([read_ratings(Path(stream.data.removeprefix(_RATINGS)))])
-    raise InvalidInput(f"unknown data {stream.data!r}; give 'synthetic' or 'ratings:PATH', a file of ratings")
-
-
 def synthetic(users: int, items: int) -> Iterator[Events]:
     """Yield blocks of an endless stream of clicks whose popular items and their appeal drift with time."""
-    rng = _generator(0)
+    rng = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(0,)))
     tastes = rng.normal(size=(users, _FACTORS)).astype(np.float32)
     traits = rng.normal(size=(items, _FACTORS)).astype(np.float32)
     inclination = rng.normal(0.0, _INCLINATION, users)
@@ -120,7 +112,7 @@ def synthetic(users: int, items: int) -> Iterator[Events]:
     user_shares = _zipf_shares(users, exponent=1.0, shift=20.0)
     rank_shares = _zipf_shares(items, exponent=1.3, shift=5.0)
     for number in itertools.count():
-        rng = _generator(1, number)
+        rng = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(1, number)))
         index = np.arange(_BLOCK, dtype=np.int64) + number * _BLOCK
         user, rank = _draw(rng, user_shares), _draw(rng, rank_shares)
         # Even ranks lie ahead of the most popular item and odd ones behind it: items rise before they fade.
@@ -138,10 +130,6 @@ def synthetic(users: int, items: int) -> Iterator[Events]:
         )
 
 
-def _generator(*key: int) -> np.random.Generator:
-    return np.random.default_rng(np.random.SeedSequence(0, spawn_key=key))
-
-
 def _zipf_shares(count: int, *, exponent: float, shift: float) -> NDArray[np.float64]:
     """Cumulative shares of `count` ranks whose weight is (rank + shift) ** -exponent."""
     weights = (np.arange(count) + shift) ** -exponent
@@ -157,10 +145,7 @@ def read_ratings(path: Path) -> Events:
     """Read lines `user::item::rating::timestamp`, as MovieLens has them, in time order.
 
     Tabs or commas may stand for the colons, and a header may come first. A rating of at least 4 counts as liked,
-    or of at least 8 where a rating is above 5.
-
-    Raises:
-        InvalidInput: the file cannot be read, or a line is not a rating.
+    or of at least 8 where a rating is above 5. InvalidInput names the line that is not a rating.
     """
     try:
         lines = path.read_text(errors="replace").rstrip().splitlines()

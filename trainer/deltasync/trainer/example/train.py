@@ -7,7 +7,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.example.compare import TrainerResults
 from deltasync.trainer.example.features import Featurizer
-from deltasync.trainer.example.model import MODELS, as_tensordict, click_batch
+from deltasync.trainer.example.model import ClickModel, TensorDictClickModel, as_tensordict, click_batch
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions, flags
 from deltasync.trainer.example.stream import play
 from deltasync.trainer.pipelines import OnlinePipeline
@@ -49,9 +49,7 @@ class TimedBatches(Iterator[Any]):
     """
 
     def __init__(self, batches: Iterator[tuple[Any, int]]) -> None:
-        """Each batch comes with the time of its newest event, in nanoseconds since 1970."""
-        self._batches, self.last = batches, None
-        self._in_flight = deque[int]()
+        self._batches, self._in_flight, self.last = batches, deque[int](), None
 
     def __next__(self) -> Any:
         self.last, event_time_unix_ns = next(self._batches)
@@ -114,16 +112,6 @@ def finish(sync: DeltaSync, checkpoints: Checkpoints | None) -> None:
     checkpoints.finish()
 
 
-def _scalars(
-    sync: DeltaSync, folder: Path | None, service: Endpoint, consumers: tuple[str, ...]
-) -> AbstractContextManager[Scalars | None]:
-    if folder is None:
-        return nullcontext()
-    # The lag of a consumer is the same for all ranks, so the first one asks for it.
-    options = ScalarOptions(service=service, consumers=consumers if dist.get_rank() == 0 else ())
-    return Scalars(sync, [TensorBoard(folder / f"rank-{dist.get_rank()}")], options)
-
-
 @click.command(context_settings=CONTEXT)
 @flags(StreamOptions, "stream")
 @flags(ModelOptions, "sizes")
@@ -170,10 +158,12 @@ def train(
     results: Path | None,
 ) -> None:
     """Train on a whole stream. The arguments are the command's options."""
+    rank = dist.get_rank()
     training.check_shares(stream.batch_size, dist.get_world_size())
     # All ranks draw the same first weights.
     torch.manual_seed(0)
-    click_model = MODELS[training.input](sizes, torch.device("meta"))
+    model_class = TensorDictClickModel if training.input == "tensordict" else ClickModel
+    click_model = model_class(sizes, torch.device("meta"))
     sharded, optimizer = shard(click_model, click_tables(sizes.managed_tables), OptimizerOptions(), device)
     evict_on_cpu(sharded)
     pipeline = OnlinePipeline(sharded, optimizer, device, training.pipeline)
@@ -184,9 +174,12 @@ def train(
     if checkpoints:
         checkpoints.load()
     batches = TimedBatches(micro_batches(stream, sizes, training, sync.tracker.steps))
-    with sync, _scalars(sync, tensorboard, service, tensorboard_lag) as scalars:
+    # The lag of a consumer is the same for all ranks, so the first one asks for it.
+    lag = ScalarOptions(service=service, consumers=tensorboard_lag if rank == 0 else ())
+    board = Scalars(sync, [TensorBoard(tensorboard / f"rank-{rank}")], lag) if tensorboard else nullcontext()
+    with sync, board as scalars:
         if metrics:
-            serve_metrics(sync, model, dist.get_rank(), metrics, int(os.environ.get("LOCAL_RANK", 0)))
+            serve_metrics(sync, model, rank, metrics, int(os.environ.get("LOCAL_RANK", 0)))
         publish_first(sync, refusal)
         while True:
             try:
@@ -207,7 +200,7 @@ def train(
         finish(sync, checkpoints)
     if results and scored:
         pipeline.detach()
-        scored.write(results, dist.get_rank(), sync, batches.last)
+        scored.write(results, rank, sync, batches.last)
 
 
 if __name__ == "__main__":
