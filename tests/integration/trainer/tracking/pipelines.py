@@ -95,6 +95,8 @@ def stand_in_for_a_gpu() -> None:
     _patch(KeyedJaggedTensor, "record_stream", lambda *_: None)
     _patch(torch.Tensor, "record_stream", lambda *_: None)
     _patch(torch, "get_device_module", lambda *_: torch.cpu)
+    # TorchRec 1.9 asks a stream for its device.
+    torch.cpu.Stream.device = torch.device("cpu")  # type: ignore[attr-defined]
     # Evictions by managed collision.
     _patch(SplitTableBatchedEmbeddingBagsCodegen, "reset_embedding_weight_momentum", _reset)
     # Several kernels with variable batches: the way that TorchRec goes where kernels cannot write into one output.

@@ -46,6 +46,8 @@ def streams_of_a_cpu() -> Iterator[None]:
         for kind in (KeyedJaggedTensor, torch.Tensor):
             patches.enter_context(patch.object(kind, "record_stream", lambda *_: None))
         patches.enter_context(patch.object(torch, "get_device_module", lambda *_: torch.cpu))
+        # TorchRec 1.9 asks a stream for its device.
+        patches.enter_context(patch.object(torch.cpu.Stream, "device", torch.device("cpu"), create=True))
         yield
 
 
