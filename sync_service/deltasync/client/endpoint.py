@@ -119,13 +119,8 @@ class Endpoint:
             InvalidInput: there is no address, the file cannot be read, or see `Endpoint`.
         """
         settings = endpoint_settings({"address": address, **given}, os.environ)
-        where = settings.pop("address", "") or settings.get("http")
-        if not where:
-            raise InvalidInput(
-                "no address of the service: give it, or set DELTASYNC_SERVICE, DELTASYNC_HTTP or "
-                "DELTASYNC_ENDPOINT"
-            )
-        return cls(where, **settings)
+        missing = "give it, or set DELTASYNC_SERVICE, DELTASYNC_HTTP or DELTASYNC_ENDPOINT"
+        return cls._of_settings(settings, f"no address of the service: {missing}")
 
     @classmethod
     def from_file(cls, path: Path | str) -> "Endpoint":
@@ -136,9 +131,14 @@ class Endpoint:
             InvalidInput: it cannot be read, has other keys or no address, or see `Endpoint`.
         """
         settings = file_settings(Path(path))
+        return cls._of_settings(settings, f"endpoint {path}: there is no address")
+
+    @classmethod
+    def _of_settings(cls, settings: dict[str, Any], missing: str) -> "Endpoint":
+        """An endpoint from its settings. For operators, `http` alone is an address; `missing` is the error."""
         where = settings.pop("address", "") or settings.get("http")
         if not where:
-            raise InvalidInput(f"endpoint {path}: there is no address")
+            raise InvalidInput(missing)
         return cls(where, **settings)
 
     @classmethod
