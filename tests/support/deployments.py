@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import ssl
 import subprocess
 import sys
 import time
@@ -12,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 from tests.support.ports import free_ports
 from tests.support.programs import killed
 
 # Where every deployment has the service's settings, and the ports that it has there.
 CONFIGURATION, PORTS = "/etc/deltasync", (50051, 8080)
+_WAIT_SECONDS = 60.0
+Secrets = dict[str, dict[str, Path]]
 COMMAND = [sys.executable, "-c", "from deltasync.cli.main import main; main()"]
 
 
@@ -86,6 +90,59 @@ def run_lines(lines: Sequence[str], folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     program.unlink()
+
+
+def made_secrets(lines: Sequence[str], folder: Path) -> Secrets:
+    """The Secrets of Kubernetes that a README's lines make, by name and key."""
+    run_lines([line for line in lines if not line.startswith("kubectl")], folder)
+    made: Secrets = {}
+    for words in map(shlex.split, lines):
+        if words[:4] == ["kubectl", "create", "secret", "generic"]:
+            files = [word.removeprefix("--from-file=").split("=") for word in words if "--from-file=" in word]
+            made[words[4]] = {key: folder / path for key, path in files}
+    return made
+
+
+def mounted_secrets(pod: Mapping[str, Any], secrets: Secrets, folder: Path) -> dict[str, Path]:
+    """The Secrets that a pod mounts, in folders here, by where they are in the pod."""
+    (container,) = pod["containers"]
+    named = {each["name"]: each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each}
+    places = {}
+    for mount in container["volumeMounts"]:
+        if mount["name"] in named:
+            places[mount["mountPath"]] = place = folder / mount["name"]
+            place.mkdir(parents=True, exist_ok=True)
+            for key, path in secrets[named[mount["name"]]].items():
+                (place / key).write_bytes(path.read_bytes())
+    return places
+
+
+def values_of(container: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variables of a container whose values its manifest says."""
+    return {each["name"]: each["value"] for each in container["env"] if "value" in each}
+
+
+def https(
+    service: "Deployed", path: str, ca: Path | None = None, token: str = "", name: str = "localhost"
+) -> httpx.Response:
+    """What a service answers over HTTPS; without a CA it is asked as a kubelet asks."""
+    context = ssl.create_default_context(cafile=ca)
+    if ca is None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    with httpx.Client(verify=context, headers=headers, timeout=30) as client:
+        return client.get(f"https://127.0.0.1:{service.http}{path}", extensions={"sni_hostname": name})
+
+
+def wait_for_probe(service: "Deployed", ca: Path, token: Path) -> None:
+    """Wait until a row of the service's own probe has come back: the probe has the roles that it needs."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while True:
+        (process,) = https(service, "/status", ca, token.read_text().strip()).json()["processes"]
+        if process["probe"] and process["probe"]["turns"]:
+            return
+        assert time.monotonic() < deadline, process["probe"]
+        time.sleep(0.1)
 
 
 def run_access(services: Sequence[Mapping[str, Any]], folder: Path) -> Path:

@@ -1,10 +1,10 @@
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.support.metrics import METRICS
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +59,46 @@ def manifests(deploy: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
+def cluster_folder(deploy: Path) -> Path:
+    return deploy / "kubernetes-cluster"
+
+
+def _patched(doc: dict[str, Any], patch: list[dict[str, Any]]) -> dict[str, Any]:
+    """A document after some operations of JSON Patch (RFC 6902): `add` and `replace`."""
+    patched: dict[str, Any] = json.loads(json.dumps(doc))
+    for operation in patch:
+        *path, last = operation["path"].strip("/").split("/")
+        place: Any = patched
+        for step in path:
+            place = place[int(step) if isinstance(place, list) else step]
+        if last == "-":
+            place.append(operation["value"])
+        else:
+            assert (last in place) == (operation["op"] == "replace")
+            place[last] = operation["value"]
+    return patched
+
+
+@pytest.fixture(scope="session")
+def overlay(cluster_folder: Path, manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the overlay makes of the manifests of one process, with its own."""
+    kustomization = yaml.safe_load((cluster_folder / "kustomization.yaml").read_text())
+    files = [name for name in kustomization["resources"] if name != "../kubernetes"]
+    assert {"kustomization.yaml", "nats.conf", *files, *(each["path"] for each in kustomization["patches"])} == {
+        path.name for path in cluster_folder.iterdir()
+    }
+    docs = [
+        *manifests,
+        *(doc for name in files for doc in yaml.safe_load_all((cluster_folder / name).read_text())),
+    ]
+    for each in kustomization["patches"]:
+        wanted = (each["target"]["kind"], each["target"]["name"])
+        (index,) = [at for at, doc in enumerate(docs) if (doc["kind"], doc["metadata"]["name"]) == wanted]
+        docs[index] = _patched(docs[index], yaml.safe_load((cluster_folder / each["path"]).read_text()))
+    return docs
+
+
+@pytest.fixture(scope="session")
 def containers(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All containers of the Kubernetes manifests."""
     pods = [doc["spec"]["template"]["spec"] for doc in manifests if "template" in doc.get("spec", {})]
@@ -71,9 +111,3 @@ def unit(deploy: Path) -> list[tuple[str, str]]:
     lines = (deploy / "systemd/deltasync.service").read_text().replace("\\\n", " ").splitlines()
     pairs = [line.partition("=") for line in lines if line and not line.startswith(("[", "#"))]
     return [(key, value) for key, _, value in pairs]
-
-
-@pytest.fixture(scope="session")
-def metrics() -> dict[str, set[str]]:
-    """What /metrics exposes: each metric and its labels."""
-    return METRICS

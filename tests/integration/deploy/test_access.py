@@ -3,10 +3,8 @@
 import json
 import re
 import shlex
-import ssl
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,59 +16,35 @@ import yaml
 from tests.support.deployments import (
     COMMAND,
     Deployed,
+    Secrets,
     compose_configs,
     deployed,
+    https,
+    made_secrets,
+    mounted_secrets,
     readme_lines,
     run_access,
     run_lines,
+    values_of,
+    wait_for_probe,
 )
 
 from deltasync.client import Endpoint
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc
 
 Doc = dict[str, Any]
-Secrets = dict[str, dict[str, Path]]
 
-_WAIT = 60.0
 _DENIED = grpc.StatusCode.PERMISSION_DENIED
 
 
 @pytest.fixture(scope="module")
 def secrets(deploy: Path, tmp_path_factory: pytest.TempPathFactory) -> Secrets:
-    """The Secrets of Kubernetes, by name and key, that the README's lines make."""
-    folder = tmp_path_factory.mktemp("kubernetes")
-    lines = readme_lines(deploy / "README.md", "Kubernetes")
-    run_lines([line for line in lines if not line.startswith("kubectl")], folder)
-    made: Secrets = {}
-    for words in map(shlex.split, lines):
-        if words[:4] == ["kubectl", "create", "secret", "generic"]:
-            files = [word.removeprefix("--from-file=").split("=") for word in words if "--from-file=" in word]
-            made[words[4]] = {key: folder / path for key, path in files}
-    return made
-
-
-def _places(pod: Doc, secrets: Secrets, folder: Path) -> dict[str, Path]:
-    """The volumes of Secrets that a pod mounts, in folders here, by where they are in the pod."""
-    (container,) = pod["containers"]
-    named = {each["name"]: each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each}
-    places = {}
-    for mount in container["volumeMounts"]:
-        if mount["name"] in named:
-            place = folder / mount["name"]
-            place.mkdir(parents=True, exist_ok=True)
-            for key, path in secrets[named[mount["name"]]].items():
-                (place / key).write_bytes(path.read_bytes())
-            places[mount["mountPath"]] = place
-    return places
+    return made_secrets(readme_lines(deploy / "README.md", "Kubernetes"), tmp_path_factory.mktemp("kubernetes"))
 
 
 def _pod(manifests: list[Doc], kind: str) -> Doc:
     (doc,) = [doc for doc in manifests if doc["kind"] == kind]
     return dict(doc["spec"]["template"]["spec"])
-
-
-def _environment(pod: Doc) -> dict[str, str]:
-    return {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
 
 
 @pytest.fixture(scope="module")
@@ -79,27 +53,17 @@ def pod(
 ) -> Iterator[Deployed]:
     """The service of the StatefulSet."""
     folder, pod = tmp_path_factory.mktemp("pod"), _pod(manifests, "StatefulSet")
-    places = _places(pod, secrets, folder) | {"/etc/deltasync": deploy / "kubernetes"}
-    with deployed(pod["containers"][0]["args"], _environment(pod), folder / "data", places) as service:
+    places = mounted_secrets(pod, secrets, folder) | {"/etc/deltasync": deploy / "kubernetes"}
+    with deployed(
+        pod["containers"][0]["args"], values_of(pod["containers"][0]), folder / "data", places
+    ) as service:
         yield service
-
-
-def _https(
-    service: Deployed, path: str, ca: Path | None = None, token: str = "", name: str = "localhost"
-) -> httpx.Response:
-    context = ssl.create_default_context(cafile=ca)
-    if ca is None:  # As a kubelet asks.
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    with httpx.Client(verify=context, headers=headers, timeout=20) as client:
-        url = f"https://127.0.0.1:{service.http}{path}"
-        return client.get(url, extensions={"sni_hostname": name})
 
 
 def _client(service: Deployed, manifests: list[Doc], secrets: Secrets, kind: str, folder: Path) -> Endpoint:
     """The endpoint of a client, with the files that its pod shows."""
     pod = _pod(manifests, kind)
-    environment, places = _environment(pod), _places(pod, secrets, folder)
+    environment, places = values_of(pod["containers"][0]), mounted_secrets(pod, secrets, folder)
     shown = {name: environment[f"DELTASYNC_{name.upper()}"] for name in ("ca", "cert", "key")}
     for path, place in places.items():
         shown = {name: value.replace(path, str(place)) for name, value in shown.items()}
@@ -130,7 +94,7 @@ def test_probes_of_kubernetes_are_answered_without_a_certificate(pod: Deployed, 
     for kind in ("startup", "liveness", "readiness"):
         probe = container[f"{kind}Probe"]["httpGet"]
         assert probe["scheme"] == "HTTPS"
-        assert _https(pod, probe["path"]).status_code == 200
+        assert https(pod, probe["path"]).status_code == 200
 
 
 def test_prometheus_reads_metrics_with_what_its_monitor_names(
@@ -141,10 +105,10 @@ def test_prometheus_reads_metrics_with_what_its_monitor_names(
     token, ca = endpoint["authorization"]["credentials"], endpoint["tlsConfig"]["ca"]["secret"]
     shown = secrets[token["name"]][token["key"]].read_text().strip()
     trusted, name = secrets[ca["name"]][ca["key"]], endpoint["tlsConfig"]["serverName"]
-    assert _https(pod, "/metrics", trusted, shown, name).status_code == 200
-    assert _https(pod, "/metrics", trusted, name=name).status_code == 403
+    assert https(pod, "/metrics", trusted, shown, name).status_code == 200
+    assert https(pod, "/metrics", trusted, name=name).status_code == 403
     with pytest.raises(httpx.ConnectError):
-        _https(pod, "/metrics", trusted, shown, "another")
+        https(pod, "/metrics", trusted, shown, "another")
 
 
 def test_a_trainer_may_publish_its_model_and_a_predictor_subscribe(
@@ -210,10 +174,10 @@ def unit_service(
 @pytest.mark.nightly
 def test_the_unit_starts_with_what_the_readme_installs(unit_service: Deployed) -> None:
     etc = unit_service.places["/etc/deltasync"]
-    assert _https(unit_service, "/readyz", etc / "ca.pem").status_code == 200
-    assert _https(unit_service, "/metrics", etc / "ca.pem").status_code == 403
+    assert https(unit_service, "/readyz", etc / "ca.pem").status_code == 200
+    assert https(unit_service, "/metrics", etc / "ca.pem").status_code == 403
     token = (etc / "admin-token").read_text().strip()
-    assert _https(unit_service, "/metrics", etc / "ca.pem", token).status_code == 200
+    assert https(unit_service, "/metrics", etc / "ca.pem", token).status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -268,39 +232,28 @@ def test_compose_lets_in_trainer_and_predictors(
     assert _refused(endpoint, consumer="predictors") is model
 
 
-def _probe_comes_back(service: Deployed, ca: Path, token: Path) -> bool:
-    """Whether a row of the service's own probe does, within its patience."""
-    deadline = time.monotonic() + _WAIT
-    while time.monotonic() < deadline:
-        (process,) = _https(service, "/status", ca, token.read_text().strip()).json()["processes"]
-        if process["probe"] and process["probe"]["turns"]:
-            return True
-        time.sleep(0.1)
-    raise AssertionError(process["probe"])
-
-
 def test_the_probe_has_the_roles_it_needs_in_kubernetes(pod: Deployed, secrets: Secrets) -> None:
     made = secrets["deltasync-access"]["roles.toml"].parent
-    assert _probe_comes_back(pod, made / "ca.pem", made / "operator-token")
+    wait_for_probe(pod, made / "ca.pem", made / "operator-token")
 
 
 def test_the_probe_has_the_roles_it_needs_under_systemd(unit_service: Deployed) -> None:
     made = unit_service.places["%S"].parent / "access"
-    assert _probe_comes_back(unit_service, made / "ca.pem", made / "operator-token")
+    wait_for_probe(unit_service, made / "ca.pem", made / "operator-token")
 
 
 def test_the_page_asks_for_a_token_that_operators_have(pod: Deployed, secrets: Secrets) -> None:
     made = secrets["deltasync-access"]["roles.toml"].parent
-    assert "<html" in _https(pod, "/", made / "ca.pem").text
-    assert _https(pod, "/status", made / "ca.pem").status_code == 403
+    assert "<html" in https(pod, "/", made / "ca.pem").text
+    assert https(pod, "/status", made / "ca.pem").status_code == 403
     token = (made / "operator-token").read_text().strip()
-    assert _https(pod, "/status", made / "ca.pem", token).status_code == 200
-    assert _https(pod, "/consumers", made / "ca.pem", token).status_code == 200
+    assert https(pod, "/status", made / "ca.pem", token).status_code == 200
+    assert https(pod, "/consumers", made / "ca.pem", token).status_code == 200
 
 
 def test_the_probe_has_the_roles_it_needs_in_compose(compose_service: Deployed) -> None:
     given = compose_service.places["/run/deltasync"]
-    assert _probe_comes_back(compose_service, given / "ca.pem", given / "operator-token")
+    wait_for_probe(compose_service, given / "ca.pem", given / "operator-token")
 
 
 def test_nothing_secret_is_in_command_lines_and_environments(manifests: list[Doc], compose: Doc) -> None:

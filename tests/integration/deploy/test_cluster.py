@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import shlex
 import ssl
 import subprocess
 import time
@@ -13,10 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import kubernetes_validate
 import pytest
 import yaml
-from tests.support.deployments import Deployed, deployed, moved, readme_lines, run_lines
+from tests.support.deployments import (
+    Deployed,
+    Secrets,
+    deployed,
+    https,
+    made_secrets,
+    mounted_secrets,
+    moved,
+    readme_lines,
+    values_of,
+    wait_for_probe,
+)
 from tests.support.fleet import Trainer
 from tests.support.ports import free_ports
 from tests.support.programs import killed
@@ -27,43 +35,6 @@ Doc = dict[str, Any]
 
 HEADING = "Kubernetes, on several machines"
 _WAIT = 60.0
-
-
-@pytest.fixture(scope="module")
-def folder(deploy: Path) -> Path:
-    return deploy / "kubernetes-cluster"
-
-
-def _patched(doc: Doc, patch: list[Doc]) -> Doc:
-    """A document after some operations of JSON Patch (RFC 6902): `add` and `replace`."""
-    patched: Doc = json.loads(json.dumps(doc))
-    for operation in patch:
-        *path, last = operation["path"].strip("/").split("/")
-        place: Any = patched
-        for step in path:
-            place = place[int(step) if isinstance(place, list) else step]
-        if last == "-":
-            place.append(operation["value"])
-        else:
-            assert (last in place) == (operation["op"] == "replace")
-            place[last] = operation["value"]
-    return patched
-
-
-@pytest.fixture(scope="module")
-def overlay(folder: Path, manifests: list[Doc]) -> list[Doc]:
-    """What the overlay makes of the manifests of one process, with its own."""
-    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    files = [name for name in kustomization["resources"] if name != "../kubernetes"]
-    assert {"kustomization.yaml", "nats.conf", *files, *(each["path"] for each in kustomization["patches"])} == {
-        path.name for path in folder.iterdir()
-    }
-    docs = [*manifests, *(doc for name in files for doc in yaml.safe_load_all((folder / name).read_text()))]
-    for each in kustomization["patches"]:
-        wanted = (each["target"]["kind"], each["target"]["name"])
-        (index,) = [at for at, doc in enumerate(docs) if (doc["kind"], doc["metadata"]["name"]) == wanted]
-        docs[index] = _patched(docs[index], yaml.safe_load((folder / each["path"]).read_text()))
-    return docs
 
 
 def _set(docs: list[Doc], name: str) -> Doc:
@@ -80,13 +51,10 @@ def _argument(container: Doc, name: str) -> str:
     return next(str(each).split("=", 1)[1] for each in container["args"] if each.startswith(f"--{name}="))
 
 
-def test_documents_fit_the_schema(overlay: list[Doc]) -> None:
-    for doc in overlay:
-        kubernetes_validate.validate(doc, kubernetes_validate.latest_version(), strict=True)
-
-
-def test_kustomize_renders_the_same(folder: Path, overlay: list[Doc], tool: Callable[[str], str]) -> None:
-    done = subprocess.run([tool("kubectl"), "kustomize", folder], capture_output=True, text=True, check=True)
+def test_kustomize_renders_the_same(cluster_folder: Path, overlay: list[Doc], tool: Callable[[str], str]) -> None:
+    done = subprocess.run(
+        [tool("kubectl"), "kustomize", cluster_folder], capture_output=True, text=True, check=True
+    )
     rendered = [doc for doc in yaml.safe_load_all(done.stdout) if doc["kind"] != "ConfigMap"]
     assert len(rendered) == len(overlay)
     assert _container(rendered, "deltasync")["args"] == _container(overlay, "deltasync")["args"]
@@ -120,69 +88,33 @@ def test_the_service_names_every_broker(overlay: list[Doc]) -> None:
     assert json.loads(routes) == [f"nats://{host}:6222" for host in hosts]
 
 
-def test_arguments_expand_only_variables_that_are_there(overlay: list[Doc]) -> None:
-    container = _container(overlay, "deltasync")
-    names = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
-    assert names == {"POD_NAME"}
-    assert names <= {each["name"] for each in container["env"]}
-
-
-def test_pods_are_confined(overlay: list[Doc]) -> None:
-    for name in ("deltasync", "nats", "storage"):
-        pod, container = _set(overlay, name)["spec"]["template"]["spec"], _container(overlay, name)
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        assert (pod["automountServiceAccountToken"], pod["enableServiceLinks"]) == (False, False)
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
-        assert "memory" in container["resources"]["limits"]
-
-
 # As its pods are started, on this machine.
 
 
 @pytest.fixture(scope="module")
-def secrets(deploy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
+def secrets(deploy: Path, tmp_path_factory: pytest.TempPathFactory) -> Secrets:
     """The Secrets that the README's lines make, by name and key; certificates have this machine's address, too."""
     folder = tmp_path_factory.mktemp("cluster")
     own, base = (readme_lines(deploy / "README.md", heading) for heading in (HEADING, "Kubernetes"))
     certs = own[0].replace("=nats-0.nats", "=127.0.0.1,nats-0.nats").replace("=storage", "=127.0.0.1,storage")
     lines = [certs if line.startswith("deltasync certs") else line for line in base] + own[1:]
-    run_lines([line for line in lines if not line.startswith("kubectl")], folder)
-    made = {}
-    for words in map(shlex.split, lines):
-        if words[:4] == ["kubectl", "create", "secret", "generic"]:
-            files = [word.removeprefix("--from-file=").split("=") for word in words if "--from-file=" in word]
-            made[words[4]] = {key: folder / path for key, path in files}
-    return made
+    return made_secrets(lines, folder)
 
 
-def _places(docs: list[Doc], name: str, secrets: dict[str, dict[str, Path]], folder: Path) -> dict[str, Path]:
-    """The Secrets that a pod mounts, in folders here, by where they are in the pod."""
-    pod, container = _set(docs, name)["spec"]["template"]["spec"], _container(docs, name)
-    named = {each["name"]: each["secret"]["secretName"] for each in pod["volumes"] if "secret" in each}
-    places = {}
-    for mount in container["volumeMounts"]:
-        if mount["name"] in named:
-            places[mount["mountPath"]] = place = folder / name / mount["name"]
-            place.mkdir(parents=True)
-            for key, path in secrets[named[mount["name"]]].items():
-                (place / key).write_bytes(path.read_bytes())
-    return places
+def _places(docs: list[Doc], name: str, secrets: Secrets, folder: Path) -> dict[str, Path]:
+    return mounted_secrets(_set(docs, name)["spec"]["template"]["spec"], secrets, folder / name)
 
 
 @pytest.fixture(scope="module")
 def brokers(
     overlay: list[Doc],
-    folder: Path,
-    secrets: dict[str, dict[str, Path]],
+    cluster_folder: Path,
+    secrets: Secrets,
     tool: Callable[[str], str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, str]]:
     """Three, of the configuration of their pods; by each address in the overlay, where that is here."""
-    place, conf = tmp_path_factory.mktemp("brokers"), (folder / "nats.conf").read_text()
+    place, conf = tmp_path_factory.mktemp("brokers"), (cluster_folder / "nats.conf").read_text()
     secret, broker = _places(overlay, "nats", secrets, place), _container(overlay, "nats")
     ports = iter(free_ports(9))
     here = {f"nats-{n}.nats:{port}": f"127.0.0.1:{next(ports)}" for n in range(3) for port in (4222, 6222, 8222)}
@@ -193,9 +125,8 @@ def brokers(
                 own = own.replace(f'"0.0.0.0:{port}"', f'"{here[f"nats-{n}.nats:{port}"]}"')
             path = place / f"nats-{n}.conf"
             path.write_text(own)
-            environment = {each["name"]: each["value"] for each in broker["env"] if "value" in each}
             there = secret | {name: Path(at) for name, at in here.items()}
-            own_environment = {name: moved(value, there) for name, value in environment.items()}
+            own_environment = {name: moved(value, there) for name, value in values_of(broker).items()}
             process = subprocess.Popen(
                 [tool("nats-server"), "-c", str(path), "-l", str(place / f"log-{n}")],
                 env=os.environ | own_environment | {"NAME": f"nats-{n}"},
@@ -224,7 +155,7 @@ def _wait_for(url: str) -> None:
 @pytest.fixture(scope="module")
 def storage(
     overlay: list[Doc],
-    secrets: dict[str, dict[str, Path]],
+    secrets: Secrets,
     tool: Callable[[str], str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[int]:
@@ -255,7 +186,7 @@ def storage(
 def service(
     overlay: list[Doc],
     deploy: Path,
-    secrets: dict[str, dict[str, Path]],
+    secrets: Secrets,
     brokers: dict[str, str],
     storage: int,
     tmp_path_factory: pytest.TempPathFactory,
@@ -264,24 +195,20 @@ def service(
     folder, container = tmp_path_factory.mktemp("service"), _container(overlay, "deltasync")
     places = _places(overlay, "deltasync", secrets, folder) | {"/etc/deltasync": deploy / "kubernetes"}
     elsewhere = {name: Path(at) for name, at in brokers.items()} | {"storage:8333": Path(f"127.0.0.1:{storage}")}
-    environment = {each["name"]: moved(each["value"], elsewhere) for each in container["env"] if "value" in each}
+    environment = {name: moved(value, elsewhere) for name, value in values_of(container).items()}
     environment["AWS_SECRET_ACCESS_KEY"] = secrets["deltasync-storage"]["secret-key"].read_text()
     arguments = [moved(each, elsewhere).replace("$(POD_NAME)", "deltasync-0") for each in container["args"]]
     with deployed(arguments, environment, folder / "data", places) as running:
         yield running
 
 
-def _get(service: Deployed, path: str, secrets: dict[str, dict[str, Path]]) -> httpx.Response:
-    context = ssl.create_default_context(cafile=secrets["deltasync-tls"]["ca.crt"])
+def _get(service: Deployed, path: str, secrets: Secrets) -> httpx.Response:
     token = secrets["deltasync-access"]["admin-token"].read_text().strip()
-    with httpx.Client(verify=context, timeout=30, headers={"authorization": f"Bearer {token}"}) as client:
-        return client.get(f"https://127.0.0.1:{service.http}{path}", extensions={"sni_hostname": "localhost"})
+    return https(service, path, secrets["deltasync-tls"]["ca.crt"], token)
 
 
 @pytest.mark.nightly
-def test_the_service_is_ready_with_brokers_that_are_believed(
-    service: Deployed, secrets: dict[str, dict[str, Path]]
-) -> None:
+def test_the_service_is_ready_with_brokers_that_are_believed(service: Deployed, secrets: Secrets) -> None:
     deadline = time.monotonic() + _WAIT
     while not (ready := _get(service, "/readyz", secrets)).is_success:
         assert time.monotonic() < deadline, ready.text
@@ -292,19 +219,14 @@ def test_the_service_is_ready_with_brokers_that_are_believed(
 
 
 @pytest.mark.nightly
-def test_the_probe_has_the_roles_it_needs(service: Deployed, secrets: dict[str, dict[str, Path]]) -> None:
-    deadline = time.monotonic() + _WAIT
-    while not re.search(r"(?m)^deltasync_probe_seconds ", _get(service, "/metrics", secrets).text):
-        assert time.monotonic() < deadline, _get(service, "/status", secrets).json()["processes"]
-        time.sleep(0.1)
+def test_the_probe_has_the_roles_it_needs(service: Deployed, secrets: Secrets) -> None:
+    wait_for_probe(service, secrets["deltasync-tls"]["ca.crt"], secrets["deltasync-access"]["admin-token"])
     models = [each["model"] for each in _get(service, "/models", secrets).json()]
     assert "deltasync-probe-deltasync-0" in models
 
 
 @pytest.mark.nightly
-def test_what_is_published_is_in_a_snapshot_in_object_storage(
-    service: Deployed, secrets: dict[str, dict[str, Path]]
-) -> None:
+def test_what_is_published_is_in_a_snapshot_in_object_storage(service: Deployed, secrets: Secrets) -> None:
     def endpoint(name: str, token: str = "") -> Endpoint:
         files = secrets[f"deltasync-{name}tls"]
         return Endpoint(

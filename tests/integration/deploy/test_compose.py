@@ -1,8 +1,10 @@
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tests.support.deployments import compose_file
 
 Stages = dict[str, list[tuple[str, str]]]
@@ -63,11 +65,17 @@ def test_what_is_waited_for_is_healthy_or_done(compose: dict[str, Any]) -> None:
     assert "healthcheck" in services["service"]
 
 
-def test_containers_are_confined(compose: dict[str, Any]) -> None:
-    for service in compose["services"].values():
-        assert service["read_only"] is True
-        assert service["cap_drop"] == ["ALL"]
-        assert service["security_opt"] == ["no-new-privileges:true"]
+def test_containers_are_confined(deploy: Path) -> None:
+    documents = [compose_file(path)["services"] for path in sorted(deploy.glob("compose*.yaml"))]
+    assert len(documents) == 3
+    for services in documents:
+        for name, service in services.items():
+            if "image" in service and "extends" not in service:
+                assert service["read_only"] is True, name
+                assert service["cap_drop"] == ["ALL"]
+                assert service.get("cap_add", []) in ([], ["DAC_OVERRIDE"])
+                assert service["security_opt"] == ["no-new-privileges:true"]
+            assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
 
 
 def test_published_ports_are_exposed_and_local(compose: dict[str, Any], stages: Stages) -> None:
@@ -110,3 +118,24 @@ def test_predictors_are_two_replicas_of_the_consumer_of_the_trainers_model(
     assert {_option(command, "value-type") for command in predictors} == {consumers[consumer]["value_type"]}
     assert all("--managed" in command for command in (services["trainer"]["command"], *predictors))
     assert len({_option(command, "replica") for command in predictors}) == len(predictors) == 2
+
+
+def _repeated(node: yaml.Node | None) -> Iterator[str]:
+    """Keys that are there twice, of which YAML would keep the last in silence."""
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value]
+        yield from {key for key in keys if keys.count(key) > 1}
+        for _, value in node.value:
+            yield from _repeated(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _repeated(value)
+
+
+def test_no_key_of_a_file_in_yaml_is_there_twice(deploy: Path) -> None:
+    assert list(_repeated(yaml.compose("a: [{b: 1, b: 2}]", yaml.SafeLoader))) == ["b"]
+    files = [path for path in deploy.rglob("*") if path.suffix in {".yaml", ".yml"}]
+    assert len(files) >= 7
+    for path in files:
+        for document in yaml.compose_all(path.read_text(), yaml.SafeLoader):
+            assert not list(_repeated(document)), path

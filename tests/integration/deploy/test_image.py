@@ -52,24 +52,18 @@ def test_hadolint_finds_nothing(deploy: Path, tool: Callable[[str], str]) -> Non
     assert done.returncode == 0, done.stdout
 
 
-def test_image_health_check_follows_livez(stages: Stages, probed: ThreadingHTTPServer) -> None:
-    check = next(rest for word, rest in stages["service"] if word == "HEALTHCHECK")
-    command = json.loads(check.split("CMD", 1)[1])
-    probed.healthy = "/livez"  # type: ignore[attr-defined]
-    assert _probe(command, probed.server_port) == 0
-    probed.healthy = None  # type: ignore[attr-defined]
-    assert _probe(command, probed.server_port) != 0
-
-
-def test_compose_asks_predictors_whether_they_are_ready(
-    compose: dict[str, Any], probed: ThreadingHTTPServer
+@pytest.mark.parametrize("path", ["/livez", "/ready"], ids=["image", "predictor"])
+def test_health_checks_ask_one_path(
+    stages: Stages, compose: dict[str, Any], probed: ThreadingHTTPServer, path: str
 ) -> None:
-    command = compose["services"]["predictor-1"]["healthcheck"]["test"]
-    assert command[0] == "CMD"
-    probed.healthy = "/ready"  # type: ignore[attr-defined]
-    assert _probe(command[1:], probed.server_port) == 0
-    probed.healthy = None  # type: ignore[attr-defined]
-    assert _probe(command[1:], probed.server_port) != 0
+    kind, *command = compose["services"]["predictor-1"]["healthcheck"]["test"]
+    assert kind == "CMD"
+    if path == "/livez":
+        check = next(rest for word, rest in stages["service"] if word == "HEALTHCHECK")
+        command = json.loads(check.split("CMD", 1)[1])
+    for healthy in (path, None):
+        probed.healthy = healthy  # type: ignore[attr-defined]
+        assert (_probe(command, probed.server_port) == 0) is bool(healthy)
 
 
 @pytest.mark.parametrize("target", ["service", "trainer"])
@@ -103,14 +97,8 @@ def test_images_install_what_locks_name_by_its_hash_and_nothing_else(
             assert "--no-deps --require-hashes" in install
             locks += re.findall(r"--requirement \"?/?(?:deploy/)?locks/([^\s\"]+)", install)
     found = [re.sub(r"\$\{(\w+)\}", lambda name: arguments[name[1]], lock) for lock in locks]
-    assert (
-        found
-        == {
-            "wheel": ["build.lock"],
-            "service": ["service.lock"],
-            "trainer": ["torch-cuda.lock", "trainer.lock", "fbgemm-gpu.lock"],
-        }[target]
-    )
+    wanted = {"wheel": "build", "service": "service", "trainer": "torch-cuda trainer fbgemm-gpu"}[target]
+    assert found == [f"{name}.lock" for name in wanted.split()]
     assert all((root / "deploy/locks" / lock).is_file() for lock in found)
 
 

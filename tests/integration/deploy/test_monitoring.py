@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import trustme
 import yaml
-from tests.support.metrics import POLICY_METRICS
+from tests.support.fleet import Trainer, follow, wait_until_in_sync
+from tests.support.metrics import METRICS, POLICY_METRICS
+from tests.support.server import RunningService
 
+from deltasync.client import NumpyTarget
+from deltasync.core.policy import Policy
 from deltasync.trainer.sync_metrics import COUNTERS, GAUGES
 
 # What Prometheus itself adds.
@@ -89,10 +93,8 @@ def _grouping_labels(expression: str) -> set[str]:
     return {label for grouping in groupings for label in re.split(r",\s*", grouping)}
 
 
-def test_expressions_use_metrics_and_labels_that_exist(
-    expressions: list[Expression], metrics: dict[str, set[str]]
-) -> None:
-    known = metrics | BUILT_IN | PREDICTOR | TRAINER
+def test_expressions_use_metrics_and_labels_that_exist(expressions: list[Expression]) -> None:
+    known = METRICS | BUILT_IN | PREDICTOR | TRAINER
     assert len(expressions) > 10
     for expression, shown in expressions:
         names = _names(expression)
@@ -106,11 +108,9 @@ def test_expressions_use_metrics_and_labels_that_exist(
         assert shown <= known[names[0]] | BUILT_IN["up"], expression
 
 
-def test_dashboard_and_alerts_show_every_lag_and_all_of_releases(
-    expressions: list[Expression], metrics: dict[str, set[str]]
-) -> None:
+def test_dashboard_and_alerts_show_every_lag_and_all_of_releases(expressions: list[Expression]) -> None:
     used = set().union(*(_names(expression) for expression, _ in expressions))
-    assert {name for name in metrics if "_lag_" in name} <= used
+    assert {name for name in METRICS if "_lag_" in name} <= used
     assert POLICY_METRICS.keys() <= used
     assert {"deltasync_consumer_damages_total", "deltasync_consumer_damaged_tables"} <= used
 
@@ -153,10 +153,7 @@ def test_the_first_panels_count_consumers_that_need_somebody_and_lag_that_replic
     nothing = {"expr": asked[0], "eval_time": "2m", "exp_samples": []}
     silent = {"interval": "1m", "input_series": [], "promql_expr_test": [nothing]}
     (tmp_path / "test.yml").write_text(yaml.safe_dump({"tests": [test, silent]}))
-    done = subprocess.run(
-        [tool("promtool"), "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    _promtool(tool, "test", "rules", tmp_path / "test.yml")
 
 
 def test_prometheus_reads_the_alerts_and_scrapes_the_job_they_name(
@@ -183,6 +180,13 @@ def test_the_runbook_has_a_section_for_each_alert(deploy: Path, alerts: list[dic
     assert all(found.values())
 
 
+def _promtool(tool: Callable[[str], str], *arguments: str | Path, given: str | None = None) -> None:
+    """It has nothing to say against it."""
+    done = subprocess.run([tool("promtool"), *arguments], input=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert given is None or done.stdout + done.stderr == ""
+
+
 @pytest.mark.parametrize("name", ["prometheus.yml", "compose.yml"])
 def test_promtool_accepts_the_configuration(
     deploy: Path, tool: Callable[[str], str], tmp_path: Path, name: str
@@ -191,21 +195,27 @@ def test_promtool_accepts_the_configuration(
     (tmp_path / "access").mkdir()
     (tmp_path / "access/token").write_text("of a test")
     (tmp_path / "access/ca.pem").write_bytes(trustme.CA().cert_pem.bytes())
-    done = subprocess.run(
-        [tool("promtool"), "check", "config", tmp_path / name],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    _promtool(tool, "check", "config", tmp_path / name)
 
 
 def test_alerts_fire_when_they_should(tool: Callable[[str], str]) -> None:
-    done = subprocess.run(
-        [tool("promtool"), "test", "rules", Path(__file__).parent / "alerts_test.yml"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    _promtool(tool, "test", "rules", Path(__file__).parent / "alerts_test.yml")
+
+
+def test_promtool_accepts_the_metrics_of_a_service_at_work(tool: Callable[[str], str], tmp_path: Path) -> None:
+    with (
+        RunningService(tmp_path / "data", policies={"mobile": Policy(top_k=5)}) as service,
+        Trainer(service.grpc) as trainer,
+        follow(service, "predictors", "p", NumpyTarget()),
+        follow(service, "mobile", "m", NumpyTarget()),
+    ):
+        wait_until_in_sync(service, "predictors", trainer.publish_all())
+        _, exposition = service.get("/metrics")
+    _promtool(tool, "check", "metrics", given=exposition)
+    # Also those of which there is no sample yet: what alerts and dashboards are built on.
+    families = re.findall(r"(?m)^# TYPE (deltasync_\w+) (\w+)", exposition)
+    ends = {"histogram": ("_bucket", "_count", "_sum")}
+    assert {name + end for name, kind in families for end in ends.get(kind, ("",))} == METRICS.keys()
 
 
 def test_dashboard_panels_do_not_overlap(dashboard: dict[str, Any]) -> None:
@@ -223,10 +233,10 @@ def test_dashboard_panels_do_not_overlap(dashboard: dict[str, Any]) -> None:
     assert max(x for cell in cells for x, _ in cell) < 24
 
 
-def test_dashboard_declares_the_variables_it_uses(dashboard: dict[str, Any], metrics: dict[str, set[str]]) -> None:
+def test_dashboard_declares_the_variables_it_uses(dashboard: dict[str, Any]) -> None:
     text = json.dumps(dashboard)
     used = set(re.findall(r"\$\{?([a-z]\w*)", text))
     assert used == {variable["name"] for variable in dashboard["templating"]["list"]}
     query = next(v["query"] for v in dashboard["templating"]["list"] if v["type"] == "query")
     metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", query).groups()  # type: ignore[union-attr]
-    assert label in metrics[metric]
+    assert label in METRICS[metric]
