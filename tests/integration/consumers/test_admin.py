@@ -272,9 +272,3 @@ def test_the_command_line_says_what_is_wrong(running: RunningService) -> None:
     code, _, said = deltasync("consumers", "list", "--service", "http://127.0.0.1:1")
     assert code == 1
     assert "Error: http://127.0.0.1:1" in said
-
-
-def test_http_says_that_something_does_not_exist(running: RunningService) -> None:
-    assert running.get("/consumers/nobody/lag")[0] == 404
-    assert running.get("/nowhere")[0] == 403
-    assert running.get("/nowhere", TOKEN)[0] == 404

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from tests.support.command import deltasync
 from tests.support.fleet import (
@@ -24,7 +23,7 @@ from tests.support.fleet import (
 from tests.support.metrics import samples_of
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
-from tests.support.wire import ReplicaStream, ack
+from tests.support.wire import ReplicaStream
 
 from deltasync.client import Admin, Endpoint, InvalidInput, NotFound, NotPermitted, NumpyTarget, Policy
 from deltasync.v1 import subscribe_pb2
@@ -80,21 +79,6 @@ def test_replicas_stay_at_what_they_have_and_then_lack_nothing(service: RunningS
         wait_for_lag(service, consumer, lambda lag: lag["replicas"][0]["lag"]["rows"] == 0)
         assert target.bytes() == trainer.expected()
         assert len(target.held) == len({release.position for release in target.releases})
-
-
-def test_a_release_that_is_half_sent_is_dropped(service: RunningService) -> None:
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        with ReplicaStream(service.grpc, budget=1) as replica:
-            replica.until("opened")
-            first = replica.until("chunk").rows
-            admin_of(service).pause_consumer("predictors")
-            replica.send(ack(len(first.ids) + len(first.values)))
-            code, text = replica.refusal()
-        assert code is grpc.StatusCode.ABORTED
-        assert re.match(
-            r"consumer 'predictors' is paused: reconnect \(paused since \S+ by admin token \(\S+\)\)", text
-        )
 
 
 def test_what_goes_out_afterwards_is_what_the_rows_are_then(

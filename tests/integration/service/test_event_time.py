@@ -1,14 +1,13 @@
 """The time of the newest event, from the ranks that know it to a predictor, lag and metrics."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.fleet import lost
+from tests.support.fleet import admin_of, lost, wait_for_lag
 from tests.support.metrics import EVENT_METRICS, samples_of
-from tests.support.server import TOKEN, RunningService
+from tests.support.server import RunningService
 from tests.support.wire import (
     TABLES,
     WHOLE,
@@ -21,7 +20,7 @@ from tests.support.wire import (
     size_of,
 )
 
-from deltasync.client import Admin, Endpoint, NumpyTarget, Policy, Subscriber, SubscriberOptions
+from deltasync.client import NumpyTarget, Policy, Subscriber, SubscriberOptions
 from deltasync.wire.messages import position_from_message
 
 SECOND = 10**9
@@ -42,14 +41,6 @@ def at(requests: list[Any], event_time_unix_ns: int | None) -> list[Any]:
 
 def changes(step: int) -> list[Any]:
     return part(step, [(0, [1], random_rows(step)[0][:1])])
-
-
-def lag_when(service: RunningService, ready: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The lag of "predictors" once it is as it has to become."""
-    deadline = time.monotonic() + 20
-    while not ready(lag := service.get_json("/consumers/predictors/lag")):
-        assert time.monotonic() < deadline, lag
-    return dict(lag)
 
 
 def subscriber(running: RunningService, target: NumpyTarget, consumer: str = "predictors") -> Subscriber:
@@ -99,7 +90,7 @@ def test_lag_and_metrics_tell_how_old_the_newest_event_is(running: RunningServic
             replica.wait_for(rank.sealed(), 20)
         rank.send(*at(changes(2), now - 40 * SECOND))
         rank.sealed()
-        lag = lag_when(running, lambda lag: lag["head"] == 2)
+        lag = wait_for_lag(running, "predictors", lambda lag: lag["head"] == 2)
         assert lag["lag"]["seconds_behind_events"] == pytest.approx(100, abs=30)
         assert lag["replicas"][0]["lag"]["seconds_behind_events"] == pytest.approx(100, abs=30)
         assert lag["head_seconds_behind_events"] == pytest.approx(40, abs=30)
@@ -119,7 +110,7 @@ def test_what_nobody_says_is_nowhere(running: RunningService) -> None:
         rank.send(*at(full_part(1, random_rows(0), WHOLE), None))
         replica.wait_for(rank.sealed(), 20)
         assert replica.event_time_unix_ns is target.event_time_unix_ns is None
-        lag = lag_when(running, lambda lag: lag["offset"] == 1)
+        lag = wait_for_lag(running, "predictors", lambda lag: lag["offset"] == 1)
         assert lag["head_seconds_behind_events"] is None
         assert lag["lag"]["seconds_behind_events"] is None
         assert not SAMPLES & samples_of(running).keys()
@@ -130,13 +121,13 @@ def test_an_event_in_the_future_is_no_negative_lag(running: RunningService) -> N
         rank.opened()
         rank.send(*at(full_part(1, random_rows(0), WHOLE), time.time_ns() + 3600 * SECOND))
         rank.sealed()
-        lag = lag_when(running, lambda lag: lag["head"] == 1)
+        lag = wait_for_lag(running, "predictors", lambda lag: lag["head"] == 1)
         assert lag["head_seconds_behind_events"] == 0.0
         assert lag["lag"]["seconds_behind_events"] is None, "nobody holds anything yet"
 
 
 def test_releases_of_a_policy_and_progress_after_them_tell_it(running: RunningService) -> None:
-    Admin(Endpoint(running.http, TOKEN)).create_consumer("item", "clicks", Policy(tables=("*item",)))
+    admin_of(running).create_consumer("item", "clicks", Policy(tables=("*item",)))
     with RankStream(running.grpc) as rank, ReplicaStream(running.grpc, consumer="item") as replica:
         rank.opened()
         rank.send(*at(full_part(1, random_rows(0), WHOLE), 5))

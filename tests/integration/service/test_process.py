@@ -8,7 +8,6 @@ import socket
 import threading
 from pathlib import Path
 
-import grpc
 import numpy as np
 import pytest
 from tests.support.process import ServiceProcess
@@ -73,23 +72,30 @@ def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_
     assert said == f"Error: cannot listen on 127.0.0.1:{port}: choose another {option}, or 0 for any free one"
 
 
-@pytest.mark.parametrize("port", ["0", "18080"])
-def test_an_address_that_this_machine_does_not_have_is_an_error_that_says_so(tmp_path: Path, port: str) -> None:
-    said = refusal(tmp_path, "--insecure", "--host", "192.0.2.1", "--http-port", port)
-    assert said == (
-        "Error: cannot listen on 192.0.2.1: Cannot assign requested address: choose a --host that is an address "
-        "of this machine"
-    )
-
-
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        *(
+            (
+                ("--insecure", "--host", "192.0.2.1", "--http-port", port),
+                "cannot listen on 192.0.2.1: Cannot assign requested address: choose a --host that is an address "
+                "of this machine",
+            )
+            for port in ("0", "18080")
+        ),
+        (
+            ("--data-dir", "{}/file/data"),
+            "{}/file/data cannot be made: Not a directory: choose another --data-dir",
+        ),
+        (("--consumer", "a/b=m"), "consumer name 'a/b'"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_an_error_that_says_so(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
     (tmp_path / "file").write_text("")
-    said = refusal(tmp_path / "file" / "data")
-    assert said == f"Error: {tmp_path}/file/data cannot be made: Not a directory: choose another --data-dir"
-
-
-def test_a_consumer_of_a_wrong_name_is_an_error(tmp_path: Path) -> None:
-    assert refusal(tmp_path / "data", "--consumer", "a/b=m").startswith("Error: consumer name 'a/b'")
+    found = refusal(tmp_path / "data", *(each.format(tmp_path) for each in arguments))
+    assert found.startswith(f"Error: {said.format(tmp_path)}")
 
 
 def test_a_table_that_is_missing_is_an_error(tmp_path: Path, shared_file: bool) -> None:
@@ -178,6 +184,8 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(
             code, details = rank.refusal()
             assert code.name == "RESOURCE_EXHAUSTED"
             assert "raise --log-max-bytes" in details
+        status, body = service.get("/readyz")
+        assert (status, "the log is full" in body) == (503, True)
         with RankStream(service.grpc) as rank, ReplicaStream(service.grpc, held=position) as replica:
             assert replica.release()[0] == []  # It is asked to show what it holds.
             rank.opened()
@@ -211,18 +219,6 @@ def test_the_service_writes_down_where_it_listens(tmp_path: Path) -> None:
         found = json.loads((tmp_path / "data" / "endpoints.json").read_text())
         assert found == {"format": 1, "pid": os.getpid(), "grpc": service.grpc, "http": service.http}
     assert not (tmp_path / "data" / "endpoints.json").exists()
-
-
-def test_a_service_whose_log_is_full_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 1000)
-    with RunningService(tmp_path / "data", log_max_bytes=2 << 20) as service:
-        assert service.get("/readyz") == (200, "ok\n")
-        publish_wide(service, "first")
-        with publishing_wide(service, "second") as rank:
-            assert rank.refusal()[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-        status, body = service.get("/readyz")
-        assert status == 503
-        assert "the log is full" in body
 
 
 def test_answers_on_kept_http_connections_are_not_held_back(running: RunningService) -> None:

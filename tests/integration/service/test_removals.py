@@ -122,6 +122,15 @@ def _head(service: RunningService) -> Position:
     return Position("", service.get_json("/models")[0]["head"])
 
 
+def _wait_until_all_in_sync(service: RunningService) -> None:
+    for name in CONSUMERS:
+        wait_until_in_sync(service, name, _head(service))
+
+
+def _undamaged(service: RunningService) -> bool:
+    return samples_of(service)["deltasync_events_total", (("event", "replica_damaged"),)] == 0
+
+
 def _check_without(service: RunningService, trainer: Trainer, fleet: dict[str, Recorder]) -> None:
     for name, target in fleet.items():
         with lost(follow(service, name, "a", target, held=target.position)):
@@ -156,7 +165,7 @@ def test_a_replica_keeps_no_row_of_a_deleted_table_whose_name_has_come_again(
                 wait_until_in_sync(service, name, _head(service))
             assert target.bytes() == trainer.expected()
             assert sum("extra" in each.whole for each in target.releases) == 1
-    assert samples_of(service)["deltasync_events_total", (("event", "replica_damaged"),)] == 0
+    assert _undamaged(service)
 
 
 def test_connected_replicas_go_on_without_a_table(service: RunningService) -> None:
@@ -168,17 +177,17 @@ def test_connected_replicas_go_on_without_a_table(service: RunningService) -> No
         follow(service, "top", "a", fleet["top"]),
         Trainer(service.grpc, [USER, ITEM], run="s", started=2, seed=1) as left,
     ):
-        for name in CONSUMERS:
-            wait_until_in_sync(service, name, left.publish_all())
+        left.publish_all()
+        _wait_until_all_in_sync(service)
         admin_of(service).delete_table("clicks", "extra")
         for count in (3, 5):
-            head = left.change(count)
+            left.change(count)
+            _wait_until_all_in_sync(service)
             for name in CONSUMERS:
-                wait_until_in_sync(service, name, head)
                 wait_for_lag(service, name, lambda lag: len(lag["tables"]) == 2)
         for target in fleet.values():
             assert target.bytes() == left.expected()
-    assert samples_of(service)["deltasync_events_total", (("event", "replica_damaged"),)] == 0
+    assert _undamaged(service)
 
 
 @pytest.mark.parametrize("rows", [50, 5000, 6000])
@@ -192,8 +201,7 @@ def test_connected_replicas_go_on_with_another_table_of_a_deleted_one_s_name(
     with contextlib.ExitStack() as followers:
         for name, target in fleet.items():
             followers.enter_context(follow(service, name, "a", target))
-        for name in CONSUMERS:
-            wait_until_in_sync(service, name, _head(service))
+        _wait_until_all_in_sync(service)
         _wait_until_nobody_publishes(service)
         admin_of(service).delete_table("clicks", "extra")
         with Trainer(service.grpc, [USER, ITEM, again], run="s", started=2, seed=1) as trainer:
@@ -203,7 +211,7 @@ def test_connected_replicas_go_on_with_another_table_of_a_deleted_one_s_name(
                 for name, target in fleet.items():
                     wait_until_in_sync(service, name, _head(service))
                     assert target.bytes() == trainer.expected()
-    assert samples_of(service)["deltasync_events_total", (("event", "replica_damaged"),)] == 0
+    assert _undamaged(service)
 
 
 class Bags(nn.Module):
@@ -231,15 +239,13 @@ def test_a_module_keeps_no_row_of_a_deleted_table_whose_name_has_come_again(
     with contextlib.ExitStack() as followers:
         targets = {name: TorchTarget(module) for name, module in fleet.items()}
         each = {name: followers.enter_context(follow(service, name, "a", targets[name])) for name in CONSUMERS}
-        for name in CONSUMERS:
-            wait_until_in_sync(service, name, _head(service))
+        _wait_until_all_in_sync(service)
         _wait_until_nobody_publishes(service)
         admin_of(service).delete_table("clicks", "extra")
         with Trainer(service.grpc, [USER, ITEM], run="s", started=2, seed=1) as left:
             for number in range(versions):
                 left.change(3) if number else left.publish_all()
-                for name in CONSUMERS:
-                    wait_until_in_sync(service, name, _head(service))
+                _wait_until_all_in_sync(service)
         if not stays:
             for subscriber in each.values():
                 subscriber.close()
@@ -252,21 +258,7 @@ def test_a_module_keeps_no_row_of_a_deleted_table_whose_name_has_come_again(
                     followers.enter_context(follow(service, name, "a", TorchTarget(module), held=held))
                 wait_until_in_sync(service, name, _head(service))
                 assert module.bytes() == again.expected()
-    assert samples_of(service)["deltasync_events_total", (("event", "replica_damaged"),)] == 0
-
-
-def test_a_table_of_a_wrong_shape_makes_room_for_the_right_one(service: RunningService) -> None:
-    wrong = TableSpec("extra", 9, 3)
-    with Trainer(service.grpc, [USER, wrong]):
-        wait = service.get_json("/tables")
-    assert [line["table"] for line in wait] in ([], ["user", "extra"])
-    with Trainer(service.grpc, [USER, wrong]) as trainer:
-        trainer.publish_all()
-    admin = admin_of(service)
-    _wait_until_nobody_publishes(service)
-    admin.delete_table("clicks", "extra")
-    with Trainer(service.grpc, ALL, run="s", started=2) as trainer:
-        assert trainer.publish_all().number == 2
+    assert _undamaged(service)
 
 
 def test_a_table_is_deleted_though_the_last_cut_was_too_large(tmp_path: Path) -> None:
@@ -323,6 +315,19 @@ def test_a_model_is_deleted_whole(tmp_path: Path, service: RunningService) -> No
         assert target.bytes() == trainer.expected()
 
 
+@contextlib.contextmanager
+def _failing_after(monkeypatch: pytest.MonkeyPatch, step: int) -> Iterator[list[int]]:
+    """While the log fails after so many writes of a deletion; how many are left."""
+    left = [step]
+
+    def removed(log: object, model: str, directory: Path) -> None:
+        removal.remove_model(_Fuse(log, left), model, directory)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("deltasync.service.removals.remove_model", removed)
+        yield left
+
+
 @pytest.mark.parametrize("step", range(7))
 def test_a_deletion_that_is_cut_short_is_finished_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
@@ -332,16 +337,9 @@ def test_a_deletion_that_is_cut_short_is_finished_at_the_next_start(
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
         _leave_to_nobody(service)
-        left = [step]
-
-        def cut_short(log: object, model: str, directory: Path) -> None:
-            removal.remove_model(_Fuse(log, left), model, directory)  # type: ignore[arg-type]
-
-        monkeypatch.setattr("deltasync.service.removals.remove_model", cut_short)
-        with contextlib.suppress(ServiceFailed):  # As long as it is cut short.
+        with _failing_after(monkeypatch, step) as left, contextlib.suppress(ServiceFailed):  # If it is cut short.
             admin_of(service).delete_model("clicks")
         assert left == [0] or step > 4
-    monkeypatch.undo()
     with RunningService(tmp_path / "data") as service:
         assert service.get_json("/models") == []
         assert os.listdir(tmp_path / "data" / "models") == []
@@ -359,14 +357,8 @@ def test_a_model_that_is_made_anew_is_not_taken_for_the_one_whose_deletion_faile
             trainer.publish_all()
             trainer.change(3)
         _leave_to_nobody(service)
-
-        def refused(log: object, model: str, directory: Path) -> None:
-            removal.remove_model(_Fuse(log, [step]), model, directory)  # type: ignore[arg-type]
-
-        monkeypatch.setattr("deltasync.service.removals.remove_model", refused)
-        with pytest.raises(ServiceFailed):
+        with _failing_after(monkeypatch, step), pytest.raises(ServiceFailed):
             admin_of(service).delete_model("clicks")
-        monkeypatch.undo()
         with Trainer(service.grpc, run="s", started=2, seed=1) as trainer:
             assert trainer.publish_all().number == 1
     with RunningService(tmp_path / "data") as service:
@@ -434,7 +426,7 @@ def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_another_of_its_name(
         with follow(again, "top", "a", target, held=target.position):
             wait_until_in_sync(again, "top", _head(again))
             assert target.bytes() == trainer.expected()
-        assert samples_of(again)["deltasync_events_total", (("event", "replica_damaged"),)] == 0
+        assert _undamaged(again)
 
 
 def test_a_flush_that_comes_late_does_not_bring_a_deleted_model_back(
