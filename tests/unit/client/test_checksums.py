@@ -10,11 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.client import NumpyTarget, Position, Release, RowBatch, Shard, TableSpec
+from deltasync.client import NumpyTarget, Position, Release, RowBatch, Shard, TableSpec, assembler
+from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checksums import TargetChecksums
+from deltasync.core.delivery import Delivery, HeldSpec
 from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction
+from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Values
+from deltasync.core.value_types import ValueType
+from deltasync.v1 import subscribe_pb2
+from deltasync.wire.messages import delivery_to_message
 
 TABLES = [TableSpec("user", 5, 3), TableSpec("item", 3, 2, np.dtype("<f2"))]
 NAMES = [table.name for table in TABLES]
@@ -249,3 +255,55 @@ def test_rows_that_a_table_does_not_have_are_refused(ids: list[int]) -> None:
     checksums = TargetChecksums(Anything())
     with pytest.raises(Contradiction, match=f"table 'user' has 9 rows, and was sent rows {ids[0]} to {ids[-1]}"):
         checksums.after(release_of(np.ones((len(ids), 2), "<f4"), ids))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "wanted"),
+    [
+        ({"a": 0, "c": 3}, {0: 0, 2: 3}),
+        ({"a": 11, "b": 10}, {1: 10}),
+        ({"a": 10, "b": 6, "c": 5}, {0: 10, 2: 5}),
+        ({"gone": 10, "a": 10, "b": 5, "c": 1}, {0: 10, 1: 5}),
+    ],
+)
+def test_damaged_rows_are_asked_for_as_long_as_a_message_can_hold_them(
+    damaged: dict[str, int], wanted: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembler, "_WANTED_ROWS", 10)
+    monkeypatch.setattr(assembler, "_WANTED_IN_ALL", 15)
+    tables = [delivery_to_message(Delivery.unchanged(TableSpec(name, 100, 2))) for name in "abc"]
+    arriving = ReleaseAssembler(1 << 20, set())
+    arriving.begin(subscribe_pb2.SubscribeOpened(model="clicks", tables=tables))
+    found = arriving.wanted({name: np.arange(rows) for name, rows in damaged.items()})
+    assert {each.table: list(each.ids) for each in found} == {
+        slot: list(range(rows)) for slot, rows in wanted.items()
+    }
+
+
+@pytest.mark.parametrize("before", ValueType)
+@pytest.mark.parametrize("after", ValueType)
+def test_a_table_that_comes_in_another_form_is_held_and_counted_anew(before: ValueType, after: ValueType) -> None:
+    """As when a policy comes to send its rows for a TBE."""
+    target, values = NumpyTarget(), np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)
+    checksums = TargetChecksums(target)
+    for version, value_type in enumerate((before, after), 1):
+        form = Delivery(TableSpec("t", 4, 8), value_type, Mode.EMBEDDINGS)
+        rows = form.held(form.encode(values * version))
+        changed = [RowBatch.of_table(form.held_spec, np.array([1, 2]), rows)]
+        release = Release(Position("h", version), version, 0, version == 1, [form.held_spec], changed)
+        target.apply(release)
+        expected = np.zeros((4, rows.shape[1]), rows.dtype)
+        expected[1:3] = rows
+        np.testing.assert_array_equal(target.tables["t"], expected)
+        assert checksums.after(release) == {"t": checksum_of(np.arange(4), expected)}
+
+
+def test_what_replicas_hold_of_a_table_is_as_the_value_type_says() -> None:
+    table, forms = TableSpec("t", 4, 8), list[Any]()
+    for value_type in (ValueType.FP16, ValueType.INT4_TBE):
+        held = Delivery(table, value_type, Mode.EMBEDDINGS).held_spec
+        assert isinstance(held, HeldSpec)
+        forms.append((held.dim, held.dtype, held.value_type, held.table_dim))
+    assert forms == [(8, np.dtype("<f4"), ValueType.FP16, 8), (8, np.dtype("u1"), ValueType.INT4_TBE, 8)]
+    assert Delivery(table, ValueType.FP32, Mode.EMBEDDINGS).held_spec == table
+    assert Delivery(table, ValueType.INT4_TBE, Mode.IDS).held_spec == table

@@ -1,4 +1,4 @@
-"""What a client says of its connection, and how often the log does."""
+"""What a client says of its connection and of what fails there, and how often the log does."""
 
 import logging
 
@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltasync.client import Endpoint
 from deltasync.client.connection import Connectivity, should_log
+from deltasync.client.troubles import meaning
+from deltasync.client.wanted_rows import ask_wanted
 from deltasync.core.errors import ServiceUnavailable
+from deltasync.v1 import publish_pb2
 
 
 class Clock:
@@ -80,3 +84,45 @@ def test_what_is_new_is_said_no_later(silent: float, new_error: bool, new_outage
     assert said or silent < 600
     assert not said or silent >= 10
     assert should_log(silent, new_error=True, new_outage=new_outage).yes >= said
+
+
+CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed"
+
+
+@pytest.mark.parametrize(
+    ("details", "tls", "certificate", "said"),
+    [
+        (CLOSED, False, False, "it may speak TLS there"),
+        (CLOSED, True, False, "it may want a certificate of this client"),
+        (CLOSED, True, True, "it may refuse this client's certificate"),
+        ("Socket closed", True, True, ""),
+        (
+            "failed to connect to all addresses; last error: Connection refused",
+            True,
+            True,
+            "nothing listens there",
+        ),
+        ("[Errno 111] Connection refused", False, False, "nothing listens there"),
+        ("[Errno -3] Temporary failure in name resolution", False, False, "is the name of its host right"),
+        ("[Errno -2] Name or service not known", False, False, "is the name of its host right"),
+        (
+            "errors resolving a:1: address lookup failed for a:1: Domain name not found",
+            False,
+            False,
+            "is the name",
+        ),
+        ("[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca", True, True, "it may refuse this client's"),
+        ("CERTIFICATE_VERIFY_FAILED: certificate has expired", True, False, "has expired"),
+        ("CERTIFICATE_VERIFY_FAILED: self signed certificate", True, False, "give its ca"),
+    ],
+)
+def test_what_is_known_is_said(details: str, tls: bool, certificate: bool, said: str) -> None:
+    found = meaning(details, tls=tls, certificate=certificate)
+    assert found.startswith(said) or said in found
+    assert bool(found) == bool(said)
+
+
+def test_nobody_answers_on_a_closed_channel() -> None:
+    channel = Endpoint("localhost:1").channel()
+    channel.close()
+    assert ask_wanted(channel, publish_pb2.PublishOpen(model="clicks")) is None

@@ -11,8 +11,9 @@ from deltasync.client import NumpyTarget, Position, RowBatch, Shard
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.keyed.key_index import KeyIndex
 from deltasync.client.keyed.keyed_target import KeyedTarget, _KeyedCopy
+from deltasync.client.keyed.redis_layout import Meta
 from deltasync.client.reading import Reads
-from deltasync.client.targets import ReadableTarget, Release
+from deltasync.client.targets import Release
 from deltasync.core.errors import Contradiction
 from deltasync.core.rows import Ids
 
@@ -86,10 +87,6 @@ def test_an_index_is_made_anew_while_others_read(monkeypatch: pytest.MonkeyPatch
         assert copy.tables[USER.name].lookup(entries[:, 0] - 1)[1].all()
         assert len(copy.tables[USER.name]) == 1000
     assert len(made) > 4
-
-
-def test_it_can_be_read_back() -> None:
-    assert isinstance(KeyedTarget(), ReadableTarget)
 
 
 def test_unknown_keys_are_told() -> None:
@@ -167,3 +164,10 @@ def test_tables_grow() -> None:
         assert found.tolist() == [[5, 5], [0, 0]]
         assert known.tolist() == [True, False]
         assert after.tables[ITEM.name].keys().tolist() == [1]
+
+
+def test_a_position_has_its_seal_in_the_store() -> None:
+    meta = Meta("clicks", (), Position("h", 7, seal=2**64 - 1), version=7)
+    found = Meta.of_fields({name.encode(): value.encode() for name, value in meta.fields().items()}, "the store")
+    assert found == meta
+    assert found.position.seal == meta.position.seal

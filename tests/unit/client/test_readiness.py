@@ -246,37 +246,21 @@ def test_a_change_that_is_over_by_then_is_told_too() -> None:
     readiness.close()
 
 
-def test_the_end_of_the_limit_is_told_though_nothing_comes() -> None:
-    """By the real clock: nobody wakes the thread."""
+@pytest.mark.parametrize("later", [False, True], ids=["limited", "limited later"])
+def test_the_end_of_the_limit_is_told_though_nothing_comes(later: bool) -> None:
+    """By the real clock: nobody wakes the thread but a limit that comes while it waits."""
     told, started = Told(), itertools.count(1)
     readiness = Readiness("a", told, lambda: next(started) * 10**6)
-    readiness.limit(0.02)
-    readiness.holds(1)
+    if not later:
+        readiness.limit(0.02)
+    readiness.holds(10**6)
     assert told.next().yes
+    if later:
+        readiness.limit(0.02)
     assert not told.next().yes
     readiness.end("done")
     readiness.close()
     assert told.decisions.empty()
-
-
-def test_the_end_of_a_limit_that_comes_later_is_told_though_nothing_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, started, waiting = Told(), itertools.count(1), threading.Event()
-    readiness = Readiness("a", told, lambda: next(started) * 10**6)
-    wait = readiness._changed.wait
-
-    def waits(seconds: float | None = None) -> bool:
-        if readiness.decision.yes:
-            waiting.set()
-        return wait(seconds)
-
-    monkeypatch.setattr(readiness._changed, "wait", waits)
-    readiness.holds(10**6)
-    assert told.next().yes
-    assert waiting.wait(WAIT)
-    readiness.limit(0.02)
-    assert not told.next().yes
-    readiness.end("done")
-    readiness.close()
 
 
 def test_what_a_callback_raises_is_logged_and_the_next_change_is_told(caplog: pytest.LogCaptureFixture) -> None:

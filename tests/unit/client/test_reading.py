@@ -246,6 +246,7 @@ def test_a_table_that_grows_or_goes_is_of_one_version_too() -> None:
         for _ in range(2):  # From one copy, then from the other one.
             with target.reading() as reading:
                 assert list(reading.tables) == ["user"]
+                assert target.read(TABLES[1], np.array([1])) is None
                 assert reading.tables["user"][:, 0].tolist() == [1] * ROWS + [0] * (ROWS - 1) + [2]
             target.apply(dataclasses.replace(release_of(3), tables=[larger], rows=[]))
 
@@ -403,21 +404,6 @@ def check_torn(target: AnyTarget, monkeypatch: pytest.MonkeyPatch, version: int)
         assert set(found.flatten()) == {each}
 
 
-def test_what_cannot_be_prepared_changes_nothing(target: AnyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stage(_: Release) -> None:
-        raise MemoryError
-
-    target.apply(release_of(1))
-    monkeypatch.setattr(target._copies._served.copy, "stage", stage)  # Of two, the one that is prepared last.
-    with pytest.raises(MemoryError):
-        target.apply(release_of(2))
-    monkeypatch.undo()
-    assert read(target) == (1, {1})
-    assert target.position == Position("h", 11)
-    target.apply(release_of(2))
-    assert read(target) == (2, {2})
-
-
 @pytest.mark.parametrize("reads", WAYS)
 def test_rows_of_a_table_that_the_release_does_not_have_change_nothing(reads: Reads) -> None:
     target, other = NumpyTarget(reads=reads), TableSpec("other", 1, 1)
@@ -425,8 +411,9 @@ def test_rows_of_a_table_that_the_release_does_not_have_change_nothing(reads: Re
     rows = RowBatch.of_table(other, np.array([0]), np.ones((1, 1), "<f4"))
     with pytest.raises(KeyError):
         target.apply(dataclasses.replace(release_of(2), rows=[*release_of(2).rows, rows]))
-    assert read(target) == (1, {1})
-    assert target.position == Position("h", 11)
+    assert (read(target), target.position) == ((1, {1}), Position("h", 11))
+    target.apply(release_of(2))
+    assert read(target) == (2, {2})
 
 
 # Copies of modules.
@@ -446,24 +433,6 @@ def test_a_quantised_collection_shares_nothing_with_its_copy_and_all_within() ->
     memory[1][0][:] = 7
     assert made[0].embedding_bags["item"].weight.unique().tolist() == [7]
     assert torch.equal(quantised[0].embedding_bags["item"].weight, before)
-
-
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-@pytest.mark.parametrize("bits", [8, 4])
-def test_both_copies_of_a_quantised_model_are_as_if_quantised_anew(bits: int) -> None:
-    model, value_type = quantised_model.Model(), quantised_model.TYPES[bits][0]
-    target = TorchTarget(quantised_model.quantised(model, bits), reads="copies")
-    target.apply(quantised_model.whole(model, value_type))
-    for number in (2, 3, 4):  # One copy, the other one, the first again.
-        with torch.no_grad():
-            model.table("user")[[1, 2]] *= -number
-        target.apply(quantised_model.release_of(number, model, {"user": np.array([1, 2])}, value_type))
-        fresh = quantised_model.quantised(model, bits)
-        with target.reading() as reading:
-            assert reading.position.number == number
-            assert quantised_model.tbe_bytes(reading.module) == quantised_model.tbe_bytes(fresh)
-            found, expected = quantised_model.outputs(reading.module), quantised_model.outputs(fresh)
-            assert all(torch.equal(found[name], expected[name]) for name in ("user", "item"))
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")

@@ -3,16 +3,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from deltasync.client import CallbackTarget, NumpyTarget, Position, Release, RowBatch, TableSpec
-from deltasync.client.checksums import TargetChecksums
+from deltasync.client.keyed.keyed_target import KeyedTarget
 from deltasync.client.targets import ReadableTarget
 from deltasync.client.torch_target import TorchTarget
-from deltasync.core.digests import checksum_of
-from deltasync.core.errors import Contradiction, NotFound
+from deltasync.core.errors import Contradiction
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 2)
 HALF = TableSpec("sparse.embedding_bags.small", 4, 3, np.dtype("<f2"))
@@ -70,36 +67,6 @@ def test_a_callback_is_given_the_release() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "error", "said"),
-    [
-        (nn.Linear(1, 1), NotFound, f"tables {USER.name!r}, {HALF.name!r}: the module has no parameter or buffer"),
-        (
-            Bags(half=torch.bfloat16),
-            Contradiction,
-            "small' is 4 x 3 torch.float16, the module has small.weight of shape [4, 3] and type torch.bfloat16",
-        ),
-        (Bags(rows=6), Contradiction, "user' is 5 x 2 torch.float32, the module has user.weight of shape [6, 2]"),
-    ],
-)
-def test_a_module_that_does_not_fit_is_an_error(module: nn.Module, error: type[Exception], said: str) -> None:
-    target = TorchTarget(module)
-    before = [parameter.clone() for parameter in module.parameters()]
-    with pytest.raises(error) as refused:
-        target.apply(release_of(1, (USER, [0], 1.0), resync=True))
-    assert said in str(refused.value)
-    assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
-
-
-def test_a_table_that_comes_later_is_written_too() -> None:
-    """A run may bring further tables."""
-    target = TorchTarget(Bags())
-    first = release_of(1, (USER, [1], 2.0), resync=True)
-    target.apply(dataclasses.replace(first, tables=[USER]))
-    target.apply(release_of(2, (HALF, [0], 3.0)))
-    assert target.tables()[HALF.name][:, 0].tolist()[0] == 3
-
-
-@pytest.mark.parametrize(
     "target", [NumpyTarget(), TorchTarget(Bags()), TorchTarget(Nested())], ids=["numpy", "bag", "model"]
 )
 def test_one_table_is_reset_when_all_of_it_comes(target: NumpyTarget | TorchTarget) -> None:
@@ -115,14 +82,6 @@ def test_ids_without_values_are_refused(target: NumpyTarget | TorchTarget) -> No
     release = dataclasses.replace(release_of(1, resync=True), rows=[norms])
     with pytest.raises(Contradiction, match="take them with a CallbackTarget"):
         target.apply(release)
-
-
-def test_arrays_of_tables_no_longer_followed_are_dropped() -> None:
-    target = NumpyTarget()
-    target.apply(release_of(1, (USER, [1], 2.0), (HALF, [0], 3.0), resync=True))
-    target.apply(dataclasses.replace(release_of(2), tables=[HALF]))
-    assert list(target.tables) == [HALF.name]
-    assert target.read(USER, np.array([1])) is None
 
 
 @pytest.mark.parametrize("target", [NumpyTarget(), TorchTarget(Nested())], ids=["numpy", "torch"])
@@ -149,66 +108,6 @@ def test_a_module_that_outlived_its_process_is_read_before_any_release() -> None
 
 def test_what_is_read_of_no_target_is_no_checksum() -> None:
     assert isinstance(NumpyTarget(), ReadableTarget)
+    assert isinstance(KeyedTarget(), ReadableTarget)
     assert isinstance(TorchTarget(Bags()), ReadableTarget)
     assert not isinstance(CallbackTarget(print), ReadableTarget)
-
-
-def checksums_of(target: NumpyTarget | TorchTarget) -> dict[str, int]:
-    found = {table.name: target.read(table, np.arange(table.rows)) for table in (USER, HALF)}
-    return {name: checksum_of(np.arange(len(rows)), rows) for name, rows in found.items() if rows is not None}
-
-
-@pytest.mark.parametrize("target", [NumpyTarget(), TorchTarget(Bags())], ids=["numpy", "torch"])
-def test_checksums_are_of_what_is_held(target: NumpyTarget | TorchTarget) -> None:
-    releases = [
-        release_of(1, (USER, [1, 3], 2.0), (HALF, [0], 3.0), resync=True),
-        release_of(2, (USER, [3], 4.0), (USER, [4], 5.0)),
-        dataclasses.replace(release_of(3, (USER, [0], 1.5)), whole=frozenset({USER.name})),
-        release_of(4, (HALF, [0, 1], 0.0)),
-        release_of(5),
-        release_of(6, (USER, [0, 1], -0.0), (HALF, [3], 1.0), resync=True),
-    ]
-    held = TargetChecksums(target)
-    for release in releases:
-        target.apply(release)
-        assert held.after(release) == checksums_of(target)
-
-
-def test_of_a_table_that_was_dropped_nothing_is_remembered() -> None:
-    """It comes back whole."""
-    target = NumpyTarget()
-    held = TargetChecksums(target)
-    back = dataclasses.replace(release_of(3, (USER, [2], 7.0), (HALF, [1], 1.0)), whole=frozenset({HALF.name}))
-    for release in (
-        release_of(1, (USER, [1], 2.0), (HALF, [0], 3.0), resync=True),
-        dataclasses.replace(release_of(2, (USER, [1], 5.0)), tables=[USER]),
-        back,
-    ):
-        target.apply(release)
-        assert held.after(release) == checksums_of(target)
-
-
-@given(st.data(), st.integers(1, 3))
-def test_a_row_changed_behind_its_back_shows_in_the_end(data: st.DataObject, block: int) -> None:
-    """Once it is written again, or the sweep has come round to it."""
-    target, some = NumpyTarget(), st.lists(st.integers(0, 3), unique=True).map(sorted)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltasync.client.checksums.BLOCK_ROWS", block)
-        held = TargetChecksums(target)
-
-        def released(number: int) -> dict[str, int]:
-            rows = (USER, data.draw(some), float(number)), (HALF, data.draw(some), float(number))
-            release = release_of(number, *(each for each in rows if each[1]), resync=number == 0)
-            target.apply(release)
-            return held.after(release)
-
-        damaged = data.draw(st.integers(0, 9))
-        for number in range(damaged):
-            assert released(number) == checksums_of(target)
-        if damaged:
-            table = data.draw(st.sampled_from([USER, HALF]))
-            target.tables[table.name][data.draw(st.integers(0, table.rows - 1))] += 1
-        blocks = sum(-(-table.rows // block) for table in (USER, HALF))
-        for number in range(damaged, damaged + 2 * blocks):
-            last = released(number)
-        assert last == checksums_of(target)

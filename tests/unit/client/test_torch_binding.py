@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-from torchrec.inference.modules import quantize_embeddings
 
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
@@ -114,21 +113,6 @@ def test_one_string_is_no_list_of_patterns() -> None:
         TorchTarget(Model(), leave_out="*.user")
 
 
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-def test_a_quantised_collection_takes_no_other_rows() -> None:
-    """P1: its rows are buffers, which nothing was ever written to, while lag said that all was in sync."""
-    model = Model()
-    quantize_embeddings(model, dtype=torch.qint8, inplace=True)
-    before, target = model.state(), TorchTarget(model)
-    with pytest.raises(Contradiction) as refused:
-        target.apply(release_of(1, rows_of(USER, 2), rows_of(ITEM, 2), resync=True))
-    assert (
-        f"tables {USER.name!r}, {ITEM.name!r}: rows come as fp32, the module's TBE holds int8: let the "
-        "consumer's policy say value_type int8-tbe"
-    ) in str(refused.value)
-    assert model.state() == before
-
-
 @pytest.mark.parametrize(
     ("table", "has"),
     [
@@ -208,15 +192,12 @@ def test_all_of_a_models_state_follows(data: st.DataObject) -> None:
         assert state.numpy().tobytes() == rows.tobytes()
 
 
-def test_of_a_model_all_of_whose_state_arrives_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("leave_out", [(), ("*.user", "norm.*")])
+def test_nothing_is_warned_of_where_all_state_arrives_or_is_left_out(
+    leave_out: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
     model = Model().eval()
-    TorchTarget(model).apply(release_of(1, *(rows_of(table, 1) for table in whole_state(model)), resync=True))
-    assert caplog.records == []
-
-
-def test_what_is_left_out_is_not_among_what_no_table_brings(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model().eval()
-    target = TorchTarget(model, leave_out=["*.user", "norm.*"])
+    target = TorchTarget(model, leave_out=leave_out)
     target.apply(release_of(1, *(rows_of(table, 1) for table in whole_state(model)), resync=True))
     assert caplog.records == []
 
