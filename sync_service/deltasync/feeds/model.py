@@ -162,8 +162,15 @@ class Model:
     async def on_thread(self, function: Callable[..., T], *args: object) -> T:
         """Run `function`, which must not wait for anything, on the model's thread, after what was asked of it
         before.
+
+        Raises:
+            ServiceUnavailable: the model is stopped, because another process takes it or the service ends.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        try:
+            running = self._thread.submit(function, *args)
+        except RuntimeError as error:  # Its executor is shut down.
+            raise ServiceUnavailable(f"model {self.name!r} is stopped in this process; try again") from error
+        return await asyncio.wrap_future(running)
 
     async def add_tables(self, tables: list[TableSpec], *, later_run: bool = False) -> None:
         """Make sure that the model has these tables. Those it lacks are made, all zero.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deltasync.core.errors import Contradiction, DeltasyncError
+from deltasync.core.errors import Contradiction
 from deltasync.core.events import EventKind
 from deltasync.core.words import counted
 from deltasync.feeds.model import Model
@@ -93,7 +93,8 @@ class SnapshotLoop:
             await asyncio.sleep(_LOOK_SECONDS)
             for name, model in list(self._service.models.items()):
                 if self._is_due(name, model):
-                    with contextlib.suppress(DeltasyncError):  # Which was told, and is tried again.
+                    # `make` has logged the failure and tries again later. Whatever it is, the service goes on.
+                    with contextlib.suppress(Exception):
                         await self.make(name)
 
     async def make(self, name: str) -> Manifest:

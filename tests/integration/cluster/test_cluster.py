@@ -166,7 +166,6 @@ def test_a_model_of_a_killed_process_is_at_all_times_somebodys_or_named_as_nobod
     trainer.publish()
 
 
-@pytest.mark.nightly
 def test_a_model_is_moved_while_it_is_published(cluster: Cluster) -> None:
     trainer, replicas = follow(cluster)
     published, stop = list[int](), threading.Event()
