@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.local_service import run
+from tests.support.local_service import opened
 from tests.support.seals import sealed
+from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.fleet import consumer_offset, forgettable, may_leave, offset_in
@@ -151,40 +152,35 @@ def test_a_replica_that_was_idle_is_not_taken_for_one_that_is_away() -> None:
     assert forgettable([idle, replica("here")], 100, 10) == []
 
 
-def test_an_ack_of_what_a_replica_holds_already_wakes_nobody(tmp_path: Path) -> None:
+@in_service()
+async def test_an_ack_of_what_a_replica_holds_already_wakes_nobody(service: Service) -> None:
     """Idle replicas send them all the time, to show what they hold and how new it is."""
-
-    async def scenario(service: Service) -> None:
-        consumer = await service.create_consumer("top", "clicks", Policy(top_k=1))
-        of_it = service.registry.connect(consumer, "a", asyncio.Event())
+    consumer = await service.create_consumer("top", "clicks", Policy(top_k=1))
+    of_it = service.registry.connect(consumer, "a", asyncio.Event())
+    service.registry.acknowledge(consumer, of_it, Position("h", 1))
+    woken = asyncio.create_task(consumer.signal.changed())
+    for _ in range(3):
         service.registry.acknowledge(consumer, of_it, Position("h", 1))
-        woken = asyncio.create_task(consumer.signal.changed())
-        for _ in range(3):
-            service.registry.acknowledge(consumer, of_it, Position("h", 1))
-            await asyncio.sleep(0)
-        assert not woken.done()
-        service.registry.acknowledge(consumer, of_it, Position("h", 2))
-        await asyncio.wait_for(woken, 20)
-
-    run(tmp_path, scenario)
+        await asyncio.sleep(0)
+    assert not woken.done()
+    service.registry.acknowledge(consumer, of_it, Position("h", 2))
+    await asyncio.wait_for(woken, 20)
 
 
-def test_an_offset_keeps_its_seal_when_the_history_no_longer_has_that(tmp_path: Path) -> None:
+@in_service()
+async def test_an_offset_keeps_its_seal_when_the_history_no_longer_has_that(service: Service) -> None:
     """Of a fleet that is held for long, who comes back goes on from there by its offset alone."""
-
-    async def scenario(service: Service) -> None:
-        consumer = await service.create_consumer("held", "clicks", Policy())
-        of_it = service.registry.connect(consumer, "a", asyncio.Event())
-        service.registry.acknowledge(consumer, of_it, Position("h", 1, 7))
-        service.registry.acknowledge(consumer, of_it, Position("h", 1))
-        assert of_it.applied.seal == 7
-        assert resume(Position("h", 1, 7), "h", 200_000, 0, acknowledged=of_it.applied).yes
-
-    run(tmp_path, scenario)
+    consumer = await service.create_consumer("held", "clicks", Policy())
+    of_it = service.registry.connect(consumer, "a", asyncio.Event())
+    service.registry.acknowledge(consumer, of_it, Position("h", 1, 7))
+    service.registry.acknowledge(consumer, of_it, Position("h", 1))
+    assert of_it.applied.seal == 7
+    assert resume(Position("h", 1, 7), "h", 200_000, 0, acknowledged=of_it.applied).yes
 
 
-def test_a_pause_does_not_bring_back_a_consumer_that_is_deleted_meanwhile(tmp_path: Path) -> None:
-    async def before(service: Service) -> None:
+@in_loop()
+async def test_a_pause_does_not_bring_back_a_consumer_that_is_deleted_meanwhile(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
         await service.create_consumer("gone", "clicks", Policy())
         async with service.registry._creating:  # Another one is just being made.
             pausing = asyncio.create_task(service.registry.pause("gone", Pause(1, "test")))
@@ -192,18 +188,15 @@ def test_a_pause_does_not_bring_back_a_consumer_that_is_deleted_meanwhile(tmp_pa
             await service.delete_consumer("gone")
         with pytest.raises(NotFound):
             await pausing
-
-    async def after(service: Service) -> None:
+    async with opened(tmp_path) as service:
         assert not service.registry.consumers
 
-    run(tmp_path, before)
-    run(tmp_path, after)
 
-
-def test_a_pause_that_comes_while_another_is_ended_holds(tmp_path: Path) -> None:
+@in_loop()
+async def test_a_pause_that_comes_while_another_is_ended_holds(tmp_path: Path) -> None:
     async def nothing(_: Consumer) -> None: ...
 
-    async def before(service: Service) -> None:
+    async with opened(tmp_path) as service:
         await service.create_consumer("held", "clicks", Policy())
         await service.registry.pause("held", Pause(1, "first"))
         async with service.registry._creating:
@@ -213,14 +206,10 @@ def test_a_pause_that_comes_while_another_is_ended_holds(tmp_path: Path) -> None
             await asyncio.sleep(0)
         await asyncio.gather(resuming, pausing)
         assert service.registry.get("held").pause
-
-    async def after(service: Service) -> None:
+    async with opened(tmp_path) as service:
         pause = service.registry.get("held").pause
         assert pause
         assert pause.by == "second"
-
-    run(tmp_path, before)
-    run(tmp_path, after)
 
 
 @pytest.mark.parametrize(

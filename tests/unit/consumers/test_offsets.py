@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.local_service import publish, run
+from tests.support.local_service import opened, publish
 from tests.support.log import held_up, log_of
 from tests.support.memory_store import MemoryDisk, MemoryStore
+from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.consumers import offsets
 from deltasync.consumers.consumer import Consumer, Replica
@@ -53,10 +54,10 @@ async def fleet_of(service: Service, count: int) -> tuple[Consumer, list[Replica
     return consumer, [service.registry.connect(consumer, f"r{n}", asyncio.Event()) for n in range(count)]
 
 
-def test_acks_that_come_faster_than_the_disk_takes_them_are_not_kept(tmp_path: Path) -> None:
+@in_loop()
+async def test_acks_that_come_faster_than_the_disk_takes_them_are_not_kept(tmp_path: Path) -> None:
     """Two replicas that move without an end leave one write in the queue."""
-
-    async def scenario(service: Service) -> None:
+    async with opened(tmp_path) as service:
         consumer, replicas = await fleet_of(service, 2)
         with held_up(log_of(service)):
             before = log_of(service).queue.bytes
@@ -65,17 +66,14 @@ def test_acks_that_come_faster_than_the_disk_takes_them_are_not_kept(tmp_path: P
                     service.registry.acknowledge(consumer, replica, Position("h", number))
             assert log_of(service).queue.bytes - before < 4096
             assert len(_offsets(service)._moved) == 2
-
-    async def again(service: Service) -> None:
+    async with opened(tmp_path) as service:
         found = service.registry.get("c").replicas.values()
         assert [each.applied for each in found] == 2 * [Position("h", 4999)]
 
-    run(tmp_path, scenario)
-    run(tmp_path, again)
 
-
-def test_a_guest_is_forgotten_once_its_stream_has_ended_and_never_written_down(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
+@in_loop()
+async def test_a_guest_is_forgotten_once_its_stream_has_ended_and_never_written_down(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
         consumer, [stays, goes, other] = await fleet_of(service, 3)
         stays.guest = goes.guest = True
         for replica in (stays, goes, other):
@@ -84,12 +82,8 @@ def test_a_guest_is_forgotten_once_its_stream_has_ended_and_never_written_down(t
             assert replica.stream
             service.registry.disconnect(consumer, replica, replica.stream, "its connection is lost", expected=True)
         assert set(consumer.replicas) == {stays.name, other.name}
-
-    async def again(service: Service) -> None:
+    async with opened(tmp_path) as service:
         assert {each.name: each.applied for each in service.registry.get("c").replicas.values()} == {"r2": AT}
-
-    run(tmp_path, scenario)
-    run(tmp_path, again)
 
 
 def test_a_cut_does_not_wait_for_the_offsets_of_a_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,30 +121,28 @@ def test_a_tenth_of_the_time_is_taken_and_none_waits_for_long() -> None:
     assert pause_after(30.0) == 1.0
 
 
-def test_nothing_is_written_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        loop, log = asyncio.get_running_loop(), SlowStore(MemoryDisk())
-        pauses = list[object]()
-        monkeypatch.setattr(loop, "call_later", lambda *arguments: pauses.append(arguments))
-        offset_log = OffsetLog(log, Events(), ())
-        offset_log.note("c", Replica("r"))
-        log.pending[0].set_result(None)
-        while not pauses:
-            await asyncio.sleep(0)
-        for number in range(9):
-            offset_log.note("c", Replica("r", Position("h", number)))
-        assert log.sizes == [1]
-        offset_log._go_on()
-        assert log.sizes == [1, 1]
-        assert recorded_offsets(log, "c")["r"].applied == Position("h", 8)
-
-    asyncio.run(main())
+@in_loop()
+async def test_nothing_is_written_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, log = asyncio.get_running_loop(), SlowStore(MemoryDisk())
+    pauses = list[object]()
+    monkeypatch.setattr(loop, "call_later", lambda *arguments: pauses.append(arguments))
+    offset_log = OffsetLog(log, Events(), ())
+    offset_log.note("c", Replica("r"))
+    log.pending[0].set_result(None)
+    while not pauses:
+        await asyncio.sleep(0)
+    for number in range(9):
+        offset_log.note("c", Replica("r", Position("h", number)))
+    assert log.sizes == [1]
+    offset_log._go_on()
+    assert log.sizes == [1, 1]
+    assert recorded_offsets(log, "c")["r"].applied == Position("h", 8)
 
 
-def test_a_replica_that_left_before_it_was_written_down_is_never_written(tmp_path: Path) -> None:
+@in_loop()
+async def test_a_replica_that_left_before_it_was_written_down_is_never_written(tmp_path: Path) -> None:
     """Replicas that come and go leave nothing behind, not even the record that they are gone."""
-
-    async def scenario(service: Service) -> None:
+    async with opened(tmp_path) as service:
         consumer, _ = await fleet_of(service, 0)
         with held_up(log_of(service)):
             service.registry.acknowledge(consumer, service.registry.connect(consumer, "a", asyncio.Event()), AT)
@@ -160,50 +152,41 @@ def test_a_replica_that_left_before_it_was_written_down_is_never_written(tmp_pat
                 service.registry.acknowledge(consumer, replica, AT)
                 service.registry.disconnect(consumer, replica, stream, "goodbye", forget=True)
             assert _offsets(service)._moved == {}
-
-    async def again(service: Service) -> None:
+    async with opened(tmp_path) as service:
         assert list(service.registry.get("c").replicas) == ["a"]
 
-    run(tmp_path, scenario)
-    run(tmp_path, again)
 
-
-def test_nothing_of_a_consumer_that_is_deleted_is_found_by_one_of_its_name(tmp_path: Path) -> None:
+@in_service()
+async def test_nothing_of_a_consumer_that_is_deleted_is_found_by_one_of_its_name(service: Service) -> None:
     """Not even of a replica that was forgotten just before, as far as the log does not know that yet."""
-
-    async def scenario(service: Service) -> None:
-        consumer, (gone,) = await fleet_of(service, 1)
-        service.registry.acknowledge(consumer, gone, AT)
-        await asyncio.wrap_future(log_of(service).put("written", b""))  # So is what was submitted before.
-        _offsets(service)._resting = True
-        assert gone.stream
-        service.registry.disconnect(consumer, gone, gone.stream, "goodbye", forget=True)
-        await service.registry.delete("c")
-        assert log_of(service).items("offset/") == {}
-        assert _offsets(service)._moved == {}
-
-    run(tmp_path, scenario)
+    consumer, (gone,) = await fleet_of(service, 1)
+    service.registry.acknowledge(consumer, gone, AT)
+    await asyncio.wrap_future(log_of(service).put("written", b""))  # So is what was submitted before.
+    _offsets(service)._resting = True
+    assert gone.stream
+    service.registry.disconnect(consumer, gone, gone.stream, "goodbye", forget=True)
+    await service.registry.delete("c")
+    assert log_of(service).items("offset/") == {}
+    assert _offsets(service)._moved == {}
 
 
-def test_a_service_whose_tables_cannot_be_flushed_at_its_end_writes_its_offsets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_a_service_whose_tables_cannot_be_flushed_at_its_end_writes_its_offsets(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refused(_: Model) -> None:
         raise StorageFailed("the disk is full")
 
-    async def scenario(service: Service) -> None:
-        await publish(service)
-        consumer, (replica,) = await fleet_of(service, 1)
-        _offsets(service)._resting = True
-        service.registry.acknowledge(consumer, replica, AT)
-        with monkeypatch.context() as patch:
-            patch.setattr(Model, "close", refused)
-            with pytest.raises(StorageFailed, match="the disk is full"):
-                await service.drain()
-        await asyncio.wrap_future(log_of(service).put("written", b""))  # So is what was submitted before.
-        assert list(log_of(service).items("offset/")) == ["c/r0"]
-
-    run(tmp_path, scenario)
+    await publish(service)
+    consumer, (replica,) = await fleet_of(service, 1)
+    _offsets(service)._resting = True
+    service.registry.acknowledge(consumer, replica, AT)
+    with monkeypatch.context() as patch:
+        patch.setattr(Model, "close", refused)
+        with pytest.raises(StorageFailed, match="the disk is full"):
+            await service.drain()
+    await asyncio.wrap_future(log_of(service).put("written", b""))  # So is what was submitted before.
+    assert list(log_of(service).items("offset/")) == ["c/r0"]
 
 
 def test_offsets_that_could_not_be_written_are_told_once() -> None:

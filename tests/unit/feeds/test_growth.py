@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.crashes import Crashes
 from tests.support.local_model import LocalModel
-from tests.support.local_service import join, publish, run, send
+from tests.support.local_service import join, opened, publish, run, send
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, random_rows
+from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, ResyncRequired, StorageFailed
@@ -73,61 +74,56 @@ def tables_of(model: Model) -> dict[str, tuple[int, list[int], bytes]]:
     }
 
 
-def test_what_tables_are_to_replicas_is_found_anew_only_for_those_that_have_grown(tmp_path: Path) -> None:
+@in_service()
+async def test_what_tables_are_to_replicas_is_found_anew_only_for_those_that_have_grown(service: Service) -> None:
     """Every replica looks at it with every release, of thousands of tables."""
-
-    async def scenario(service: Service) -> None:
-        await publish(service)
-        model = service.models["clicks"]
-        before = list(model.deliveries)
-        assert all(each is again for each, again in zip(before, model.deliveries, strict=True))
-        await publish_later(service, GROWN)
-        assert [each.spec for each in before] == TABLES
-        assert [each.spec for each in model.deliveries] == GROWN
-
-    run(tmp_path, scenario)
+    await publish(service)
+    model = service.models["clicks"]
+    before = list(model.deliveries)
+    assert all(each is again for each, again in zip(before, model.deliveries, strict=True))
+    await publish_later(service, GROWN)
+    assert [each.spec for each in before] == TABLES
+    assert [each.spec for each in model.deliveries] == GROWN
 
 
-def test_old_rows_keep_their_values_and_stamps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(service: Service) -> None:
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
-        await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-        await service.coordinators["clicks"].drain()
-        model = service.models["clicks"]
-        before = tables_of(model)
-        table, checksum = model.tables[0], model.tables[0].checksum
-        await grow_without_seal(service, [*GROWN, NEW], monkeypatch)
-        later = await join_later(service, [*GROWN, NEW])
-        assert not later.decision.yes, "it claims to hold nothing"
-        rows, stamps, values = tables_of(model)[USER.name]
-        assert (rows, stamps) == (60, [*before[USER.name][1], *[0] * 20])
-        assert values == before[USER.name][2] + bytes(20 * 4 * 4)
-        assert tables_of(model)[ITEM.name] == before[ITEM.name]
-        assert tables_of(model)[NEW.name] == (7, [0] * 7, bytes(7 * 2 * 4))
-        assert model.tables[0] is table
-        assert table.checksum == checksum
-        with pytest.raises(ResyncRequired):
-            await send(later, part(3, [(0, [50], np.ones((1, 4), "<f4"))]))
-        position = await send(later, grown_part(4, [*GROWN, NEW]))
-        assert position
-        assert position.number == 3
-        await service.coordinators["clicks"].drain()
-        assert later.decision.yes
-        assert table.stamps.tolist() == [3] * 60
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_old_rows_keep_their_values_and_stamps(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = await join(service)
+    await send(session, full_part(1, random_rows(0), WHOLE))
+    await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
+    await service.coordinators["clicks"].drain()
+    model = service.models["clicks"]
+    before = tables_of(model)
+    table, checksum = model.tables[0], model.tables[0].checksum
+    await grow_without_seal(service, [*GROWN, NEW], monkeypatch)
+    later = await join_later(service, [*GROWN, NEW])
+    assert not later.decision.yes, "it claims to hold nothing"
+    rows, stamps, values = tables_of(model)[USER.name]
+    assert (rows, stamps) == (60, [*before[USER.name][1], *[0] * 20])
+    assert values == before[USER.name][2] + bytes(20 * 4 * 4)
+    assert tables_of(model)[ITEM.name] == before[ITEM.name]
+    assert tables_of(model)[NEW.name] == (7, [0] * 7, bytes(7 * 2 * 4))
+    assert model.tables[0] is table
+    assert table.checksum == checksum
+    with pytest.raises(ResyncRequired):
+        await send(later, part(3, [(0, [50], np.ones((1, 4), "<f4"))]))
+    position = await send(later, grown_part(4, [*GROWN, NEW]))
+    assert position
+    assert position.number == 3
+    await service.coordinators["clicks"].drain()
+    assert later.decision.yes
+    assert table.stamps.tolist() == [3] * 60
 
 
-def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_restart(
+@in_loop()
+async def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def grow(service: Service) -> None:
+    async with opened(tmp_path) as service:
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
         await service.coordinators["clicks"].drain()
         await grow_without_seal(service, GROWN, monkeypatch)
-
-    async def go_on(service: Service) -> None:
+    async with opened(tmp_path) as service:
         model = service.models["clicks"]
         assert [table.spec for table in model.tables] == GROWN
         later = await join_later(service, GROWN, continues=model.position)
@@ -137,15 +133,10 @@ def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_restar
         await send(later, part(4, [(0, [3, *range(40, 60)], np.ones((21, 4), "<f4"))]))
         await service.coordinators["clicks"].drain()
         assert model.tables[0].stamps.tolist() == [*[1] * 3, 2, *[1] * 36, *[2] * 20], "and no other row"
-
-    async def again(service: Service) -> None:
+    async with opened(tmp_path) as service:
         model = service.models["clicks"]
         later = await join_later(service, GROWN, 3, continues=model.position)
         assert await send(later, part(5, []))
-
-    run(tmp_path, grow)
-    run(tmp_path, go_on)
-    run(tmp_path, again)
 
 
 @pytest.mark.parametrize(
@@ -157,54 +148,50 @@ def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_restar
         [NEW, replace(ITEM, dtype=np.dtype("<f4"))],
     ],
 )
-def test_who_is_refused_harms_nobody(tmp_path: Path, tables: list[TableSpec]) -> None:
-    async def scenario(service: Service) -> None:
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].drain()
-        model = service.models["clicks"]
-        before, files = tables_of(model), {path: path.stat().st_size for path in tmp_path.rglob("*")}
-        with pytest.raises(
-            Contradiction, match=r"publish it under another model \(SyncOptions\(model=...\), --model NAME\)"
-        ):
-            await join_later(service, tables)
-        assert tables_of(model) == before
-        assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == files
-        assert await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])), "the run before goes on"
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_who_is_refused_harms_nobody(service: Service, tmp_path: Path, tables: list[TableSpec]) -> None:
+    session = await join(service)
+    await send(session, full_part(1, random_rows(0), WHOLE))
+    await service.coordinators["clicks"].drain()
+    model = service.models["clicks"]
+    before, files = tables_of(model), {path: path.stat().st_size for path in tmp_path.rglob("*")}
+    with pytest.raises(
+        Contradiction, match=r"publish it under another model \(SyncOptions\(model=...\), --model NAME\)"
+    ):
+        await join_later(service, tables)
+    assert tables_of(model) == before
+    assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == files
+    assert await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])), "the run before goes on"
 
 
-def test_ranks_of_one_run_have_the_same_tables(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        await send(await join(service), full_part(1, random_rows(0), WHOLE))
-        await join_later(service, TABLES, world_size=2)
-        with pytest.raises(Contradiction, match="is 40 x 4 float32, the run has 60 x 4 float32"):
-            await join_later(service, GROWN, world_size=2, rank=1)
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_ranks_of_one_run_have_the_same_tables(service: Service) -> None:
+    await send(await join(service), full_part(1, random_rows(0), WHOLE))
+    await join_later(service, TABLES, world_size=2)
+    with pytest.raises(Contradiction, match="is 40 x 4 float32, the run has 60 x 4 float32"):
+        await join_later(service, GROWN, world_size=2, rank=1)
 
 
-def test_a_later_run_without_a_table_leaves_it_as_it_was(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        await send(await join(service), full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].drain()
-        model = service.models["clicks"]
-        before = tables_of(model)[ITEM.name]
-        later = await join_later(service, [USER])
-        await send(later, grown_part(2, [USER]))
-        await service.coordinators["clicks"].drain()
-        assert tables_of(model)[ITEM.name] == before
-        assert model.tables[0].stamps.tolist() == [2] * 40
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_later_run_without_a_table_leaves_it_as_it_was(service: Service) -> None:
+    await send(await join(service), full_part(1, random_rows(0), WHOLE))
+    await service.coordinators["clicks"].drain()
+    model = service.models["clicks"]
+    before = tables_of(model)[ITEM.name]
+    later = await join_later(service, [USER])
+    await send(later, grown_part(2, [USER]))
+    await service.coordinators["clicks"].drain()
+    assert tables_of(model)[ITEM.name] == before
+    assert model.tables[0].stamps.tolist() == [2] * 40
 
 
-def test_a_flush_meanwhile_does_not_forget_the_new_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop()
+async def test_a_flush_meanwhile_does_not_forget_the_new_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between what is written down of a table and what it has in memory."""
     become = MappedTable._become
-
-    async def first(service: Service) -> None:
+    async with opened(tmp_path) as service:
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
         await service.coordinators["clicks"].drain()
         model = service.models["clicks"]
@@ -216,33 +203,27 @@ def test_a_flush_meanwhile_does_not_forget_the_new_size(tmp_path: Path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(MappedTable, "_become", flushed)
             await publish_later(service, GROWN)
-
-    async def second(service: Service) -> None:
+    async with opened(tmp_path) as service:
         assert [table.spec for table in service.models["clicks"].tables] == GROWN
 
-    run(tmp_path, first)
-    run(tmp_path, second)
 
-
-def test_where_there_is_no_room_nothing_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(service: Service) -> None:
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].drain()
-        before = tables_of(service.models["clicks"])
-        for name in ("os.posix_fallocate", "deltasync.storage.model_store.pack_json"):
-            with monkeypatch.context() as patch:
-                patch.setattr(name, full)
-                with pytest.raises(StorageFailed, match="No space left on device"):
-                    await publish_later(service, [*GROWN, NEW])
-            assert tables_of(service.models["clicks"]) == before
-        await publish_later(service, [*GROWN, NEW])
-        assert [table.spec for table in service.models["clicks"].tables] == [*GROWN, NEW]
-
+@in_service()
+async def test_where_there_is_no_room_nothing_has_grown(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise StorageFailed("No space left on device")
 
-    run(tmp_path, scenario)
+    session = await join(service)
+    await send(session, full_part(1, random_rows(0), WHOLE))
+    await service.coordinators["clicks"].drain()
+    before = tables_of(service.models["clicks"])
+    for name in ("os.posix_fallocate", "deltasync.storage.model_store.pack_json"):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, full)
+            with pytest.raises(StorageFailed, match="No space left on device"):
+                await publish_later(service, [*GROWN, NEW])
+        assert tables_of(service.models["clicks"]) == before
+    await publish_later(service, [*GROWN, NEW])
+    assert [table.spec for table in service.models["clicks"].tables] == [*GROWN, NEW]
 
 
 def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(

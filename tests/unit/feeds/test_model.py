@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, publish, run, send
+from tests.support.local_service import join, opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.mapping import in_a_file
 from tests.support.releases import deleted_rows
 from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
+from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.core.errors import ServiceUnavailable, StorageFailed
 from deltasync.core.tables import TableSpec
@@ -27,10 +28,10 @@ from deltasync.service.service import Service
 from deltasync.storage.lmdb_store import LmdbStore
 
 
-def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None:
+@in_loop()
+async def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None:
     rows = random_rows(0)
-
-    async def first(service: Service) -> None:
+    async with opened(tmp_path) as service:
         session = await join(service)
         for step in (1, 2):
             await send(session, full_part(step, rows, WHOLE))
@@ -41,24 +42,22 @@ def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None
         assert not model.should_flush(1)
         assert log_of(service).streams() == ["seals/clicks"]
         assert [seal.version for seal in model.store.seals()] == [1, 2]
-
-    async def second(service: Service) -> None:
+    async with opened(tmp_path) as service:
         model = service.models["clicks"]
         assert model.position.number == 2
         for table, expected in zip(model.tables, rows, strict=True):
             np.testing.assert_array_equal(table.rows, expected)
 
-    run(tmp_path, first)
-    run(tmp_path, second)
 
-
-def test_a_flush_meanwhile_does_not_forget_a_new_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop()
+async def test_a_flush_meanwhile_does_not_forget_a_new_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both write down which tables there are: who has read last must write last."""
     extra = TableSpec("extra", 2, 1)
     put = LmdbStore.put
     joining: list[Future[PublishSession]] = []
-
-    async def first(service: Service) -> None:
+    async with opened(tmp_path) as service:
         loop = asyncio.get_running_loop()
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
         await service.coordinators["clicks"].drain()
@@ -74,81 +73,70 @@ def test_a_flush_meanwhile_does_not_forget_a_new_table(tmp_path: Path, monkeypat
         monkeypatch.setattr(LmdbStore, "put", slow)
         await asyncio.to_thread(service.models["clicks"].flush)
         await asyncio.wrap_future(joining[0])
-
-    async def second(service: Service) -> None:
+    async with opened(tmp_path) as service:
         tables = service.models["clicks"].tables
         assert [each.spec for each in tables] == [WHOLE[0].table, WHOLE[1].table, extra]
 
-    run(tmp_path, first)
-    run(tmp_path, second)
 
-
-def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
-    async def first(service: Service) -> None:
+@in_loop()
+async def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
         await send(session, part(2, [(0, [1], np.ones((1, 4), "<f4"))])[:-1])
-
-    async def second(service: Service) -> None:
+    async with opened(tmp_path) as service:
         assert not list(log_of(service).read("cuts/clicks", 2))
         assert service.models["clicks"].position.number == 1
 
-    run(tmp_path, first)
-    run(tmp_path, second)
+
+@in_service()
+async def test_replicas_that_lack_the_same_share_one_release(service: Service) -> None:
+    session = await join(service)
+    await send(session, full_part(1, random_rows(0), WHOLE))
+    await service.coordinators["clicks"].drain()
+    model = service.models["clicks"]
+    first, second = model.release(0), model.release(0)
+    assert (await first) is (await second)
+    other = model.release(1)
+    assert (await other).rows == 0
+    assert other is not first
 
 
-def test_replicas_that_lack_the_same_share_one_release(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].drain()
-        model = service.models["clicks"]
-        first, second = model.release(0), model.release(0)
-        assert (await first) is (await second)
-        other = model.release(1)
-        assert (await other).rows == 0
-        assert other is not first
-
-    run(tmp_path, scenario)
-
-
-def test_two_models_do_not_mix(tmp_path: Path) -> None:
-    async def first(service: Service) -> None:
+@in_loop()
+async def test_two_models_do_not_mix(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
         for model, seed in (("clicks", 0), ("click", 1)):
             opening = check_open(publish_open(model=model).open)
             session = await open_session(await service.open_model(model), opening)
             await send(session, full_part(1, random_rows(seed), WHOLE))
-
-    async def second(service: Service) -> None:
+    async with opened(tmp_path) as service:
         for model, seed in (("clicks", 0), ("click", 1)):
             for table, expected in zip(service.models[model].tables, random_rows(seed), strict=True):
                 np.testing.assert_array_equal(table.rows, expected)
 
-    run(tmp_path, first)
-    run(tmp_path, second)
 
-
-def test_a_table_that_finds_no_room_leaves_the_model_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_a_table_that_finds_no_room_leaves_the_model_as_it_was(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    async def scenario(service: Service) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr("os.posix_fallocate", full)
-            with pytest.raises(StorageFailed, match="No space left on device"):
-                await publish(service)
-        assert service.models == {}
-        # Another shape of the same table: nothing of the failed try is in the way.
-        small = TableSpec(WHOLE[0].table.name, 5, 1)
-        await publish(service, tables=[small], run="run-2", started=2)
-        assert [table.spec for table in service.models["clicks"].tables] == [small]
-
-    run(tmp_path, scenario)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", full)
+        with pytest.raises(StorageFailed, match="No space left on device"):
+            await publish(service)
+    assert service.models == {}
+    # Another shape of the same table: nothing of the failed try is in the way.
+    small = TableSpec(WHOLE[0].table.name, 5, 1)
+    await publish(service, tables=[small], run="run-2", started=2)
+    assert [table.spec for table in service.models["clicks"].tables] == [small]
 
 
-def test_tables_that_are_not_written_down_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop()
+async def test_tables_that_are_not_written_down_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else cuts of theirs would be acknowledged, and be gone after a restart."""
     rows = random_rows(0)
 
@@ -157,7 +145,7 @@ def test_tables_that_are_not_written_down_are_not_there(tmp_path: Path, monkeypa
         failed.set_exception(StorageFailed("the log is full"))
         return failed
 
-    async def first(service: Service) -> None:
+    async with opened(tmp_path) as service:
         with monkeypatch.context() as patch:
             patch.setattr(LmdbStore, "put", fails)
             with pytest.raises(StorageFailed, match="the log is full"):
@@ -165,16 +153,13 @@ def test_tables_that_are_not_written_down_are_not_there(tmp_path: Path, monkeypa
         assert service.models == {}
         assert not [path for path in (tmp_path / "models").rglob("*") if path.is_file()]
         await send(await join(service), full_part(1, rows, WHOLE))
-
-    async def second(service: Service) -> None:
+    async with opened(tmp_path) as service:
         for table, expected in zip(service.models["clicks"].tables, rows, strict=True):
             np.testing.assert_array_equal(table.rows, expected)
 
-    run(tmp_path, first)
-    run(tmp_path, second)
 
-
-def test_tables_are_written_down_even_if_the_rank_has_gone(
+@in_loop()
+async def test_tables_are_written_down_even_if_the_rank_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, making, go = random_rows(1), threading.Event(), threading.Event()
@@ -185,7 +170,7 @@ def test_tables_are_written_down_even_if_the_rank_has_gone(
         assert go.wait(20)
         allocate(*arguments)
 
-    async def first(service: Service) -> None:
+    async with opened(tmp_path) as service:
         monkeypatch.setattr(os, "posix_fallocate", slow)
         gone = asyncio.create_task(publish(service))
         await asyncio.to_thread(making.wait)
@@ -195,49 +180,42 @@ def test_tables_are_written_down_even_if_the_rank_has_gone(
         go.set()
         await service.wait_idle(20)
         assert service.models["clicks"].seals.newest_version == 1
-
-    async def second(service: Service) -> None:
+    async with opened(tmp_path) as service:
         for table, expected in zip(service.models["clicks"].tables, rows, strict=True):
             np.testing.assert_array_equal(table.rows, expected)
 
-    run(tmp_path, first)
-    run(tmp_path, second)
 
-
-def test_releases_share_the_memory_there_is_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service()
+async def test_releases_share_the_memory_there_is_for_them(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def spilled(release: FrozenRelease) -> bool:
         return any(in_a_file(chunk.rows.values) for chunk in release.chunks)
 
-    async def scenario(service: Service) -> None:
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
-        await send(session, full_part(2, random_rows(1), WHOLE))
-        await service.coordinators["clicks"].drain()
-        model = service.models["clicks"]
-        first = await model.release(0)
-        monkeypatch.setattr(releases, "RELEASES_IN_MEMORY_BYTES", 2 * first.memory_bytes - 1)
-        second = await model.release(1)
-        assert (spilled(first), spilled(second), second.memory_bytes) == (False, True, 0)
-        del first
-        gc.collect()
-        assert not spilled(await model.release(0))
-
-    run(tmp_path, scenario)
+    session = await join(service)
+    await send(session, full_part(1, random_rows(0), WHOLE))
+    await send(session, full_part(2, random_rows(1), WHOLE))
+    await service.coordinators["clicks"].drain()
+    model = service.models["clicks"]
+    first = await model.release(0)
+    monkeypatch.setattr(releases, "RELEASES_IN_MEMORY_BYTES", 2 * first.memory_bytes - 1)
+    second = await model.release(1)
+    assert (spilled(first), spilled(second), second.memory_bytes) == (False, True, 0)
+    del first
+    gc.collect()
+    assert not spilled(await model.release(0))
 
 
-def test_no_table_is_made_once_the_service_ends(tmp_path: Path) -> None:
+@in_service()
+async def test_no_table_is_made_once_the_service_ends(service: Service, tmp_path: Path) -> None:
     """The log is closed by then: whoever waits for it would wait for ever, and the process with it."""
-
-    async def scenario(service: Service) -> None:
-        await publish(service)
-        model = service.models["clicks"]
-        closing = asyncio.create_task(model.close())
-        with pytest.raises(ServiceUnavailable, match="shutting down"):
-            await model.add_tables([TableSpec("another", 2, 2)])
-        await closing
-        assert not list(tmp_path.rglob("*another*"))
-
-    run(tmp_path, scenario)
+    await publish(service)
+    model = service.models["clicks"]
+    closing = asyncio.create_task(model.close())
+    with pytest.raises(ServiceUnavailable, match="shutting down"):
+        await model.add_tables([TableSpec("another", 2, 2)])
+    await closing
+    assert not list(tmp_path.rglob("*another*"))
 
 
 def test_rows_that_a_full_cut_does_not_name_are_deleted_also_when_it_is_applied_again(tmp_path: Path) -> None:

@@ -5,14 +5,14 @@ import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, send
 from tests.support.releases import live_rows
 from tests.support.wire import USER, WHOLE, full_part, part, random_rows
+from tests.unit.support.async_tests import in_service
 
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.core.policy import Policy
@@ -61,7 +61,10 @@ async def published(session: PublishSession, service: Service, requests: list[An
     return service.models["clicks"]
 
 
-def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service()
+async def test_forty_replicas_cost_one_freeze_and_one_message(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are written once; where they go with the end of the release, in a copy for each replica."""
     written = list[int]()
     frozen = list[int]()
@@ -76,72 +79,65 @@ def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("deltasync.feeds.frozen_release.release_chunk", counted)
     monkeypatch.setattr(releases, "freeze", noted)
-
-    async def scenario(service: Service) -> None:
-        await service.create_consumer("plain", "clicks", Policy())
-        session = await join(service)
-        await published(session, service, full_part(1, random_rows(0), WHOLE))
-        openings = [subscribe_pb2.SubscribeOpen(consumer="plain", replica=str(each)) for each in range(REPLICAS)]
-        streams = [ReplicaStream(service, opening).run(silence()) for opening in openings]
-        for step, chunks in ((1, 2), (2, 1), (3, 1)):
-            if step > 1:
-                await published(session, service, changed(step, step))
-            sent = await asyncio.gather(*map(chunks_until_end, streams))
-            assert len(written) == chunks
-            assert all(one == other for each in sent for one, other in zip(each, sent[0], strict=True))
-            assert [len(each) for each in sent] == [chunks] * REPLICAS
-            written.clear()
-        assert frozen == [0]  # Later cuts were sent as they came.
-        for stream in streams:
-            await stream.aclose()
-
-    run(tmp_path, scenario)
-
-
-def test_a_cut_is_kept_for_replicas_only_while_some_follow(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        session = await join(service)
-        model = await published(session, service, full_part(1, random_rows(0), WHOLE))
-        for step in (2, 3):  # Nobody has asked for the second: the third is not kept.
+    await service.create_consumer("plain", "clicks", Policy())
+    session = await join(service)
+    await published(session, service, full_part(1, random_rows(0), WHOLE))
+    openings = [subscribe_pb2.SubscribeOpen(consumer="plain", replica=str(each)) for each in range(REPLICAS)]
+    streams = [ReplicaStream(service, opening).run(silence()) for opening in openings]
+    for step, chunks in ((1, 2), (2, 1), (3, 1)):
+        if step > 1:
             await published(session, service, changed(step, step))
-        release = await model.release(2)
-        (kept,) = live_rows(release).values()
-        assert (kept.ids.tolist(), release.head) == ([3], model.head)
-        await published(session, service, changed(4, 4))
-        newest = weakref.ref(await model.release(3))
-        gc.collect()
-        found = newest()
-        assert found is not None
-        assert found is await model.release(3)
-        assert found is not await model.release(2)
-        assert found.checksums == (await model.release(0)).checksums
-        whole = await model.release(3, Repair(frozenset({1})))  # A table that is repaired comes from the tables.
-        assert {slot: len(rows) for slot, rows in live_rows(whole).items()} == {0: 1, 1: 30}
-        del found
-        await published(session, service, changed(5, 5))
-        gc.collect()
-        assert newest() is None
-
-    run(tmp_path, scenario)
+        sent = await asyncio.gather(*map(chunks_until_end, streams))
+        assert len(written) == chunks
+        assert all(one == other for each in sent for one, other in zip(each, sent[0], strict=True))
+        assert [len(each) for each in sent] == [chunks] * REPLICAS
+        written.clear()
+    assert frozen == [0]  # Later cuts were sent as they came.
+    for stream in streams:
+        await stream.aclose()
 
 
-def test_a_cut_that_there_is_no_memory_for_is_read_from_the_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_a_cut_is_kept_for_replicas_only_while_some_follow(service: Service) -> None:
+    session = await join(service)
+    model = await published(session, service, full_part(1, random_rows(0), WHOLE))
+    for step in (2, 3):  # Nobody has asked for the second: the third is not kept.
+        await published(session, service, changed(step, step))
+    release = await model.release(2)
+    (kept,) = live_rows(release).values()
+    assert (kept.ids.tolist(), release.head) == ([3], model.head)
+    await published(session, service, changed(4, 4))
+    newest = weakref.ref(await model.release(3))
+    gc.collect()
+    found = newest()
+    assert found is not None
+    assert found is await model.release(3)
+    assert found is not await model.release(2)
+    assert found.checksums == (await model.release(0)).checksums
+    whole = await model.release(3, Repair(frozenset({1})))  # A table that is repaired comes from the tables.
+    assert {slot: len(rows) for slot, rows in live_rows(whole).items()} == {0: 1, 1: 30}
+    del found
+    await published(session, service, changed(5, 5))
+    gc.collect()
+    assert newest() is None
+
+
+@in_service()
+async def test_a_cut_that_there_is_no_memory_for_is_read_from_the_tables(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(service: Service) -> None:
-        session = await join(service)
-        model = await published(session, service, full_part(1, random_rows(0), WHOLE))
-        await model.release(0)
-        monkeypatch.setattr(releases, "RELEASES_IN_MEMORY_BYTES", USER.row_bytes - 1)
-        await published(session, service, changed(2, 7))
-        release = await model.release(1)
-        assert release.memory_bytes == 0
-        assert [rows.ids.tolist() for rows in live_rows(release).values()] == [[7]]
-
-    run(tmp_path, scenario)
+    session = await join(service)
+    model = await published(session, service, full_part(1, random_rows(0), WHOLE))
+    await model.release(0)
+    monkeypatch.setattr(releases, "RELEASES_IN_MEMORY_BYTES", USER.row_bytes - 1)
+    await published(session, service, changed(2, 7))
+    release = await model.release(1)
+    assert release.memory_bytes == 0
+    assert [rows.ids.tolist() for rows in live_rows(release).values()] == [[7]]
 
 
-def test_cuts_of_two_models_are_applied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service()
+async def test_cuts_of_two_models_are_applied_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     both, apply = threading.Barrier(2), Model._apply
 
     def meeting(model: Model, seal: Seal, rows: Any) -> None:
@@ -149,30 +145,24 @@ def test_cuts_of_two_models_are_applied_at_once(tmp_path: Path, monkeypatch: pyt
         apply(model, seal, rows)
 
     monkeypatch.setattr(Model, "_apply", meeting)
-
-    async def scenario(service: Service) -> None:
-        for name in ("clicks", "views"):
-            session = await join(service, model=name)
-            await send(session, full_part(1, random_rows(0), WHOLE))
-        for name in ("clicks", "views"):
-            await service.coordinators[name].drain()
-            assert service.models[name].position.number == 1
-
-    run(tmp_path, scenario)
+    for name in ("clicks", "views"):
+        session = await join(service, model=name)
+        await send(session, full_part(1, random_rows(0), WHOLE))
+    for name in ("clicks", "views"):
+        await service.coordinators[name].drain()
+        assert service.models[name].position.number == 1
 
 
-def test_a_small_cut_is_one_write_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service()
+async def test_a_small_cut_is_one_write_to_the_disk(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     commits, commit = list[int](), LmdbStore._commit
 
     def counted(log: LmdbStore, batch: Any) -> None:
         commits.append(len(batch))
         commit(log, batch)
 
-    async def scenario(service: Service) -> None:
-        session = await join(service)
-        await published(session, service, full_part(1, random_rows(0), WHOLE))
-        monkeypatch.setattr(LmdbStore, "_commit", counted)
-        await send(session, changed(2, 3))
-        assert commits == [3]  # What may be left of a part that broke off, its rows, and the seal.
-
-    run(tmp_path, scenario)
+    session = await join(service)
+    await published(session, service, full_part(1, random_rows(0), WHOLE))
+    monkeypatch.setattr(LmdbStore, "_commit", counted)
+    await send(session, changed(2, 3))
+    assert commits == [3]  # What may be left of a part that broke off, its rows, and the seal.

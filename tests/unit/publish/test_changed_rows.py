@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.local_service import HeldWrites, join, run, send
+from tests.support.local_service import HeldWrites, join, opened, send
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
+from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired, ServiceUnavailable, Superseded
 from deltasync.core.position import Position
@@ -37,142 +38,119 @@ def told(session: PublishSession) -> dict[str, list[int]]:
     return {name: ids.tolist() for name, ids in session.changed.tables.items()}
 
 
-def test_a_run_learns_which_rows_came_after_its_version(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        some, more = (0, [3, 9], np.ones((2, 4), "<f4")), (1, [29], np.ones((1, 6), "<f2"))
-        first, second, third = await published(service, [some], [more, (0, [9], ONES)])
-        for claim, expected in (
-            (first, {USER.name: [3, 9], ITEM.name: [29]}),
-            (second, {USER.name: [9], ITEM.name: [29]}),
-        ):
-            session = await join(service, continues=claim, **AGAIN)
-            assert (session.decision.yes, session.decision.since) == (True, claim.number)
-            assert told(session) == expected
-        assert (await join(service, continues=third, **AGAIN)).changed is None, "it holds the newest"
-        assert not (await join(service, continues=first, run="run-3", started=3)).decision.yes, "it cannot be told"
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_run_learns_which_rows_came_after_its_version(service: Service) -> None:
+    some, more = (0, [3, 9], np.ones((2, 4), "<f4")), (1, [29], np.ones((1, 6), "<f2"))
+    first, second, third = await published(service, [some], [more, (0, [9], ONES)])
+    for claim, expected in (
+        (first, {USER.name: [3, 9], ITEM.name: [29]}),
+        (second, {USER.name: [9], ITEM.name: [29]}),
+    ):
+        session = await join(service, continues=claim, **AGAIN)
+        assert (session.decision.yes, session.decision.since) == (True, claim.number)
+        assert told(session) == expected
+    assert (await join(service, continues=third, **AGAIN)).changed is None, "it holds the newest"
+    assert not (await join(service, continues=first, run="run-3", started=3)).decision.yes, "it cannot be told"
 
 
-def test_of_a_ranks_shards_alone(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        first, _ = await published(service, [(0, [3, 9, 30], np.ones((3, 4), "<f4"))])
-        shards = [Shard(USER, 0, 10, 0, 2), Shard(USER, 0, 10, 2, 2), Shard(USER, 20, 15, 0, 4)]
-        session = await join(service, continues=first, shards=shards, **AGAIN)
-        assert told(session) == {USER.name: [3, 9, 30]}
-        other = await join(service, continues=first, shards=[Shard(USER, 10, 10, 0, 4)], **AGAIN)
-        assert told(other) == {}
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_of_a_ranks_shards_alone(service: Service) -> None:
+    first, _ = await published(service, [(0, [3, 9, 30], np.ones((3, 4), "<f4"))])
+    shards = [Shard(USER, 0, 10, 0, 2), Shard(USER, 0, 10, 2, 2), Shard(USER, 20, 15, 0, 4)]
+    session = await join(service, continues=first, shards=shards, **AGAIN)
+    assert told(session) == {USER.name: [3, 9, 30]}
+    other = await join(service, continues=first, shards=[Shard(USER, 10, 10, 0, 4)], **AGAIN)
+    assert told(other) == {}
 
 
-def test_a_part_that_lacks_some_of_them_is_refused(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        first, _ = await published(service, [(0, [3, 9], np.ones((2, 4), "<f4"))])
-        session = await join(service, continues=first, **AGAIN)
-        said = r"left out rows of table '.*user' that were published after version 1, 1 of them"
-        with pytest.raises(ResyncRequired, match=said):
-            await send(session, part(5, [(0, [3], ONES)]))
-        sealed = await send(session, part(6, [(0, [3, 9, 11], np.zeros((3, 4), "<f4"))]))
-        assert sealed
-        assert sealed.number == 3
-        assert not service.models["clicks"].seals[-1].resync, "the history goes on"
-        assert (await send(session, part(7, [(0, [1], ONES)])) or Position()).number == 4, (
-            "only the first one must"
-        )
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_part_that_lacks_some_of_them_is_refused(service: Service) -> None:
+    first, _ = await published(service, [(0, [3, 9], np.ones((2, 4), "<f4"))])
+    session = await join(service, continues=first, **AGAIN)
+    said = r"left out rows of table '.*user' that were published after version 1, 1 of them"
+    with pytest.raises(ResyncRequired, match=said):
+        await send(session, part(5, [(0, [3], ONES)]))
+    sealed = await send(session, part(6, [(0, [3, 9, 11], np.zeros((3, 4), "<f4"))]))
+    assert sealed
+    assert sealed.number == 3
+    assert not service.models["clicks"].seals[-1].resync, "the history goes on"
+    assert (await send(session, part(7, [(0, [1], ONES)])) or Position()).number == 4, "only the first one must"
 
 
-def test_a_full_part_does_as_well(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        first, _ = await published(service, [(0, [3], ONES)])
-        session = await join(service, continues=first, **AGAIN)
-        assert (await send(session, full_part(5, random_rows(1), WHOLE)) or Position()).number == 3
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_full_part_does_as_well(service: Service) -> None:
+    first, _ = await published(service, [(0, [3], ONES)])
+    session = await join(service, continues=first, **AGAIN)
+    assert (await send(session, full_part(5, random_rows(1), WHOLE)) or Position()).number == 3
 
 
-def test_rows_that_no_rank_of_the_run_holds_cannot_be_left_as_they_are(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        first, _ = await published(service, [(0, [35], ONES)])
-        session = await join(service, continues=first, shards=[Shard(USER, 0, 30, 0, 4), WHOLE[1]], **AGAIN)
-        with pytest.raises(Contradiction, match="rows 30 to 39, columns 0 to 3 are in no rank's shard"):
-            await send(session, part(5, []))
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_rows_that_no_rank_of_the_run_holds_cannot_be_left_as_they_are(service: Service) -> None:
+    first, _ = await published(service, [(0, [35], ONES)])
+    session = await join(service, continues=first, shards=[Shard(USER, 0, 30, 0, 4), WHOLE[1]], **AGAIN)
+    with pytest.raises(Contradiction, match="rows 30 to 39, columns 0 to 3 are in no rank's shard"):
+        await send(session, part(5, []))
 
 
-def test_who_is_told_while_a_version_is_sealed_is_told_of_that_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_who_is_told_while_a_version_is_sealed_is_told_of_that_too(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(service: Service) -> None:
-        (first,) = await published(service)
-        old = await join(service)
-        sealing = HeldWrites(monkeypatch, "seal")
-        last = asyncio.create_task(send(old, part(2, [(0, [3], ONES)])))
-        await sealing.begun.wait()
-        new = await join(service, continues=first, **AGAIN)
-        assert new.changed is None, "it is the newest yet"
-        sealing.let_go()
-        await last
-        with pytest.raises(Superseded, match="version 2 was sealed since this stream was opened: open it again"):
-            await send(new, part(5, []))
-        again = await join(service, continues=first, **AGAIN)
-        assert told(again) == {USER.name: [3]}
-
-    run(tmp_path, scenario)
+    (first,) = await published(service)
+    old = await join(service)
+    sealing = HeldWrites(monkeypatch, "seal")
+    last = asyncio.create_task(send(old, part(2, [(0, [3], ONES)])))
+    await sealing.begun.wait()
+    new = await join(service, continues=first, **AGAIN)
+    assert new.changed is None, "it is the newest yet"
+    sealing.let_go()
+    await last
+    with pytest.raises(Superseded, match="version 2 was sealed since this stream was opened: open it again"):
+        await send(new, part(5, []))
+    again = await join(service, continues=first, **AGAIN)
+    assert told(again) == {USER.name: [3]}
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_rank_that_could_not_be_told_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool
+@in_service()
+async def test_a_rank_that_could_not_be_told_is_not_there(
+    service: Service, monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
     """Nobody would ever note that it has left: its model could not be deleted, nor its unfinished cut given up."""
+    first, _ = await published(service, [(0, [3], ONES)])
+    looking = asyncio.Event()
 
-    async def scenario(service: Service) -> None:
-        first, _ = await published(service, [(0, [3], ONES)])
-        looking = asyncio.Event()
-
-        async def found(*_: Any) -> None:
-            looking.set()
-            if leaves:
-                await asyncio.Event().wait()
-            raise ServiceUnavailable("a part of a version is to be applied again")
-
-        monkeypatch.setattr(service.models["clicks"], "on_thread", found)
-        joining = asyncio.create_task(join(service, continues=first, **AGAIN))
-        await looking.wait()
+    async def found(*_: Any) -> None:
+        looking.set()
         if leaves:
-            joining.cancel()
-        with pytest.raises(asyncio.CancelledError if leaves else ServiceUnavailable):
-            await joining
-        assert service.coordinators["clicks"].connected == []
+            await asyncio.Event().wait()
+        raise ServiceUnavailable("a part of a version is to be applied again")
 
-    run(tmp_path, scenario)
+    monkeypatch.setattr(service.models["clicks"], "on_thread", found)
+    joining = asyncio.create_task(join(service, continues=first, **AGAIN))
+    await looking.wait()
+    if leaves:
+        joining.cancel()
+    with pytest.raises(asyncio.CancelledError if leaves else ServiceUnavailable):
+        await joining
+    assert service.coordinators["clicks"].connected == []
 
 
-def test_after_a_restart_of_the_service_too(tmp_path: Path) -> None:
+@in_loop()
+async def test_after_a_restart_of_the_service_too(tmp_path: Path) -> None:
     claims = list[Position]()
-
-    async def before(service: Service) -> None:
+    async with opened(tmp_path) as service:
         claims.extend(await published(service, [(0, [3], ONES)], [(0, [4], ONES)]))
-
-    async def after(service: Service) -> None:
+    async with opened(tmp_path) as service:
         assert told(await join(service, continues=claims[0], **AGAIN)) == {USER.name: [3, 4]}
         assert told(await join(service, continues=claims[1], **AGAIN)) == {USER.name: [4]}
 
-    run(tmp_path, before)
-    run(tmp_path, after)
-
 
 @pytest.mark.parametrize("process", ["x" * 201, "a\nb"])
-def test_a_process_in_other_than_a_few_words_is_refused(tmp_path: Path, process: str) -> None:
-    async def scenario(service: Service) -> None:
-        with pytest.raises(InvalidInput, match="process: use at most 200 printable characters"):
-            await join(service, process=process)
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_process_in_other_than_a_few_words_is_refused(service: Service, process: str) -> None:
+    with pytest.raises(InvalidInput, match="process: use at most 200 printable characters"):
+        await join(service, process=process)
 
 
 Cuts = st.lists(st.lists(st.tuples(st.integers(0, 11), st.booleans()), max_size=6), max_size=5)

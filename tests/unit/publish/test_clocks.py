@@ -3,21 +3,21 @@
 from pathlib import Path
 
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, opened, send
 from tests.support.wire import WHOLE, full_part, random_rows
+from tests.unit.support.async_tests import in_loop
 
 from deltasync.core.errors import Contradiction, ServiceUnavailable
-from deltasync.service.service import Service
 
 HOUR = 3600 * 10**9
 
 
-def test_a_trainer_that_comes_back_on_a_machine_an_hour_behind(
+@in_loop()
+async def test_a_trainer_that_comes_back_on_a_machine_an_hour_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has to wait for that hour, and the run before cannot come back, also after a restart."""
-
-    async def scenario(service: Service) -> None:
+    async with opened(tmp_path) as service:
         crashed = await join(service, run="crashed", started=2 * HOUR)
         await send(crashed, full_part(1, random_rows(0), WHOLE))
         with pytest.raises(Contradiction, match="run behind began before run crashed"):
@@ -31,27 +31,20 @@ def test_a_trainer_that_comes_back_on_a_machine_an_hour_behind(
         behind.end("it has gone")
         with pytest.raises(Contradiction, match="run crashed was there before run behind"):
             await join(service, run="crashed", started=2 * HOUR)
-
-    async def restarted(service: Service) -> None:
+    async with opened(tmp_path) as service:
         with pytest.raises(Contradiction, match="run crashed was there before run behind"):
             await join(service, run="crashed", started=2 * HOUR)
         await join(service, run="later", started=2 * HOUR)
 
-    run(tmp_path, scenario)
-    run(tmp_path, restarted)
 
-
-def test_after_a_restart_the_run_that_published_has_time_to_come_back(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
+@in_loop()
+async def test_after_a_restart_the_run_that_published_has_time_to_come_back(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
         session = await join(service, run="here", started=2 * HOUR)
         await send(session, full_part(1, random_rows(0), WHOLE))
-
-    async def restarted(service: Service) -> None:
+    async with opened(tmp_path) as service:
         with pytest.raises(ServiceUnavailable, match="by now 0"):
             await join(service, run="behind", started=HOUR)
         await join(service, run="here", started=2 * HOUR)
         with pytest.raises(Contradiction, match="run behind began before run here"):
             await join(service, run="behind", started=HOUR)
-
-    run(tmp_path, scenario)
-    run(tmp_path, restarted)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, opened, send
 from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.events import EventKind
@@ -33,77 +34,71 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 0.001)
 
 
-def test_a_cut_that_cannot_be_sealed_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(service: Service) -> None:
-        session = await join(service)
-        with monkeypatch.context() as patch:
-            patch.setattr("deltasync.publish.sealing._seal_of", broken)
-            with pytest.raises(
-                ServiceUnavailable, match=r"step 1 could not be sealed, and is to be sent again: ZeroDivisionError"
-            ):
-                await send(session, full_part(1, random_rows(0), WHOLE))
-        model = session.coordinator.model
+@in_service()
+async def test_a_cut_that_cannot_be_sealed_is_sent_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await join(service)
+    with monkeypatch.context() as patch:
+        patch.setattr("deltasync.publish.sealing._seal_of", broken)
+        with pytest.raises(
+            ServiceUnavailable, match=r"step 1 could not be sealed, and is to be sent again: ZeroDivisionError"
+        ):
+            await send(session, full_part(1, random_rows(0), WHOLE))
+    model = session.coordinator.model
+    assert model.failure == (
+        "the cut of step 1 could not be sealed, and is to be sent again: ZeroDivisionError: a mistake of ours"
+    )
+    assert service.event_counts[EventKind.FAILED] == 1
+    again = await join(service)
+    assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(model.history, 1)
+    assert not model.failure
+
+
+@in_service()
+async def test_a_version_that_cannot_be_applied_is_applied_later_and_before_the_next(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await join(service)
+    await send(session, full_part(1, random_rows(0), WHOLE))
+    await becomes(lambda: service.models["clicks"].position.number == 1)
+    model = service.models["clicks"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Model, "_apply", broken)
+        assert (await send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))]))) == Position(model.history, 2)
+        next_cut = asyncio.create_task(send(session, part(3, [(0, [4], np.full((1, 4), 8, "<f4"))])))
+        await becomes(lambda: service.event_counts[EventKind.FAILED] > 2)
         assert model.failure == (
-            "the cut of step 1 could not be sealed, and is to be sent again: ZeroDivisionError: a mistake of ours"
+            "version 2 could not be applied, which is tried again: ZeroDivisionError: a mistake of ours"
         )
-        assert service.event_counts[EventKind.FAILED] == 1
-        again = await join(service)
-        assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(model.history, 1)
-        assert not model.failure
+        assert model.position.number == 1
+        other = await join(service, model="other")
+        assert (await send(other, full_part(1, random_rows(1), WHOLE))) == Position(other.sealed.history, 1)
+    assert (await next_cut) == Position(model.history, 3)
+    await becomes(lambda: model.position.number == 3)
+    assert not model.failure
+    rows = await model.on_thread(lambda: model.tables[0].rows[3:5].copy())
+    assert rows.tolist() == [[7] * 4, [8] * 4]
 
-    run(tmp_path, scenario)
 
-
-def test_a_version_that_cannot_be_applied_is_applied_later_and_before_the_next(
+@in_loop()
+async def test_a_service_that_cannot_apply_a_version_still_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(service: Service) -> None:
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
-        await becomes(lambda: service.models["clicks"].position.number == 1)
-        model = service.models["clicks"]
-        with monkeypatch.context() as patch:
-            patch.setattr(Model, "_apply", broken)
-            assert (await send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))]))) == Position(
-                model.history, 2
-            )
-            next_cut = asyncio.create_task(send(session, part(3, [(0, [4], np.full((1, 4), 8, "<f4"))])))
-            await becomes(lambda: service.event_counts[EventKind.FAILED] > 2)
-            assert model.failure == (
-                "version 2 could not be applied, which is tried again: ZeroDivisionError: a mistake of ours"
-            )
-            assert model.position.number == 1
-            other = await join(service, model="other")
-            assert (await send(other, full_part(1, random_rows(1), WHOLE))) == Position(other.sealed.history, 1)
-        assert (await next_cut) == Position(model.history, 3)
-        await becomes(lambda: model.position.number == 3)
-        assert not model.failure
-        rows = await model.on_thread(lambda: model.tables[0].rows[3:5].copy())
-        assert rows.tolist() == [[7] * 4, [8] * 4]
-
-    run(tmp_path, scenario)
-
-
-def test_a_service_that_cannot_apply_a_version_still_drains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def first(service: Service) -> None:
+    async with opened(tmp_path) as service:
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
         await becomes(lambda: service.models["clicks"].position.number == 1)
         monkeypatch.setattr(Model, "_apply", broken)
         await send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))]))
         await becomes(lambda: service.event_counts[EventKind.FAILED] > 0)
-
-    async def second(service: Service) -> None:
-        assert service.models["clicks"].tables[0].rows[3].tolist() == [7] * 4
-
-    run(tmp_path, first)
     monkeypatch.undo()
-    run(tmp_path, second)
+    async with opened(tmp_path) as again:
+        assert again.models["clicks"].tables[0].rows[3].tolist() == [7] * 4
 
 
-def test_no_later_version_is_sealed_at_the_end_over_one_that_was_not_applied(
+@in_loop()
+async def test_no_later_version_is_sealed_at_the_end_over_one_that_was_not_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be flushed, and the log cut, without the rows of the one before."""
@@ -114,26 +109,19 @@ def test_no_later_version_is_sealed_at_the_end_over_one_that_was_not_applied(
             broken()
         apply(model, seal, rows)
 
-    async def first(service: Service) -> None:
+    async with opened(tmp_path) as service:
         session = await join(service)
+        ranks = session.coordinator
         await send(session, full_part(1, random_rows(0), WHOLE))
         monkeypatch.setattr(Model, "_apply", broken_at_2)
         await send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))]))
         next_cut = asyncio.create_task(send(session, part(3, [(0, [4], np.full((1, 4), 8, "<f4"))])))
-        await becomes(
-            lambda: (
-                service.coordinators["clicks"]._sealing is not None and service.event_counts[EventKind.FAILED] > 1
-            )
-        )
-        await service.coordinators["clicks"].drain()
+        await becomes(lambda: ranks._sealing is not None and service.event_counts[EventKind.FAILED] > 1)
+        await ranks.drain()
         with pytest.raises(ServiceUnavailable, match="version 2 is not applied yet"):
             await next_cut
-
-    async def second(service: Service) -> None:
-        model = service.models["clicks"]
+    monkeypatch.undo()
+    async with opened(tmp_path) as again:
+        model = again.models["clicks"]
         assert model.position.number == 2
         assert model.tables[0].rows[3].tolist() == [7] * 4
-
-    run(tmp_path, first)
-    monkeypatch.undo()
-    run(tmp_path, second)

@@ -2,14 +2,14 @@
 
 import asyncio
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, send
 from tests.support.log import log_of
 from tests.support.wire import WHOLE, chunk, full_part, part, random_rows
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.errors import Contradiction, StorageFailed
 from deltasync.core.position import Position
@@ -38,116 +38,106 @@ async def logged(service: Service) -> int:
     return sum(len(each.payload) for each in log_of(service).read("cuts/clicks"))
 
 
-def test_parts_of_ranks_that_have_gone_for_long_are_dropped(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        first, second = await begin(service), await begin(service, rank=1)
-        ranks = first.coordinator
-        assert await logged(service)
-        used = log_of(service).used_bytes()
-        first.end("gone")
-        ranks.abandon_forsaken(1000)
-        ranks.abandon_forsaken(9000)
-        assert await logged(service), "a rank is there"
-        second.end("gone")
-        ranks.abandon_forsaken(9001)
-        ranks.abandon_forsaken(9001 + coordinator._FORSAKEN_SECONDS - 1)
-        assert await logged(service), "they may come back"
-        ranks.abandon_forsaken(9001 + coordinator._FORSAKEN_SECONDS)
-        assert await logged(service) == 0
-        assert log_of(service).used_bytes() < used - 500_000
-        assert ranks.open_cut is None
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_parts_of_ranks_that_have_gone_for_long_are_dropped(service: Service) -> None:
+    first, second = await begin(service), await begin(service, rank=1)
+    ranks = first.coordinator
+    assert await logged(service)
+    used = log_of(service).used_bytes()
+    first.end("gone")
+    ranks.abandon_forsaken(1000)
+    ranks.abandon_forsaken(9000)
+    assert await logged(service), "a rank is there"
+    second.end("gone")
+    ranks.abandon_forsaken(9001)
+    ranks.abandon_forsaken(9001 + coordinator._FORSAKEN_SECONDS - 1)
+    assert await logged(service), "they may come back"
+    ranks.abandon_forsaken(9001 + coordinator._FORSAKEN_SECONDS)
+    assert await logged(service) == 0
+    assert log_of(service).used_bytes() < used - 500_000
+    assert ranks.open_cut is None
 
 
-def test_a_rank_that_comes_back_has_all_the_time_again(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        session = await begin(service)
-        ranks = session.coordinator
-        session.end("gone")
-        ranks.abandon_forsaken(1000)
-        again = await begin(service)
-        ranks.abandon_forsaken(2000)
-        again.end("gone")
-        ranks.abandon_forsaken(2001)
-        assert await logged(service)
-        assert ranks.open_cut
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_rank_that_comes_back_has_all_the_time_again(service: Service) -> None:
+    session = await begin(service)
+    ranks = session.coordinator
+    session.end("gone")
+    ranks.abandon_forsaken(1000)
+    again = await begin(service)
+    ranks.abandon_forsaken(2000)
+    again.end("gone")
+    ranks.abandon_forsaken(2001)
+    assert await logged(service)
+    assert ranks.open_cut
 
 
-def test_parts_of_a_run_are_dropped_when_a_later_one_takes_over(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        await begin(service)
-        await begin(service, rank=1)
-        await join(service, run="later", started=2, **FIELDS)
-        assert await logged(service) == 0
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_parts_of_a_run_are_dropped_when_a_later_one_takes_over(service: Service) -> None:
+    await begin(service)
+    await begin(service, rank=1)
+    await join(service, run="later", started=2, **FIELDS)
+    assert await logged(service) == 0
 
 
-def test_parts_of_a_step_that_a_later_one_has_overtaken_are_dropped(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        first = await begin(service)
-        await begin(service, rank=1)
-        ids = range(10)
-        await send(first, [chunk(2, 0, ids, np.ones((10, 4), "<f4"))])
-        assert 0 < await logged(service) < 1000, "of the later step only"
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_parts_of_a_step_that_a_later_one_has_overtaken_are_dropped(service: Service) -> None:
+    first = await begin(service)
+    await begin(service, rank=1)
+    ids = range(10)
+    await send(first, [chunk(2, 0, ids, np.ones((10, 4), "<f4"))])
+    assert 0 < await logged(service) < 1000, "of the later step only"
 
 
-def test_a_cut_that_could_not_be_sealed_is_dropped_and_comes_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_a_cut_that_could_not_be_sealed_is_dropped_and_comes_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(service: Service) -> None:
-        def refused(*_: Any) -> Future[None]:
-            failed: Future[None] = Future()
-            failed.set_exception(StorageFailed("the disk is gone"))
-            return failed
+    def refused(*_: Any) -> Future[None]:
+        failed: Future[None] = Future()
+        failed.set_exception(StorageFailed("the disk is gone"))
+        return failed
 
-        session = await join(service)
-        with monkeypatch.context() as patch:
-            patch.setattr(ModelStore, "seal", refused)
-            with pytest.raises(StorageFailed, match="the disk is gone"):
-                await send(session, full_part(1, random_rows(0), WHOLE))
-        assert await logged(service) == 0
-        again = await join(service)
-        assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(again.sealed.history, 1)
-        assert await logged(service), "a sealed one stays"
-
-    run(tmp_path, scenario)
+    session = await join(service)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelStore, "seal", refused)
+        with pytest.raises(StorageFailed, match="the disk is gone"):
+            await send(session, full_part(1, random_rows(0), WHOLE))
+    assert await logged(service) == 0
+    again = await join(service)
+    assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(again.sealed.history, 1)
+    assert await logged(service), "a sealed one stays"
 
 
-def test_all_ranks_of_a_cut_that_cannot_fit_are_told_so_and_the_log_is_not_full_for_it(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        halves = [Shard(WIDE, first, 1 << 15, 0, 4) for first in (0, 1 << 15)]
-        ranks = [
-            await join(service, rank=rank, world_size=2, tables=[WIDE], shards=[half])
-            for rank, half in enumerate(halves)
-        ]
-        rows = np.ones((1 << 14, 4), "<f4")
-        parts = [
-            part(1, [(0, range(first, first + (1 << 14)), rows) for first in starts], full=True)
-            for starts in ((0, 1 << 14), (1 << 15, 3 << 14))
-        ]
-        await asyncio.gather(*(send(rank, each) for rank, each in zip(ranks, parts, strict=True)))
-        await service.coordinators["clicks"].drain()
-        await asyncio.to_thread(service.models["clicks"].flush)
-        waiting = asyncio.create_task(send(ranks[0], part(2, [])))
-        await asyncio.sleep(0)
-        log_of(service).capacity = 600_000
-        later = [(0, range(first, first + (1 << 14)), rows) for first in (1 << 15, 3 << 14)]
-        with pytest.raises(Contradiction, match=r"takes 104[0-9]{4} bytes in the log, which has room for 600000"):
-            await send(ranks[1], part(2, later))
-        with pytest.raises(Contradiction, match="which has room for 600000"):
-            await waiting
-        assert "too large for the log" in service.models["clicks"].failure
-        assert service.shortcomings == [f"model 'clicks': {service.models['clicks'].failure}"]
-        assert await logged(service) == 0
-        assert not log_of(service).refusing
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_all_ranks_of_a_cut_that_cannot_fit_are_told_so_and_the_log_is_not_full_for_it(
+    service: Service,
+) -> None:
+    halves = [Shard(WIDE, first, 1 << 15, 0, 4) for first in (0, 1 << 15)]
+    ranks = [
+        await join(service, rank=rank, world_size=2, tables=[WIDE], shards=[half])
+        for rank, half in enumerate(halves)
+    ]
+    rows = np.ones((1 << 14, 4), "<f4")
+    parts = [
+        part(1, [(0, range(first, first + (1 << 14)), rows) for first in starts], full=True)
+        for starts in ((0, 1 << 14), (1 << 15, 3 << 14))
+    ]
+    await asyncio.gather(*(send(rank, each) for rank, each in zip(ranks, parts, strict=True)))
+    await service.coordinators["clicks"].drain()
+    await asyncio.to_thread(service.models["clicks"].flush)
+    waiting = asyncio.create_task(send(ranks[0], part(2, [])))
+    await asyncio.sleep(0)
+    log_of(service).capacity = 600_000
+    later = [(0, range(first, first + (1 << 14)), rows) for first in (1 << 15, 3 << 14)]
+    with pytest.raises(Contradiction, match=r"takes 104[0-9]{4} bytes in the log, which has room for 600000"):
+        await send(ranks[1], part(2, later))
+    with pytest.raises(Contradiction, match="which has room for 600000"):
+        await waiting
+    assert "too large for the log" in service.models["clicks"].failure
+    assert service.shortcomings == [f"model 'clicks': {service.models['clicks'].failure}"]
+    assert await logged(service) == 0
+    assert not log_of(service).refusing
 
 
 def test_what_fits_and_what_to_set_are_said() -> None:

@@ -2,14 +2,14 @@
 
 import asyncio
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, send
 from tests.support.log import held_up, log_of
 from tests.support.wire import part
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.limits import LimitOptions
 from deltasync.core.tables import Shard, TableSpec
@@ -24,37 +24,37 @@ SHARDS = [Shard(WIDE, rank * CHUNKS * CHUNK_ROWS, CHUNKS * CHUNK_ROWS, 0, WIDE.d
 CHUNK_BYTES = CHUNK_ROWS * (WIDE.row_bytes + 8)
 
 
-def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        log_of(service).queue.limit(BOUND)
-        sessions = [
-            await join(service, rank=rank, world_size=RANKS, tables=[WIDE], shards=[SHARDS[rank]])
-            for rank in range(RANKS)
-        ]
+@in_service()
+async def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(service: Service) -> None:
+    log_of(service).queue.limit(BOUND)
+    sessions = [
+        await join(service, rank=rank, world_size=RANKS, tables=[WIDE], shards=[SHARDS[rank]])
+        for rank in range(RANKS)
+    ]
 
-        def requests(shard: Shard) -> list[Any]:
-            firsts = range(shard.row_offset, shard.row_offset + shard.rows, CHUNK_ROWS)
-            rows = np.ones((CHUNK_ROWS, WIDE.dim), "<f4")
-            return part(1, [(0, range(first, first + CHUNK_ROWS), rows) for first in firsts], full=True)
+    def requests(shard: Shard) -> list[Any]:
+        firsts = range(shard.row_offset, shard.row_offset + shard.rows, CHUNK_ROWS)
+        rows = np.ones((CHUNK_ROWS, WIDE.dim), "<f4")
+        return part(1, [(0, range(first, first + CHUNK_ROWS), rows) for first in firsts], full=True)
 
-        with held_up(log_of(service)):
-            sending = [asyncio.create_task(send(each, requests(SHARDS[each.rank]))) for each in sessions]
-            for _ in range(500):
-                await asyncio.sleep(0)
-            assert BOUND < log_of(service).queue.bytes < BOUND + (RANKS + 1) * (CHUNK_BYTES + 4096)
-            assert not any(task.done() for task in sending)
-            forgotten = log_of(service).put("n", b"")  # What makes room passes.
-            assert not forgotten.done()
-        positions = await asyncio.gather(*sending)
-        assert {each.number for each in positions if each} == {1}
-        assert log_of(service).queue.bytes == 0
-
-    run(tmp_path, scenario)
+    with held_up(log_of(service)):
+        sending = [asyncio.create_task(send(each, requests(SHARDS[each.rank]))) for each in sessions]
+        for _ in range(500):
+            await asyncio.sleep(0)
+        assert BOUND < log_of(service).queue.bytes < BOUND + (RANKS + 1) * (CHUNK_BYTES + 4096)
+        assert not any(task.done() for task in sending)
+        forgotten = log_of(service).put("n", b"")  # What makes room passes.
+        assert not forgotten.done()
+    positions = await asyncio.gather(*sending)
+    assert {each.number for each in positions if each} == {1}
+    assert log_of(service).queue.bytes == 0
 
 
-def test_many_opens_leave_the_loops_threads_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service()
+async def test_many_opens_leave_the_loops_threads_to_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which flush, and write releases down."""
-
     begun, go = threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> bytes:
@@ -62,36 +62,29 @@ def test_many_opens_leave_the_loops_threads_to_others(tmp_path: Path, monkeypatc
         assert go.wait(20)
         return pack_layout(*arguments)
 
-    async def scenario(service: Service) -> None:
-        await service.open_model("clicks")
-        opens = [asyncio.create_task(join(service)) for _ in range(50)]
-        await asyncio.to_thread(begun.wait, 20)
-        for _ in range(200):
-            await asyncio.sleep(0)
-        try:
-            await asyncio.wait_for(asyncio.to_thread(lambda: None), 10)
-        finally:
-            go.set()
-        await asyncio.gather(*opens, return_exceptions=True)
-
     monkeypatch.setattr("deltasync.publish.session.pack_layout", slow)
+    await service.open_model("clicks")
+    opens = [asyncio.create_task(join(service)) for _ in range(50)]
+    await asyncio.to_thread(begun.wait, 20)
+    for _ in range(200):
+        await asyncio.sleep(0)
+    try:
+        await asyncio.wait_for(asyncio.to_thread(lambda: None), 10)
+    finally:
+        go.set()
+    await asyncio.gather(*opens, return_exceptions=True)
 
-    run(tmp_path, scenario)
 
-
-def test_a_limit_that_is_read_again_counts_while_the_service_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service(limits=LimitOptions(log_queue_bytes=BOUND))
+async def test_a_limit_that_is_read_again_counts_while_the_service_runs(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
-
-    async def scenario(service: Service) -> None:
-        assert log_of(service).queue.most_bytes == BOUND
-        service.limits.options = LimitOptions(log_queue_bytes=2 * BOUND)
-        keeper = asyncio.create_task(housekeeping(service))
-        while log_of(service).queue.most_bytes != 2 * BOUND:
-            await asyncio.sleep(0.001)
-        keeper.cancel()
-        with held_up(log_of(service)):
-            assert b'deltasync_limit_taken{limit="log_queue_bytes"} 1024.0' in await Answers(service).metrics()
-
-    run(tmp_path, scenario, limits=LimitOptions(log_queue_bytes=BOUND))
+    assert log_of(service).queue.most_bytes == BOUND
+    service.limits.options = LimitOptions(log_queue_bytes=2 * BOUND)
+    keeper = asyncio.create_task(housekeeping(service))
+    while log_of(service).queue.most_bytes != 2 * BOUND:
+        await asyncio.sleep(0.001)
+    keeper.cancel()
+    with held_up(log_of(service)):
+        assert b'deltasync_limit_taken{limit="log_queue_bytes"} 1024.0' in await Answers(service).metrics()

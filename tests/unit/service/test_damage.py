@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, opened, send
 from tests.support.releases import deleted_rows, live_rows
 from tests.support.stamped import stamped_table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
+from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.core.damage import DamagedRows, ranges
 from deltasync.core.digests import checksum_of, row_digests
@@ -69,200 +70,178 @@ def tell_when(service: Service, kind: EventKind, event: asyncio.Event) -> None:
     service.events._listeners = (*listeners, lambda each: event.set() if each.kind is kind else None)
 
 
-def test_a_release_never_has_a_damaged_row_and_the_log_mends_it(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        _, model = await published(service)
-        checksum = model.tables[0].checksum
-        flip(model.tables[0], 3, 4, 9)
-        with pytest.raises(
-            DamagedRows, match=rf"table '{USER.name}': other bits than were stored in rows 3 to 4, 9"
-        ):
-            await model.release(0)
-        await asyncio.sleep(0)  # What is done once the release has failed.
-        assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [3, 4, 9]}
-        failure = model.standing(Policy()).failure
-        assert failure.startswith(f"other bits than were stored in rows 3 to 4, 9 of table {USER.name!r}")
-        mended = await model.damage.mend()
-        assert {name: ids.tolist() for name, ids in mended.items()} == {USER.name: [3, 4, 9]}
-        assert (model.damage.rows, model.standing(Policy()).failure) == ({}, "")
-        release = await model.release(0)
-        assert live_rows(release)[0].values.tobytes() == ROWS[0].tobytes()
-        assert release.checksums[0] == checksum == model.tables[0].checksum
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_release_never_has_a_damaged_row_and_the_log_mends_it(service: Service) -> None:
+    _, model = await published(service)
+    checksum = model.tables[0].checksum
+    flip(model.tables[0], 3, 4, 9)
+    with pytest.raises(DamagedRows, match=rf"table '{USER.name}': other bits than were stored in rows 3 to 4, 9"):
+        await model.release(0)
+    await asyncio.sleep(0)  # What is done once the release has failed.
+    assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [3, 4, 9]}
+    failure = model.standing(Policy()).failure
+    assert failure.startswith(f"other bits than were stored in rows 3 to 4, 9 of table {USER.name!r}")
+    mended = await model.damage.mend()
+    assert {name: ids.tolist() for name, ids in mended.items()} == {USER.name: [3, 4, 9]}
+    assert (model.damage.rows, model.standing(Policy()).failure) == ({}, "")
+    release = await model.release(0)
+    assert live_rows(release)[0].values.tobytes() == ROWS[0].tobytes()
+    assert release.checksums[0] == checksum == model.tables[0].checksum
 
 
-def test_what_the_log_has_no_more_is_asked_of_the_ranks(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        session, model = await published(service)
-        model.flush()
-        flip(model.tables[0], 7)
-        with pytest.raises(DamagedRows):
-            await model.release(0)
-        assert await model.damage.mend() == {}
-        assert [(slot, ids.tolist()) for slot, ids in session.wanted] == [(0, [7])]
-        # Other rows go on, to replicas that lack only them.
-        await send(session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
-        await service.coordinators["clicks"].drain()
-        assert live_rows(await model.release(1))[0].ids.tolist() == [8]
-        await send(session, part(3, [(0, [7], np.full((1, 4), 2, "<f4"))]))
-        await service.coordinators["clicks"].drain()
-        assert (model.damage.rows, session.wanted) == ({}, [])
-        assert live_rows(await model.release(0))[0].values[7].tolist() == [2] * 4
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_what_the_log_has_no_more_is_asked_of_the_ranks(service: Service) -> None:
+    session, model = await published(service)
+    model.flush()
+    flip(model.tables[0], 7)
+    with pytest.raises(DamagedRows):
+        await model.release(0)
+    assert await model.damage.mend() == {}
+    assert [(slot, ids.tolist()) for slot, ids in session.wanted] == [(0, [7])]
+    # Other rows go on, to replicas that lack only them.
+    await send(session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
+    await service.coordinators["clicks"].drain()
+    assert live_rows(await model.release(1))[0].ids.tolist() == [8]
+    await send(session, part(3, [(0, [7], np.full((1, 4), 2, "<f4"))]))
+    await service.coordinators["clicks"].drain()
+    assert (model.damage.rows, session.wanted) == ({}, [])
+    assert live_rows(await model.release(0))[0].values[7].tolist() == [2] * 4
 
 
-def test_a_row_is_asked_for_again_only_where_the_part_that_followed_did_not_bring_it(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        session, model = await published(service)
-        model.flush()
-        flip(model.tables[0], 7)
-        await model.damage.sweep()
+@in_service()
+async def test_a_row_is_asked_for_again_only_where_the_part_that_followed_did_not_bring_it(
+    service: Service,
+) -> None:
+    session, model = await published(service)
+    model.flush()
+    flip(model.tables[0], 7)
+    await model.damage.sweep()
 
-        apply, answered = model.apply_cut, asyncio.Event()
+    apply, answered = model.apply_cut, asyncio.Event()
 
-        async def apply_later(*cut: Any) -> None:
-            await answered.wait()
-            await apply(*cut)
+    async def apply_later(*cut: Any) -> None:
+        await answered.wait()
+        await apply(*cut)
 
-        async def asked_after(version: int, row: int) -> list[tuple[int, list[int]]]:
-            answered.clear()
-            with mock.patch.object(model, "apply_cut", apply_later):
-                await send(session, part(version, [(0, [row], ROWS[0][row : row + 1])]))
-                asked = [(slot, ids.tolist()) for slot, ids in session.ask()]
-                answered.set()
-                await service.coordinators["clicks"].drain()
-            return asked
+    async def asked_after(version: int, row: int) -> list[tuple[int, list[int]]]:
+        answered.clear()
+        with mock.patch.object(model, "apply_cut", apply_later):
+            await send(session, part(version, [(0, [row], ROWS[0][row : row + 1])]))
+            asked = [(slot, ids.tolist()) for slot, ids in session.ask()]
+            answered.set()
+            await service.coordinators["clicks"].drain()
+        return asked
 
-        assert await asked_after(2, 8) == [(0, [7])]
-        assert await asked_after(3, 8) == []
-        assert await asked_after(4, 8) == [(0, [7])]
-        assert await asked_after(5, 7) == []
-        assert (await asked_after(6, 8), model.damage.rows) == ([], {})
-
-    run(tmp_path, scenario)
+    assert await asked_after(2, 8) == [(0, [7])]
+    assert await asked_after(3, 8) == []
+    assert await asked_after(4, 8) == [(0, [7])]
+    assert await asked_after(5, 7) == []
+    assert (await asked_after(6, 8), model.damage.rows) == ([], {})
 
 
-def test_many_rows_are_asked_for_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service()
+async def test_many_rows_are_asked_for_a_few_at_a_time(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.publish.session._WANTED_IDS", 4)
-
-    async def scenario(service: Service) -> None:
-        session, model = await published(service)
-        model.flush()
-        for row in range(3, 14):
-            flip(model.tables[0], row)
-        await model.damage.sweep()
-        assert [ids.tolist() for _, ids in session.wanted] == [[3, 4, 5, 6]]
-        asked = [[ids.tolist() for _, ids in session.ask()] for _ in range(3)]
-        assert asked == [[[3, 4, 5, 6]], [[7, 8, 9, 10]], [[3, 4, 5, 6]]], "not what is on its way"
-
-    run(tmp_path, scenario)
+    session, model = await published(service)
+    model.flush()
+    for row in range(3, 14):
+        flip(model.tables[0], row)
+    await model.damage.sweep()
+    assert [ids.tolist() for _, ids in session.wanted] == [[3, 4, 5, 6]]
+    asked = [[ids.tolist() for _, ids in session.ask()] for _ in range(3)]
+    assert asked == [[[3, 4, 5, 6]], [[7, 8, 9, 10]], [[3, 4, 5, 6]]], "not what is on its way"
 
 
-def test_a_deleted_row_is_zeros_again(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        session, model = await published(service)
-        requests = part(2, [(0, [5], np.zeros((1, 4), "<f4"))])
-        requests[0].chunk.rows.deleted, requests[0].chunk.rows.values = True, b""
-        await send(session, requests)
-        await service.coordinators["clicks"].drain()
-        model.flush()
-        flip(model.tables[0], 5)
-        await model.damage.sweep()
-        assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [5]}
-        assert list(await model.damage.mend()) == [USER.name]
-        assert not model.tables[0].rows[5].any()
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_deleted_row_is_zeros_again(service: Service) -> None:
+    session, model = await published(service)
+    requests = part(2, [(0, [5], np.zeros((1, 4), "<f4"))])
+    requests[0].chunk.rows.deleted, requests[0].chunk.rows.values = True, b""
+    await send(session, requests)
+    await service.coordinators["clicks"].drain()
+    model.flush()
+    flip(model.tables[0], 5)
+    await model.damage.sweep()
+    assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [5]}
+    assert list(await model.damage.mend()) == [USER.name]
+    assert not model.tables[0].rows[5].any()
 
 
-def test_a_row_that_a_full_part_does_not_name_is_zeros_again(tmp_path: Path) -> None:
+@in_service()
+async def test_a_row_that_a_full_part_does_not_name_is_zeros_again(service: Service) -> None:
     """The log has what it was before, and no delete."""
-
-    async def scenario(service: Service) -> None:
-        session, model = await published(service)
-        ids = np.setdiff1d(np.arange(USER.rows), [5])
-        everything = [(0, ids, ROWS[0][ids]), (1, np.arange(ITEM.rows), ROWS[1])]
-        await send(session, part(2, everything, full=True))
-        await service.coordinators["clicks"].drain()
-        assert model.tables[0].deleted(np.array([5])).all()
-        flip(model.tables[0], 5)
-        await model.damage.sweep()
-        assert list(await model.damage.mend()) == [USER.name]
-        assert not model.tables[0].rows[5].any()
-
-    run(tmp_path, scenario)
+    session, model = await published(service)
+    ids = np.setdiff1d(np.arange(USER.rows), [5])
+    everything = [(0, ids, ROWS[0][ids]), (1, np.arange(ITEM.rows), ROWS[1])]
+    await send(session, part(2, everything, full=True))
+    await service.coordinators["clicks"].drain()
+    assert model.tables[0].deleted(np.array([5])).all()
+    flip(model.tables[0], 5)
+    await model.damage.sweep()
+    assert list(await model.damage.mend()) == [USER.name]
+    assert not model.tables[0].rows[5].any()
 
 
-def test_the_log_mends_a_digest_of_a_sound_row(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        _, model = await published(service)
-        right = model.tables[0].digests.copy()
-        lose_digest(model.tables[0], 7)
-        await model.damage.sweep()
-        assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [7]}
-        assert model.tables[0].digests.tolist() == right.tolist()
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_the_log_mends_a_digest_of_a_sound_row(service: Service) -> None:
+    _, model = await published(service)
+    right = model.tables[0].digests.copy()
+    lose_digest(model.tables[0], 7)
+    await model.damage.sweep()
+    assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [7]}
+    assert model.tables[0].digests.tolist() == right.tolist()
 
 
-def test_a_digest_that_has_changed_is_made_again_of_its_sound_row(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        _, model = await published(service)
-        model.flush()
-        right = model.tables[0].digests.copy(), model.tables[0].checksum
-        model.tables[0].digests[7] ^= 1
-        await model.damage.sweep()
-        assert (model.damage.rows, model.tables[0].restamped) == ({}, [])
-        assert model.tables[0].digests.tolist() == right[0].tolist()
-        assert model.tables[0].checksum == right[1]
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_digest_that_has_changed_is_made_again_of_its_sound_row(service: Service) -> None:
+    _, model = await published(service)
+    model.flush()
+    right = model.tables[0].digests.copy(), model.tables[0].checksum
+    model.tables[0].digests[7] ^= 1
+    await model.damage.sweep()
+    assert (model.damage.rows, model.tables[0].restamped) == ({}, [])
+    assert model.tables[0].digests.tolist() == right[0].tolist()
+    assert model.tables[0].checksum == right[1]
 
 
-def test_a_look_at_all_rows_says_what_was_found_and_mended_while_it_went_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_a_look_at_all_rows_says_what_was_found_and_mended_while_it_went_on(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at = damage._may_be_damaged
+    _, model = await published(service)
+    loop = asyncio.get_running_loop()
 
-    async def scenario(service: Service) -> None:
-        _, model = await published(service)
-        loop = asyncio.get_running_loop()
+    def look(table: StampedTable, first: int, last: int) -> bool:
+        if table is model.tables[1]:
+            tidied = asyncio.run_coroutine_threadsafe(model.damage.look_after(service.events), loop)
+            tidied.result(10)
+        return looked_at(table, first, last)
 
-        def look(table: StampedTable, first: int, last: int) -> bool:
-            if table is model.tables[1]:
-                tidied = asyncio.run_coroutine_threadsafe(model.damage.look_after(service.events), loop)
-                tidied.result(10)
-            return looked_at(table, first, last)
-
-        monkeypatch.setattr(damage, "_may_be_damaged", look)
-        flip(model.tables[0], 3, 4)
-        model.tables[0].stamps[7] = 5
-        said = list[Event]()
-        service.events._listeners = (*service.events._listeners, said.append)
-        user, _ = await inspect(service, "who asks")
-        assert (user.damaged, user.mended, user.restamped, user.left) == (2, 2, 1, 0)
-        (event,) = (each for each in said if each.kind is EventKind.ROWS_INSPECTED)
-        assert event.subject == {"by": "who asks"}
-        assert event.text == "of all rows, 70 looked at, 2 damaged, 1 with another stamp, 0 left"
-
-    run(tmp_path, scenario)
+    monkeypatch.setattr(damage, "_may_be_damaged", look)
+    flip(model.tables[0], 3, 4)
+    model.tables[0].stamps[7] = 5
+    said = list[Event]()
+    service.events._listeners = (*service.events._listeners, said.append)
+    user, _ = await inspect(service, "who asks")
+    assert (user.damaged, user.mended, user.restamped, user.left) == (2, 2, 1, 0)
+    (event,) = (each for each in said if each.kind is EventKind.ROWS_INSPECTED)
+    assert event.subject == {"by": "who asks"}
+    assert event.text == "of all rows, 70 looked at, 2 damaged, 1 with another stamp, 0 left"
 
 
 @pytest.mark.parametrize("bit", [0, 3, 40, 63])
-def test_a_row_whose_stamp_has_changed_is_sent_to_whoever_may_lack_it(tmp_path: Path, bit: int) -> None:
+@in_loop()
+async def test_a_row_whose_stamp_has_changed_is_sent_to_whoever_may_lack_it(tmp_path: Path, bit: int) -> None:
     """Also after a restart, before anybody is served; and it is told."""
-
-    async def before(service: Service) -> None:
+    async with opened(tmp_path) as service:
         session, model = await published(service)
         await send(session, part(2, [(0, [7, 8], np.full((2, 4), 2, "<f4"))]))
         await service.coordinators["clicks"].drain()
         model.flush()
         model.tables[0].stamps.view(np.uint64)[7] ^= np.uint64(1 << bit)
         model.tables[0].wrote(None, STAMPS)
-
-    async def after(service: Service) -> None:
+    async with opened(tmp_path) as service:
         model, said = service.models["clicks"], said_of_rows(service)
         release = await model.release(1)
         assert live_rows(release)[0].ids.tolist() == [7, 8]
@@ -272,107 +251,90 @@ def test_a_row_whose_stamp_has_changed_is_sent_to_whoever_may_lack_it(tmp_path: 
             (EventKind.ROWS_DAMAGED, f"{RESTAMPED}row 7"),
         ]
 
-    run(tmp_path, before)
-    run(tmp_path, after)
 
-
-def test_a_row_that_only_seems_to_be_deleted_is_sent_as_it_is(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        _, model = await published(service)
-        model.tables[0].stamps[7] *= -1
-        release = await model.release(0)
-        assert live_rows(release)[0].ids.tolist() == list(range(USER.rows))
-        assert not deleted_rows(release)
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_row_that_only_seems_to_be_deleted_is_sent_as_it_is(service: Service) -> None:
+    _, model = await published(service)
+    model.tables[0].stamps[7] *= -1
+    release = await model.release(0)
+    assert live_rows(release)[0].ids.tolist() == list(range(USER.rows))
+    assert not deleted_rows(release)
 
 
 @pytest.mark.parametrize("wrong", [1e30, np.nan, -1.0])
-def test_a_squared_norm_that_has_changed_is_made_again_of_its_row(tmp_path: Path, wrong: float) -> None:
-    async def scenario(service: Service) -> None:
-        _, model = await published(service)
-        table = model.tables[0]
-        right, norm = table.squares.copy(), table.norm
-        table.squares[7] = wrong
-        table.count()  # As a start does.
-        await model.damage.sweep()
-        assert table.squares.tolist() == right.tolist()
-        assert (table.norm, model.damage.rows) == (norm, {})
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_squared_norm_that_has_changed_is_made_again_of_its_row(service: Service, wrong: float) -> None:
+    _, model = await published(service)
+    table = model.tables[0]
+    right, norm = table.squares.copy(), table.norm
+    table.squares[7] = wrong
+    table.count()  # As a start does.
+    await model.damage.sweep()
+    assert table.squares.tolist() == right.tolist()
+    assert (table.norm, model.damage.rows) == (norm, {})
 
 
-def test_the_log_mends_no_row_as_a_version_has_it_that_is_not_applied_yet(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        session, model = await published(service)
-        flip(model.tables[0], 7)
-        await model.damage.sweep()
-        with mock.patch.object(model, "_apply", side_effect=ServiceUnavailable("not now")):
-            await send(session, part(2, [(0, [7], np.ones((1, USER.dim), "<f4"))]))
-            assert list(await model.damage.mend()) == [USER.name]
-        assert model.tables[0].rows[7].tolist() == ROWS[0][7].tolist()
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_the_log_mends_no_row_as_a_version_has_it_that_is_not_applied_yet(service: Service) -> None:
+    session, model = await published(service)
+    flip(model.tables[0], 7)
+    await model.damage.sweep()
+    with mock.patch.object(model, "_apply", side_effect=ServiceUnavailable("not now")):
+        await send(session, part(2, [(0, [7], np.ones((1, USER.dim), "<f4"))]))
+        assert list(await model.damage.mend()) == [USER.name]
+    assert model.tables[0].rows[7].tolist() == ROWS[0][7].tolist()
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(tmp_path: Path, known: bool) -> None:
+@in_service()
+async def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(service: Service, known: bool) -> None:
     """If it was known before its row was overwritten, not even in what the cut is sent with."""
-
-    async def scenario(service: Service) -> None:
-        session, model = await published(service)
-        model.flush()
-        lose_digest(model.tables[0], 7)
-        if known:
-            await model.damage.sweep()
-            assert await model.damage.mend() == {}, "the log does not have the row any more"
-        await send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))]))
-        await service.coordinators["clicks"].drain()
-        if not known:
-            await model.damage.sweep()
-        rows = live_rows(await model.release(0))[0]
-        assert not model.damage.rows
-        assert model.tables[0].checksum == checksum_of(rows.ids, rows.values)
-
-    run(tmp_path, scenario)
+    session, model = await published(service)
+    model.flush()
+    lose_digest(model.tables[0], 7)
+    if known:
+        await model.damage.sweep()
+        assert await model.damage.mend() == {}, "the log does not have the row any more"
+    await send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))]))
+    await service.coordinators["clicks"].drain()
+    if not known:
+        await model.damage.sweep()
+    rows = live_rows(await model.release(0))[0]
+    assert not model.damage.rows
+    assert model.tables[0].checksum == checksum_of(rows.ids, rows.values)
 
 
-def test_a_digest_that_is_still_damaged_is_not_counted(tmp_path: Path) -> None:
+@in_service()
+async def test_a_digest_that_is_still_damaged_is_not_counted(service: Service) -> None:
     """Else all replicas would be told that they hold other rows than they were sent."""
-
-    async def scenario(service: Service) -> None:
-        session, model = await published(service)
-        model.flush()
-        right = model.tables[0].checksum
-        lose_digest(model.tables[0], 7)
-        await send(session, part(2, [(0, [9], ROWS[0][9:10])]))
-        await service.coordinators["clicks"].drain()
-        flip(model.tables[0], 9)
-        for _ in range(2):
-            await model.damage.sweep()
-        assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [9]}
-        assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [7]}
-        assert model.tables[0].checksum == right
-
-    run(tmp_path, scenario)
-
-
-def test_the_log_is_read_once_for_a_row_that_it_does_not_have(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        session, model = await published(service)
-        model.flush()
-        await send(session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
-        await service.coordinators["clicks"].drain()
-        flip(model.tables[0], 7)
+    session, model = await published(service)
+    model.flush()
+    right = model.tables[0].checksum
+    lose_digest(model.tables[0], 7)
+    await send(session, part(2, [(0, [9], ROWS[0][9:10])]))
+    await service.coordinators["clicks"].drain()
+    flip(model.tables[0], 9)
+    for _ in range(2):
         await model.damage.sweep()
+    assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [9]}
+    assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [7]}
+    assert model.tables[0].checksum == right
+
+
+@in_service()
+async def test_the_log_is_read_once_for_a_row_that_it_does_not_have(service: Service) -> None:
+    session, model = await published(service)
+    model.flush()
+    await send(session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
+    await service.coordinators["clicks"].drain()
+    flip(model.tables[0], 7)
+    await model.damage.sweep()
+    assert await model.damage.mend() == {}
+    with mock.patch.object(log_mender, "_logged", side_effect=AssertionError):
         assert await model.damage.mend() == {}
-        with mock.patch.object(log_mender, "_logged", side_effect=AssertionError):
-            assert await model.damage.mend() == {}
-        flip(model.tables[0], 8)
-        await model.damage.sweep()
-        assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [8]}
-
-    run(tmp_path, scenario)
+    flip(model.tables[0], 8)
+    await model.damage.sweep()
+    assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [8]}
 
 
 @given(st.data(), st.integers(1, 400))
@@ -393,70 +355,62 @@ def test_the_sweep_comes_to_every_row_that_ever_changed(data: st.DataObject, byt
     assert found[0] == (table, [row])
 
 
-def test_housekeeping_finds_damage_that_nobody_asks_for_says_so_and_mends_it(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        _, model = await published(service)
-        flip(model.tables[1], 2)
-        events = said_of_rows(service)
-        await look_after_rows(service, model)
-        said = [(each.kind, dict(each.subject), each.text) for each in events]
-        subject = {"model": "clicks", "table": ITEM.name}
-        assert said == [
-            (EventKind.ROWS_DAMAGED, subject, "other bits than were stored in row 2"),
-            (EventKind.ROWS_MENDED, subject, "row 2"),
-        ]
-        assert model.tables[1].rows.tobytes() == ROWS[1].tobytes()
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_housekeeping_finds_damage_that_nobody_asks_for_says_so_and_mends_it(service: Service) -> None:
+    _, model = await published(service)
+    flip(model.tables[1], 2)
+    events = said_of_rows(service)
+    await look_after_rows(service, model)
+    said = [(each.kind, dict(each.subject), each.text) for each in events]
+    subject = {"model": "clicks", "table": ITEM.name}
+    assert said == [
+        (EventKind.ROWS_DAMAGED, subject, "other bits than were stored in row 2"),
+        (EventKind.ROWS_MENDED, subject, "row 2"),
+    ]
+    assert model.tables[1].rows.tobytes() == ROWS[1].tobytes()
 
 
-def test_damage_that_a_replica_meets_is_told_as_well(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        _, model = await published(service)
-        flip(model.tables[0], 2)
-        with pytest.raises(DamagedRows):
-            await model.release(0)
-        await asyncio.sleep(0)  # What is done once the release has failed.
-        events = said_of_rows(service)
-        await look_after_rows(service, model)
-        await look_after_rows(service, model)
-        assert [each.kind for each in events] == [EventKind.ROWS_DAMAGED, EventKind.ROWS_MENDED]
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_damage_that_a_replica_meets_is_told_as_well(service: Service) -> None:
+    _, model = await published(service)
+    flip(model.tables[0], 2)
+    with pytest.raises(DamagedRows):
+        await model.release(0)
+    await asyncio.sleep(0)  # What is done once the release has failed.
+    events = said_of_rows(service)
+    await look_after_rows(service, model)
+    await look_after_rows(service, model)
+    assert [each.kind for each in events] == [EventKind.ROWS_DAMAGED, EventKind.ROWS_MENDED]
 
 
-def test_damage_is_told_to_consumers_that_follow_the_table_and_what_to_do(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        _, model = await published(service)
-        flip(model.tables[1], 2)
-        await model.damage.sweep()
-        assert "start one that publishes the model" in model.standing(Policy()).failure
-        assert "start one that publishes the model" in model.standing(Policy(tables=(ITEM.name,))).failure
-        assert not model.standing(Policy(tables=(USER.name,))).failure
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_damage_is_told_to_consumers_that_follow_the_table_and_what_to_do(service: Service) -> None:
+    _, model = await published(service)
+    flip(model.tables[1], 2)
+    await model.damage.sweep()
+    assert "start one that publishes the model" in model.standing(Policy()).failure
+    assert "start one that publishes the model" in model.standing(Policy(tables=(ITEM.name,))).failure
+    assert not model.standing(Policy(tables=(USER.name,))).failure
 
 
-def test_a_model_whose_thread_is_busy_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service(flush_bytes=1)
+async def test_a_model_whose_thread_is_busy_is_flushed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
     busy = threading.Event()
-
-    async def scenario(service: Service) -> None:
-        _, model = await published(service)
-        working = asyncio.create_task(model.on_thread(busy.wait))
-        keeper = asyncio.create_task(housekeeping(service))
-        while not model.store.flushed:
-            await asyncio.sleep(0)
-        busy.set()
-        await working
-        keeper.cancel()
-
-    run(tmp_path, scenario, flush_bytes=1)
+    _, model = await published(service)
+    working = asyncio.create_task(model.on_thread(busy.wait))
+    keeper = asyncio.create_task(housekeeping(service))
+    while not model.store.flushed:
+        await asyncio.sleep(0)
+    busy.set()
+    await working
+    keeper.cancel()
 
 
 @pytest.mark.parametrize("trouble", ["thread", "log", "error"])
-def test_a_model_in_trouble_keeps_no_other_from_being_looked_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+@in_service()
+async def test_a_model_in_trouble_keeps_no_other_from_being_looked_after(
+    service: Service, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     """More of them, too, than there are threads that others share."""
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
@@ -481,51 +435,44 @@ def test_a_model_in_trouble_keeps_no_other_from_being_looked_after(
         else:
             monkeypatch.setattr(model.damage, "_tables", ZeroDivisionError)
 
-    async def scenario(service: Service) -> None:
-        keeper = asyncio.create_task(housekeeping(service))
-        for number in range(40 if trouble == "log" else 2):
-            await in_trouble(service, f"trouble{number}")
-        if trouble == "log":
-            await asyncio.gather(*(asyncio.to_thread(searching.acquire) for _ in range(40)))
-        _, model = await published(service)
-        mended = asyncio.Event()
-        tell_when(service, EventKind.ROWS_MENDED, mended)
-        try:
-            for row in 3, 5:  # Not only in the round that had begun before.
-                mended.clear()
-                flip(model.tables[0], row)
-                await mended.wait()
-        finally:
-            over.set()
-        keeper.cancel()
-        assert model.tables[0].rows.tobytes() == ROWS[0].tobytes()
-
-    run(tmp_path, scenario)
+    keeper = asyncio.create_task(housekeeping(service))
+    for number in range(40 if trouble == "log" else 2):
+        await in_trouble(service, f"trouble{number}")
+    if trouble == "log":
+        await asyncio.gather(*(asyncio.to_thread(searching.acquire) for _ in range(40)))
+    _, model = await published(service)
+    mended = asyncio.Event()
+    tell_when(service, EventKind.ROWS_MENDED, mended)
+    try:
+        for row in 3, 5:  # Not only in the round that had begun before.
+            mended.clear()
+            flip(model.tables[0], row)
+            await mended.wait()
+    finally:
+        over.set()
+    keeper.cancel()
+    assert model.tables[0].rows.tobytes() == ROWS[0].tobytes()
 
 
-def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
-    async def before(service: Service) -> None:
+@in_loop()
+async def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
         _, model = await published(service)
         flip(model.tables[0], 11)
         model.flush()
-
-    async def after(service: Service) -> None:
+    async with opened(tmp_path) as service:
         with pytest.raises(DamagedRows, match="row 11"):
             await service.models["clicks"].release(0)
 
-    run(tmp_path, before)
-    run(tmp_path, after)
 
-
-def test_a_stamp_from_the_future_is_none(tmp_path: Path) -> None:
+@in_loop()
+async def test_a_stamp_from_the_future_is_none(tmp_path: Path) -> None:
     """Else whoever was told of that version would never be told of later ones."""
-
-    async def before(service: Service) -> None:
+    async with opened(tmp_path) as service:
         _, model = await published(service)
         model.flush()
         model.tables[0].stamps[11] ^= 1 << 40
-
-    async def after(service: Service) -> None:
+    async with opened(tmp_path) as service:
         model = service.models["clicks"]
         assert model.tables[0].counts.newest == 1
         assert live_rows(await model.release(0))[0].ids.tolist() == list(range(USER.rows))
@@ -534,23 +481,19 @@ def test_a_stamp_from_the_future_is_none(tmp_path: Path) -> None:
         await service.coordinators["clicks"].drain()
         assert len(live_rows(await model.release(1))[0]) == USER.rows
 
-    run(tmp_path, before)
-    run(tmp_path, after)
 
-
-def test_columns_that_a_crash_has_left_newer_than_their_digests_are_no_damage(tmp_path: Path) -> None:
+@in_loop()
+async def test_columns_that_a_crash_has_left_newer_than_their_digests_are_no_damage(tmp_path: Path) -> None:
     """Files are ahead of the last flush; which columns rows come in was not known at that."""
     halves = [Shard(USER, 0, USER.rows, 0, 2), Shard(USER, 0, USER.rows, 2, 2), WHOLE[1]]
-
-    async def before(service: Service) -> None:
+    async with opened(tmp_path / "data") as service:
         _, model = await published(service)
         model.flush()
         session = await join(service, shards=halves, continues=model.position)
         await send(session, part(2, [(1, [3, 5], np.ones((2, 2), "<f4"))]))
         await service.coordinators["clicks"].drain()
         shutil.copytree(tmp_path / "data", tmp_path / "copy")
-
-    async def after(service: Service) -> None:
+    async with opened(tmp_path / "copy") as service:
         model = service.models["clicks"]
         assert model.position.number == 2
         await model.damage.sweep()
@@ -559,30 +502,27 @@ def test_columns_that_a_crash_has_left_newer_than_their_digests_are_no_damage(tm
         flip(model.tables[0], 7)
         assert model.tables[0].damaged(np.arange(USER.rows)).tolist() == [7]
 
-    run(tmp_path / "data", before)
-    run(tmp_path / "copy", after)
 
+@in_service()
+async def test_rows_that_a_cut_has_brought_since_the_log_was_read_are_not_mended_with_older_ones(
+    service: Service,
+) -> None:
+    session, model = await published(service)
+    flip(model.tables[0], 3, 4)
+    await model.damage.sweep()
+    read = log_mender._logged
 
-def test_rows_that_a_cut_has_brought_since_the_log_was_read_are_not_mended_with_older_ones(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        session, model = await published(service)
-        flip(model.tables[0], 3, 4)
-        await model.damage.sweep()
-        read = log_mender._logged
+    def reading(*arguments: Any) -> Any:
+        found = read(*arguments)
+        asyncio.run_coroutine_threadsafe(send(session, newer), loop).result()
+        asyncio.run_coroutine_threadsafe(service.coordinators["clicks"].drain(), loop).result()
+        return found
 
-        def reading(*arguments: Any) -> Any:
-            found = read(*arguments)
-            asyncio.run_coroutine_threadsafe(send(session, newer), loop).result()
-            asyncio.run_coroutine_threadsafe(service.coordinators["clicks"].drain(), loop).result()
-            return found
-
-        loop, newer = asyncio.get_running_loop(), part(2, [(0, [4], np.ones((1, USER.dim), "<f4"))])
-        with mock.patch.object(log_mender, "_logged", reading):
-            await model.damage.mend()
-        assert not model.damage.rows
-        assert model.tables[0].rows[[3, 4]].tolist() == [ROWS[0][3].tolist(), [1] * USER.dim]
-
-    run(tmp_path, scenario)
+    loop, newer = asyncio.get_running_loop(), part(2, [(0, [4], np.ones((1, USER.dim), "<f4"))])
+    with mock.patch.object(log_mender, "_logged", reading):
+        await model.damage.mend()
+    assert not model.damage.rows
+    assert model.tables[0].rows[[3, 4]].tolist() == [ROWS[0][3].tolist(), [1] * USER.dim]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.support.local_service import publish, run
+from tests.unit.support.async_tests import in_service
 
 from deltasync.api.reload import Reloaded, reload_on
 from deltasync.consumers.consumer import ConsumerOptions
@@ -21,41 +22,37 @@ from deltasync.views.registry import ViewRegistry
 
 
 @pytest.mark.parametrize("error", [StorageFailed("read-only"), asyncio.CancelledError()], ids=["fails", "left"])
-def test_who_could_not_go_on_is_paused_after_a_restart_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+@in_service()
+async def test_who_could_not_go_on_is_paused_after_a_restart_too(
+    service: Service, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     async def fails(*_: Any) -> None:
         raise error
 
-    async def scenario(service: Service) -> None:
-        await publish(service)
-        await service.registry.create("c", "clicks", Policy())
-        await Brake(service).pull("c", "", "anna")
-        await service.update_consumer("c", Policy(top_k=3))
-        with monkeypatch.context() as patch:
-            patch.setattr(ViewRegistry, "begin", fails)
-            with pytest.raises(type(error)):
-                await Brake(service).release("c", "anna")
-        after = ConsumerRegistry(service.logs, 1.0, service.events)
-        assert service.registry.get("c").pause == after.get("c").pause is not None
-
-    run(tmp_path, scenario)
+    await publish(service)
+    await service.registry.create("c", "clicks", Policy())
+    await Brake(service).pull("c", "", "anna")
+    await service.update_consumer("c", Policy(top_k=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(ViewRegistry, "begin", fails)
+        with pytest.raises(type(error)):
+            await Brake(service).release("c", "anna")
+    after = ConsumerRegistry(service.logs, 1.0, service.events)
+    assert service.registry.get("c").pause == after.get("c").pause is not None
 
 
 @pytest.mark.parametrize("gone", ["first", "second"])
-def test_a_quarantine_goes_on_where_a_consumer_is_deleted_meanwhile(tmp_path: Path, gone: str) -> None:
-    async def scenario(service: Service) -> None:
-        for name in ("first", "second"):
-            await service.registry.create(name, "clicks", Policy())
-        async with service.registry._creating:
-            held = asyncio.create_task(service.registry.hold_back("clicks", 2, "row 7 has norm 1e6"))
-            await asyncio.sleep(0)
-            await service.delete_consumer(gone)
-        await held
-        after = ConsumerRegistry(service.logs, 1.0, service.events).consumers
-        assert [each.pause is not None for each in after.values()] == [True]
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_quarantine_goes_on_where_a_consumer_is_deleted_meanwhile(service: Service, gone: str) -> None:
+    for name in ("first", "second"):
+        await service.registry.create(name, "clicks", Policy())
+    async with service.registry._creating:
+        held = asyncio.create_task(service.registry.hold_back("clicks", 2, "row 7 has norm 1e6"))
+        await asyncio.sleep(0)
+        await service.delete_consumer(gone)
+    await held
+    after = ConsumerRegistry(service.logs, 1.0, service.events).consumers
+    assert [each.pause is not None for each in after.values()] == [True]
 
 
 def test_a_configuration_that_is_taken_over_in_part_is_not_said_to_change_nothing(

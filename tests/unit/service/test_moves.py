@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tests.support.local_service import publish, send
 from tests.support.many_logs import ManyLogs, not_owner
 from tests.support.wire import part
+from tests.unit.support.async_tests import as_test
 
 from deltasync.core.errors import NotOwner
 from deltasync.core.policy import Policy
@@ -63,84 +65,77 @@ def run(folder: Path, scenario: Any) -> None:
     asyncio.run(main())
 
 
-def test_the_next_owner_has_the_rows_the_consumers_and_the_history(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        consumer = await a.service.create_consumer("predictors", "clicks", Policy())
-        session = await publish(a.service)
-        await send(session, part(2, [(0, [1, 3], np.ones((2, 4), np.float32))]))
-        await session.coordinator.settled()
-        replica = a.service.registry.connect(consumer, "r", asyncio.Event())
-        held = a.service.models["clicks"].position
-        a.service.registry.acknowledge(consumer, replica, held)
-        before = rows(a.service)
-        await a.give_up()
-        await b.take()
-        assert rows(b.service).keys() == before.keys()
-        assert all(np.array_equal(each, before[name]) for name, each in rows(b.service).items())
-        assert b.service.models["clicks"].position.is_sealed_as(held)
-        assert b.service.registry.get("predictors").replicas["r"].applied == Position(held.history, held.number)
-        session = await publish(b.service, 3, run="later", started=2)
-        assert b.service.models["clicks"].position.number == 3
-
-    run(tmp_path, scenario)
+in_processes = partial(as_test, run, 2)
 
 
-def test_who_has_given_a_model_up_has_nothing_of_it(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        consumer = await a.service.create_consumer("predictors", "clicks", Policy(top_k=3))
-        session = await publish(a.service)
-        ended = asyncio.Event()
-        a.service.registry.connect(consumer, "r", ended)
-        await a.give_up()
-        assert ended.is_set()
-        assert consumer.moved
-        assert (a.service.models, a.service.coordinators, a.service.registry.consumers) == ({}, {}, {})
-        assert a.service.views.by_consumer() == {}
-        assert not a.service.directory("clicks").exists()
-        assert a.service.limits.taken["bytes_in_all"] == 0
-        with pytest.raises(NotOwner):
-            await send(session, part(2, []))
-
-    run(tmp_path, scenario)
-
-
-def test_a_model_goes_to_and_fro(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        before = None
-        for turn in range(4):
-            here = (a, b)[turn % 2]
-            await here.take()
-            if before is not None:
-                assert all(np.array_equal(each, before[name]) for name, each in rows(here.service).items())
-            await publish(here.service, turn + 1, run=f"run-{turn}", started=turn + 1)
-            before = rows(here.service)
-            await here.give_up()
-
-    run(tmp_path, scenario)
+@in_processes()
+async def test_the_next_owner_has_the_rows_the_consumers_and_the_history(a: Process, b: Process) -> None:
+    await a.take()
+    consumer = await a.service.create_consumer("predictors", "clicks", Policy())
+    session = await publish(a.service)
+    await send(session, part(2, [(0, [1, 3], np.ones((2, 4), np.float32))]))
+    await session.coordinator.settled()
+    replica = a.service.registry.connect(consumer, "r", asyncio.Event())
+    held = a.service.models["clicks"].position
+    a.service.registry.acknowledge(consumer, replica, held)
+    before = rows(a.service)
+    await a.give_up()
+    await b.take()
+    assert rows(b.service).keys() == before.keys()
+    assert all(np.array_equal(each, before[name]) for name, each in rows(b.service).items())
+    assert b.service.models["clicks"].position.is_sealed_as(held)
+    assert b.service.registry.get("predictors").replicas["r"].applied == Position(held.history, held.number)
+    session = await publish(b.service, 3, run="later", started=2)
+    assert b.service.models["clicks"].position.number == 3
 
 
-def test_a_model_of_which_nothing_is_published_is_given_up_with_its_ranks(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        coordinator = await a.service.open_model("clicks")
-        await a.give_up()
-        with pytest.raises(NotOwner):
-            coordinator.cut_of(None, 1)  # type: ignore[arg-type]  # Refused before it is looked at.
-        await b.take()
-        await publish(b.service)
+@in_processes()
+async def test_who_has_given_a_model_up_has_nothing_of_it(a: Process, b: Process) -> None:
+    await a.take()
+    consumer = await a.service.create_consumer("predictors", "clicks", Policy(top_k=3))
+    session = await publish(a.service)
+    ended = asyncio.Event()
+    a.service.registry.connect(consumer, "r", ended)
+    await a.give_up()
+    assert ended.is_set()
+    assert consumer.moved
+    assert (a.service.models, a.service.coordinators, a.service.registry.consumers) == ({}, {}, {})
+    assert a.service.views.by_consumer() == {}
+    assert not a.service.directory("clicks").exists()
+    assert a.service.limits.taken["bytes_in_all"] == 0
+    with pytest.raises(NotOwner):
+        await send(session, part(2, []))
 
-    run(tmp_path, scenario)
+
+@in_processes()
+async def test_a_model_goes_to_and_fro(a: Process, b: Process) -> None:
+    before = None
+    for turn in range(4):
+        here = (a, b)[turn % 2]
+        await here.take()
+        if before is not None:
+            assert all(np.array_equal(each, before[name]) for name, each in rows(here.service).items())
+        await publish(here.service, turn + 1, run=f"run-{turn}", started=turn + 1)
+        before = rows(here.service)
+        await here.give_up()
 
 
-def test_a_cut_that_its_log_does_not_take_any_more_holds_nobody_up(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        a.logs.of("clicks").close()  # As a fenced one: it takes nothing any more.
-        await a.moves.give_up("clicks", not_owner, written=False)
-        with pytest.raises(NotOwner):
-            await send(session, part(2, []))
+@in_processes()
+async def test_a_model_of_which_nothing_is_published_is_given_up_with_its_ranks(a: Process, b: Process) -> None:
+    await a.take()
+    coordinator = await a.service.open_model("clicks")
+    await a.give_up()
+    with pytest.raises(NotOwner):
+        coordinator.cut_of(None, 1)  # type: ignore[arg-type]  # Refused before it is looked at.
+    await b.take()
+    await publish(b.service)
 
-    run(tmp_path, scenario)
+
+@in_processes()
+async def test_a_cut_that_its_log_does_not_take_any_more_holds_nobody_up(a: Process, b: Process) -> None:
+    await a.take()
+    session = await publish(a.service)
+    a.logs.of("clicks").close()  # As a fenced one: it takes nothing any more.
+    await a.moves.give_up("clicks", not_owner, written=False)
+    with pytest.raises(NotOwner):
+        await send(session, part(2, []))

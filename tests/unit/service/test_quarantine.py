@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from tests.support.local_service import join, publish, run
+from tests.support.local_service import join, opened, publish
+from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
@@ -22,10 +23,9 @@ async def is_held(service: Service, name: str, model: str = "clicks") -> bool:
     return consumer.pause is not None
 
 
-def test_a_consumer_is_held_from_its_beginning_also_after_a_restart(
-    tmp_path: Path,
-) -> None:
-    async def before(service: Service) -> None:
+@in_loop()
+async def test_a_consumer_is_held_from_its_beginning_also_after_a_restart(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
         await join(service)
         assert not await is_held(service, "other", "another")
         await service.registry.hold_back("clicks", 2, WHY)
@@ -35,8 +35,7 @@ def test_a_consumer_is_held_from_its_beginning_also_after_a_restart(
         assert (held.by, held.why) == ("the service itself", f"version 2 is in quarantine: {WHY}")
         assert service.views.by_consumer() == {}  # A view would take the rows as they are.
         assert not await is_held(service, "third", "clicks2")
-
-    async def after(service: Service) -> None:
+    async with opened(tmp_path) as service:
         assert await is_held(service, "late")
         await service.delete_consumer("late", "anna")
         assert await is_held(service, "late")
@@ -46,47 +45,38 @@ def test_a_consumer_is_held_from_its_beginning_also_after_a_restart(
         await Brake(service).release("later", "anna")
         assert not await is_held(service, "last")
 
-    run(tmp_path, before)
-    run(tmp_path, after)
+
+@in_service()
+async def test_a_pause_of_an_operator_keeps_no_other_consumer(service: Service) -> None:
+    for name in ("mine", "theirs"):
+        await service.create_consumer(name, "clicks", Policy())
+    await service.registry.hold_back("clicks", 2, WHY)
+    await Brake(service).release("theirs", "anna")
+    await Brake(service).pull("theirs", "a look", "anna")
+    await Brake(service).release("mine", "anna")
+    assert service.registry.get("theirs").pause
+    assert not await is_held(service, "late")
 
 
-def test_a_pause_of_an_operator_keeps_no_other_consumer(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        for name in ("mine", "theirs"):
-            await service.create_consumer(name, "clicks", Policy())
-        await service.registry.hold_back("clicks", 2, WHY)
-        await Brake(service).release("theirs", "anna")
-        await Brake(service).pull("theirs", "a look", "anna")
-        await Brake(service).release("mine", "anna")
-        assert service.registry.get("theirs").pause
-        assert not await is_held(service, "late")
-
-    run(tmp_path, scenario)
-
-
-def test_many_versions_in_quarantine_are_one_pause_and_one_event(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        for name in ("a", "b"):
-            await service.create_consumer(name, "clicks", Policy())
-        await Brake(service).pull("b", "mine", "anna")
-        for version in range(2, 30):
-            await service.registry.hold_back("clicks", version, WHY)
-        words = f"28 versions from 2 to 29 are in quarantine: {WHY}"
-        assert reasons(service) == {"a": words, "b": f"{words}; mine"}
-        assert service.event_counts[EventKind.CONSUMER_PAUSED] == 3  # That of anna, and each for the quarantine.
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_many_versions_in_quarantine_are_one_pause_and_one_event(service: Service) -> None:
+    for name in ("a", "b"):
+        await service.create_consumer(name, "clicks", Policy())
+    await Brake(service).pull("b", "mine", "anna")
+    for version in range(2, 30):
+        await service.registry.hold_back("clicks", version, WHY)
+    words = f"28 versions from 2 to 29 are in quarantine: {WHY}"
+    assert reasons(service) == {"a": words, "b": f"{words}; mine"}
+    assert service.event_counts[EventKind.CONSUMER_PAUSED] == 3  # That of anna, and each for the quarantine.
 
 
 def reasons(service: Service) -> dict[str, str]:
     return {name: each.pause.why for name, each in service.registry.consumers.items() if each.pause}
 
 
-def test_with_a_model_its_quarantine_goes(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        (await publish(service)).end("it has ended")
-        await service.registry.hold_back("clicks", 2, WHY)
-        await Removals(service).delete_model("clicks", "anna")
-        assert not await is_held(service, "late")
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_with_a_model_its_quarantine_goes(service: Service) -> None:
+    (await publish(service)).end("it has ended")
+    await service.registry.hold_back("clicks", 2, WHY)
+    await Removals(service).delete_model("clicks", "anna")
+    assert not await is_held(service, "late")

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.support.local_service import join, opened, publish, run, send
+from tests.support.local_service import join, opened, publish, send
 from tests.support.log import log_of
 from tests.support.wire import WHOLE, full_part, random_rows
+from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.api.subscribe import ReplicaStream, Responses
 from deltasync.core.policy import Policy
@@ -45,66 +46,57 @@ async def subscribe(service: Service, consumer: str) -> None:
     await cast("AsyncGenerator[Any, None]", stream).aclose()
 
 
-def test_a_consumer_of_a_misspelt_model_makes_no_model(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        for name, policy in {"plain": Policy(), "top": Policy(top_k=1)}.items():
-            await service.create_consumer(name, "clikcs", policy)
-            assert await ask(service, name) == "empty"
-            await subscribe(service, name)
-            assert await ask(service, name) == "empty"
-        assert (service.models, service.coordinators) == ({}, {})
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("model-clikcs")]
-        assert not (tmp_path / "models").exists()
-        kinds = {name.partition("/")[0] for name in log_of(service).items("")}
-        assert kinds <= {"format", "consumer", "offset"}
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_consumer_of_a_misspelt_model_makes_no_model(service: Service, tmp_path: Path) -> None:
+    for name, policy in {"plain": Policy(), "top": Policy(top_k=1)}.items():
+        await service.create_consumer(name, "clikcs", policy)
+        assert await ask(service, name) == "empty"
+        await subscribe(service, name)
+        assert await ask(service, name) == "empty"
+    assert (service.models, service.coordinators) == ({}, {})
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("model-clikcs")]
+    assert not (tmp_path / "models").exists()
+    kinds = {name.partition("/")[0] for name in log_of(service).items("")}
+    assert kinds <= {"format", "consumer", "offset"}
 
 
-def test_a_consumer_that_came_before_its_model_is_fed_once_that_is_published(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        consumer = await service.create_consumer("top", "clicks", Policy(top_k=1))
-        plain = await service.create_consumer("plain", "clicks", Policy())
-        added = asyncio.create_task(service.model_added.changed())
-        await asyncio.sleep(0)
-        await publish(service)
-        await added
-        assert service.feed(plain) is service.models["clicks"]
-        assert service.feed(consumer) is service.views.get(consumer) is not None
-        assert await ask(service, "top") == "empty"
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_consumer_that_came_before_its_model_is_fed_once_that_is_published(service: Service) -> None:
+    consumer = await service.create_consumer("top", "clicks", Policy(top_k=1))
+    plain = await service.create_consumer("plain", "clicks", Policy())
+    added = asyncio.create_task(service.model_added.changed())
+    await asyncio.sleep(0)
+    await publish(service)
+    await added
+    assert service.feed(plain) is service.models["clicks"]
+    assert service.feed(consumer) is service.views.get(consumer) is not None
+    assert await ask(service, "top") == "empty"
 
 
-def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
-
-    async def scenario(service: Service) -> None:
-        await service.create_consumer("plain", "clicks", Policy())
-        opening = subscribe_pb2.SubscribeOpen(consumer="plain", replica="r")
-        stream = ReplicaStream(service, opening).run(silence())
-        kinds = [await next_kind(stream)]
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
-        while kinds[-1] != "release":
-            kinds.append(await next_kind(stream))
-        assert kinds == ["progress", "opened", "release"]
-        await cast("AsyncGenerator[Any, None]", stream).aclose()
-
-    run(tmp_path, scenario)
+    await service.create_consumer("plain", "clicks", Policy())
+    opening = subscribe_pb2.SubscribeOpen(consumer="plain", replica="r")
+    stream = ReplicaStream(service, opening).run(silence())
+    kinds = [await next_kind(stream)]
+    session = await join(service)
+    await send(session, full_part(1, random_rows(0), WHOLE))
+    while kinds[-1] != "release":
+        kinds.append(await next_kind(stream))
+    assert kinds == ["progress", "opened", "release"]
+    await cast("AsyncGenerator[Any, None]", stream).aclose()
 
 
-def test_a_restart_finds_the_views_of_models_there_are_and_no_others(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with opened(tmp_path) as service:
-            await service.create_consumer("early", "later", Policy(top_k=1))
-            await service.create_consumer("top", "clicks", Policy(top_k=1))
-            await publish(service)
-        async with opened(tmp_path) as service:
-            assert list(service.models) == ["clicks"]
-            assert service.views.get(service.registry.get("early")) is None
-            assert service.views.get(service.registry.get("top")) is not None
-
-    asyncio.run(main())
+@in_loop()
+async def test_a_restart_finds_the_views_of_models_there_are_and_no_others(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
+        await service.create_consumer("early", "later", Policy(top_k=1))
+        await service.create_consumer("top", "clicks", Policy(top_k=1))
+        await publish(service)
+    async with opened(tmp_path) as service:
+        assert list(service.models) == ["clicks"]
+        assert service.views.get(service.registry.get("early")) is None
+        assert service.views.get(service.registry.get("top")) is not None

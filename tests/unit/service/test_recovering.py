@@ -18,6 +18,7 @@ from tests.support.command import deltasync
 from tests.support.local_service import join, run, send
 from tests.support.ports import free_port
 from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.unit.support.async_tests import in_loop
 
 from deltasync.api import server
 from deltasync.api.server_options import ServerOptions
@@ -82,31 +83,29 @@ async def silence() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
     yield subscribe_pb2.SubscribeRequest()
 
 
-def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, held: HeldRecovery) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
-            service = Service(ServiceOptions(data_dir=data_dir), tasks)
-            recovery = tasks.create_task(service.recover())
-            while "fast" not in service.models:
-                await service.model_added.changed()
-            session = await join(service, model="fast", continues=service.models["fast"].position)
-            assert await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-            replica = await replica_of(service, "top")
-            await refused(service)
-            await service.create_consumer("new", "slow", TOP)
-            held.let_go()
-            await recovery
-            assert not service.recovering
-            assert await anext(replica)
-            await replica.aclose()
-            for name in ("top", "new"):
-                assert isinstance(service.feed(service.registry.get(name)), View)
-                assert await Answers(service).lag(name)
-            await service.delete_consumer("new")
-            assert await join(service, model="slow", continues=service.models["slow"].position)
-            await service.drain()
-
-    asyncio.run(main())
+@in_loop()
+async def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, held: HeldRecovery) -> None:
+    async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
+        service = Service(ServiceOptions(data_dir=data_dir), tasks)
+        recovery = tasks.create_task(service.recover())
+        while "fast" not in service.models:
+            await service.model_added.changed()
+        session = await join(service, model="fast", continues=service.models["fast"].position)
+        assert await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
+        replica = await replica_of(service, "top")
+        await refused(service)
+        await service.create_consumer("new", "slow", TOP)
+        held.let_go()
+        await recovery
+        assert not service.recovering
+        assert await anext(replica)
+        await replica.aclose()
+        for name in ("top", "new"):
+            assert isinstance(service.feed(service.registry.get(name)), View)
+            assert await Answers(service).lag(name)
+        await service.delete_consumer("new")
+        assert await join(service, model="slow", continues=service.models["slow"].position)
+        await service.drain()
 
 
 async def replica_of(service: Service, consumer: str) -> Any:
@@ -134,28 +133,25 @@ async def refused(service: Service) -> None:
     assert b'consumer="top"' not in await Answers(service).metrics()
 
 
-def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
+@in_loop()
+async def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
     data_dir: Path, held: HeldRecovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = list[str]()
     monkeypatch.setattr("deltasync.storage.table_files._damaged", lambda path, *_: _noted(opened, path))
-
-    async def main() -> None:
-        async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
-            service = Service(ServiceOptions(data_dir=data_dir), tasks)
-            (folder,) = (data_dir / "models" / "fast" / "tables").iterdir()
-            (folder / "shared").unlink()
-            recovery = asyncio.create_task(service.recover())
-            while not opened:
-                await asyncio.sleep(0)
-            assert not recovery.done()
-            held.let_go()
-            with pytest.raises(StorageFailed, match="shared is missing"):
-                await recovery
-            assert list(service.models) == ["slow"]
-            await service.drain()
-
-    asyncio.run(main())
+    async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
+        service = Service(ServiceOptions(data_dir=data_dir), tasks)
+        (folder,) = (data_dir / "models" / "fast" / "tables").iterdir()
+        (folder / "shared").unlink()
+        recovery = asyncio.create_task(service.recover())
+        while not opened:
+            await asyncio.sleep(0)
+        assert not recovery.done()
+        held.let_go()
+        with pytest.raises(StorageFailed, match="shared is missing"):
+            await recovery
+        assert list(service.models) == ["slow"]
+        await service.drain()
 
 
 def _noted(found: list[str], path: Path) -> StorageFailed:

@@ -11,9 +11,10 @@ from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, publish, run, send
+from tests.support.local_service import join, opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
@@ -35,48 +36,43 @@ from deltasync.storage.logs import EmbeddedLogs
 from deltasync.storage.records import pack_json, unpack_json
 
 
-def test_an_ack_while_lag_is_counted_does_no_harm(tmp_path: Path) -> None:
+@in_service()
+async def test_an_ack_while_lag_is_counted_does_no_harm(service: Service) -> None:
     """Nor does a cut or a new table: the report is of one moment."""
-
-    async def scenario(service: Service) -> None:
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
-        await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-        coordinator = service.coordinators["clicks"]
-        await coordinator.drain()
-        consumer = await service.registry.create("c", "clicks", Policy())
-        held = Position(session.sealed.history, 1)
-        replica = service.registry.connect(consumer, "p", asyncio.Event())
-        other = service.registry.connect(consumer, "q", asyncio.Event())
-        service.registry.acknowledge(consumer, other, held)
-        newest = service.registry.connect(consumer, "r", asyncio.Event())
-        service.registry.acknowledge(consumer, newest, Position(session.sealed.history, 2))
-        before, standing = consumer.copy(), coordinator.model.standing(consumer.policy)
-        service.registry.acknowledge(consumer, replica, Position(session.sealed.history, 2))
-        await send(session, part(3, [(0, [3, 4], np.ones((2, 4), "<f4"))]))
-        await coordinator.drain()
-        await join(service, tables=[TableSpec("another", 3, 1)], shards=[])
-        lag = report(before, standing, time.time_ns())
-        assert (lag.offset, lag.lag.rows, len(lag.tables)) == (0, 70, 2)
-        assert lag.head == 2
-        # Rows are counted when they are asked for; whoever had the newest version had it.
-        assert [(line.offset, line.lag.rows) for line in lag.replicas] == [(0, 70), (1, 2), (2, 0)]
-
-    run(tmp_path, scenario)
+    session = await join(service)
+    await send(session, full_part(1, random_rows(0), WHOLE))
+    await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
+    coordinator = service.coordinators["clicks"]
+    await coordinator.drain()
+    consumer = await service.registry.create("c", "clicks", Policy())
+    held = Position(session.sealed.history, 1)
+    replica = service.registry.connect(consumer, "p", asyncio.Event())
+    other = service.registry.connect(consumer, "q", asyncio.Event())
+    service.registry.acknowledge(consumer, other, held)
+    newest = service.registry.connect(consumer, "r", asyncio.Event())
+    service.registry.acknowledge(consumer, newest, Position(session.sealed.history, 2))
+    before, standing = consumer.copy(), coordinator.model.standing(consumer.policy)
+    service.registry.acknowledge(consumer, replica, Position(session.sealed.history, 2))
+    await send(session, part(3, [(0, [3, 4], np.ones((2, 4), "<f4"))]))
+    await coordinator.drain()
+    await join(service, tables=[TableSpec("another", 3, 1)], shards=[])
+    lag = report(before, standing, time.time_ns())
+    assert (lag.offset, lag.lag.rows, len(lag.tables)) == (0, 70, 2)
+    assert lag.head == 2
+    # Rows are counted when they are asked for; whoever had the newest version had it.
+    assert [(line.offset, line.lag.rows) for line in lag.replicas] == [(0, 70), (1, 2), (2, 0)]
 
 
-def test_consumers_made_at_the_same_time_are_one(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        made = await asyncio.gather(
-            service.registry.create("c", "one", Policy()),
-            service.registry.create("c", "two", Policy()),
-            return_exceptions=True,
-        )
-        assert isinstance(made[1], Contradiction)
-        assert service.registry.get("c") is made[0]
-        assert unpack_json(log_of(service).items("consumer/")["c"])["model"] == "one"
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_consumers_made_at_the_same_time_are_one(service: Service) -> None:
+    made = await asyncio.gather(
+        service.registry.create("c", "one", Policy()),
+        service.registry.create("c", "two", Policy()),
+        return_exceptions=True,
+    )
+    assert isinstance(made[1], Contradiction)
+    assert service.registry.get("c") is made[0]
+    assert unpack_json(log_of(service).items("consumer/")["c"])["model"] == "one"
 
 
 def test_what_a_crash_left_of_a_deleted_consumer_is_ignored(tmp_path: Path) -> None:
@@ -103,17 +99,16 @@ def test_what_a_crash_left_of_a_deleted_consumer_is_ignored(tmp_path: Path) -> N
     log.close()
 
 
-def test_offsets_come_back_and_replicas_have_time_to(tmp_path: Path) -> None:
+@in_loop()
+async def test_offsets_come_back_and_replicas_have_time_to(tmp_path: Path) -> None:
     """After a restart nobody is connected: that alone is no reason to forget anybody."""
-
-    async def first(service: Service) -> None:
+    async with opened(tmp_path) as service:
         consumer = await service.registry.create("c", "clicks", Policy())
         for name, version in (("p", 3), ("q", 5)):
             replica = service.registry.connect(consumer, name, asyncio.Event())
             replica.acked_unix_ns = 1
             service.registry.acknowledge(consumer, replica, Position("h", version + 1))
-
-    async def second(service: Service) -> None:
+    async with opened(tmp_path) as service:
         service.registry.forget_the_gone()
         consumer = service.registry.get("c")
         assert {name: replica.applied for name, replica in consumer.replicas.items()} == {
@@ -125,128 +120,114 @@ def test_offsets_come_back_and_replicas_have_time_to(tmp_path: Path) -> None:
         consumer.replicas["q"].acked_unix_ns = 0
         service.registry.forget_the_gone()
         assert list(consumer.replicas) == ["p"]
-
-    async def third(service: Service) -> None:
+    async with opened(tmp_path) as service:
         assert list(service.registry.get("c").replicas) == ["p"]
 
-    for scenario in (first, second, third):
-        run(tmp_path, scenario)
 
-
-def test_many_small_cuts_are_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service()
+async def test_many_small_cuts_are_flushed_too(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their bytes never add up, but a seal that is no longer kept cannot be applied again."""
     for module in (models, model_store):
         monkeypatch.setattr(module, "KEPT_SEALS", 4)
-
-    async def scenario(service: Service) -> None:
-        session = await publish(service)
-        model = service.models["clicks"]
-        assert not model.should_flush(1 << 30)
-        await send(session, part(2, []))
-        assert model.should_flush(1 << 30)
-
-    run(tmp_path, scenario)
+    session = await publish(service)
+    model = service.models["clicks"]
+    assert not model.should_flush(1 << 30)
+    await send(session, part(2, []))
+    assert model.should_flush(1 << 30)
 
 
-def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@in_service(flush_bytes=1)
+async def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
     failed_again, flushed = asyncio.Event(), asyncio.Event()
     truncate, tries = LmdbStore.truncate, list[str]()
+    loop = asyncio.get_running_loop()
 
-    async def scenario(service: Service) -> None:
-        loop = asyncio.get_running_loop()
+    def full(*_: Any) -> Future[None]:
+        tries.append(caplog.text)
+        if len(tries) == 2:
+            loop.call_soon_threadsafe(failed_again.set)
+        raise StorageFailed("the log is full")
 
-        def full(*_: Any) -> Future[None]:
-            tries.append(caplog.text)
-            if len(tries) == 2:
-                loop.call_soon_threadsafe(failed_again.set)
-            raise StorageFailed("the log is full")
+    def works(log: LmdbStore, *arguments: Any) -> Future[None]:
+        loop.call_soon_threadsafe(flushed.set)
+        return truncate(log, *arguments)
 
-        def works(log: LmdbStore, *arguments: Any) -> Future[None]:
-            loop.call_soon_threadsafe(flushed.set)
-            return truncate(log, *arguments)
-
-        monkeypatch.setattr(LmdbStore, "truncate", full)
-        keeper = asyncio.create_task(housekeeping(service))
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
-        await failed_again.wait()
-        assert "failed: model=clicks it is flushed again later: the log is full" in tries[1]
-        monkeypatch.setattr(LmdbStore, "truncate", works)
-        await flushed.wait()
-        keeper.cancel()
-        assert (await send(session, part(2, []))) == Position(session.sealed.history, 2)
-
-    run(tmp_path, scenario, flush_bytes=1)
+    monkeypatch.setattr(LmdbStore, "truncate", full)
+    keeper = asyncio.create_task(housekeeping(service))
+    session = await join(service)
+    await send(session, full_part(1, random_rows(0), WHOLE))
+    await failed_again.wait()
+    assert "failed: model=clicks it is flushed again later: the log is full" in tries[1]
+    monkeypatch.setattr(LmdbStore, "truncate", works)
+    await flushed.wait()
+    keeper.cancel()
+    assert (await send(session, part(2, []))) == Position(session.sealed.history, 2)
 
 
-def test_a_model_s_busy_thread_keeps_no_model_from_being_flushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service(flush_bytes=1)
+async def test_a_model_s_busy_thread_keeps_no_model_from_being_flushed(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
     flushed, looking, idle = asyncio.Event(), asyncio.Event(), threading.Event()
     sweep = Damage.sweep
+    loop, flush = asyncio.get_running_loop(), models.Model.flush
 
-    async def scenario(service: Service) -> None:
-        loop, flush = asyncio.get_running_loop(), models.Model.flush
+    def flushing(model: models.Model) -> bool:
+        if model.name == "clicks" and (had := flush(model)):
+            loop.call_soon_threadsafe(flushed.set)
+            return had
+        return False
 
-        def flushing(model: models.Model) -> bool:
-            if model.name == "clicks" and (had := flush(model)):
-                loop.call_soon_threadsafe(flushed.set)
-                return had
-            return False
+    async def sweeping(damage: Damage) -> None:
+        looking.set()
+        await sweep(damage)
 
-        async def sweeping(damage: Damage) -> None:
-            looking.set()
-            await sweep(damage)
-
-        monkeypatch.setattr(Damage, "sweep", sweeping)
-        await publish(service, model="busy")
-        busy = asyncio.create_task(service.models["busy"].on_thread(idle.wait))
-        keeper = asyncio.create_task(housekeeping(service))
-        try:
-            await looking.wait()
-            monkeypatch.setattr(models.Model, "flush", flushing)
-            await send(await join(service), full_part(1, random_rows(0), WHOLE))
-            await flushed.wait()
-        finally:
-            idle.set()
-        await busy
-        keeper.cancel()
-
-    run(tmp_path, scenario, flush_bytes=1)
+    monkeypatch.setattr(Damage, "sweep", sweeping)
+    await publish(service, model="busy")
+    busy = asyncio.create_task(service.models["busy"].on_thread(idle.wait))
+    keeper = asyncio.create_task(housekeeping(service))
+    try:
+        await looking.wait()
+        monkeypatch.setattr(models.Model, "flush", flushing)
+        await send(await join(service), full_part(1, random_rows(0), WHOLE))
+        await flushed.wait()
+    finally:
+        idle.set()
+    await busy
+    keeper.cancel()
 
 
-def test_a_full_log_is_flushed_and_takes_parts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service(log_max_bytes=2 << 20, flush_bytes=1)
+async def test_a_full_log_is_flushed_and_takes_parts_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
     monkeypatch.setattr(models.Model, "should_flush", lambda *_: False)
     wide = TableSpec("wide", 1 << 13, 4)
     rows = np.ones((wide.rows, wide.dim), "<f4")
+    fields: dict[str, Any] = {"tables": [wide], "shards": [Shard.whole(wide)]}
+    session, step = await join(service, **fields), 0
 
-    async def scenario(service: Service) -> None:
-        fields: dict[str, Any] = {"tables": [wide], "shards": [Shard.whole(wide)]}
-        session, step = await join(service, **fields), 0
+    async def publish_on() -> None:
+        nonlocal step
+        while True:
+            step += 1
+            await send(session, part(step, [(0, range(wide.rows), rows)], full=True))
 
-        async def publish_on() -> None:
-            nonlocal step
-            while True:
-                step += 1
-                await send(session, part(step, [(0, range(wide.rows), rows)], full=True))
-
-        with pytest.raises(StorageFailed, match="the log is full"):
-            await publish_on()
-        assert log_of(service).refusing
-        keeper = asyncio.create_task(housekeeping(service))
-        while log_of(service).refusing:
-            await asyncio.sleep(0.001)
-        position = await send(await join(service, **fields), part(step, [(0, range(wide.rows), rows)], full=True))
-        assert position
-        assert position.number == step
-        keeper.cancel()
-
-    run(tmp_path, scenario, log_max_bytes=2 << 20, flush_bytes=1)
+    with pytest.raises(StorageFailed, match="the log is full"):
+        await publish_on()
+    assert log_of(service).refusing
+    keeper = asyncio.create_task(housekeeping(service))
+    while log_of(service).refusing:
+        await asyncio.sleep(0.001)
+    position = await send(await join(service, **fields), part(step, [(0, range(wide.rows), rows)], full=True))
+    assert position
+    assert position.number == step
+    keeper.cancel()
 
 
 def test_an_offset_that_could_not_be_kept_is_reported(
@@ -269,31 +250,28 @@ def test_an_offset_that_could_not_be_kept_is_reported(
     assert "the disk is gone" in caplog.text
 
 
-def test_a_log_that_is_full_while_a_snapshot_is_made_stays_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_a_log_that_is_full_while_a_snapshot_is_made_stays_so(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The snapshot is broken off for that; and a cut that finds no room meanwhile is not too large for the log."""
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
-
-    async def scenario(service: Service) -> None:
-        await publish(service)
-        notes, passes = list[object](), asyncio.Semaphore(0)
-        monkeypatch.setattr(service.coordinators["clicks"], "note_room", lambda: notes.append(None))
-        monkeypatch.setattr(service.registry, "forget_the_gone", passes.release)
-        log_of(service).refusing = True
-        with service.models["clicks"].store.pin.held(0):
-            keeper = asyncio.create_task(housekeeping(service))
-            for _ in range(2):
-                await passes.acquire()
-            assert log_of(service).refusing
-            assert not notes
+    await publish(service)
+    notes, passes = list[object](), asyncio.Semaphore(0)
+    monkeypatch.setattr(service.coordinators["clicks"], "note_room", lambda: notes.append(None))
+    monkeypatch.setattr(service.registry, "forget_the_gone", passes.release)
+    log_of(service).refusing = True
+    with service.models["clicks"].store.pin.held(0):
+        keeper = asyncio.create_task(housekeeping(service))
         for _ in range(2):
             await passes.acquire()
-        assert not log_of(service).refusing
-        assert notes
-        keeper.cancel()
-
-    run(tmp_path, scenario)
+        assert log_of(service).refusing
+        assert not notes
+    for _ in range(2):
+        await passes.acquire()
+    assert not log_of(service).refusing
+    assert notes
+    keeper.cancel()
 
 
 def test_a_process_among_others_makes_no_backup(tmp_path: Path) -> None:
@@ -306,28 +284,25 @@ def test_a_process_among_others_makes_no_backup(tmp_path: Path) -> None:
     assert not (tmp_path / "backup").exists()
 
 
-def test_a_consumer_of_the_configuration_is_about_to_be_made_until_it_is(tmp_path: Path) -> None:
+@in_service()
+async def test_a_consumer_of_the_configuration_is_about_to_be_made_until_it_is(service: Service) -> None:
     """A replica that is told that there is none stops for good."""
+    asked = list[DeltasyncError | None]()
+    create = service.registry.create
 
-    async def scenario(service: Service) -> None:
-        asked = list[DeltasyncError | None]()
-        create = service.registry.create
+    async def slow(name: str, model: str, policy: Policy) -> Any:
+        asked.append(service._elsewhere(name))
+        return await create(name, model, policy)
 
-        async def slow(name: str, model: str, policy: Policy) -> Any:
-            asked.append(service._elsewhere(name))
-            return await create(name, model, policy)
-
-        service.registry.create = slow  # type: ignore[method-assign]
-        wanted = ConsumerOptions("fleet", "clicks")
-        await service.configuration.take([wanted], "test")
-        assert [type(each) for each in asked] == [ServiceUnavailable]
-        assert service._elsewhere("fleet") is None
-        service.registry.create = AsyncMock(side_effect=StorageFailed("brokers do not answer"))  # type: ignore[method-assign]
-        with pytest.raises(StorageFailed):
-            await service.configuration.take([replace(wanted, name="later")], "test")
-        assert isinstance(service._elsewhere("later"), ServiceUnavailable)
-        service.registry.create = create  # type: ignore[method-assign]
-        await service.configuration.take_unwritten()
-        assert service.registry.get("later").model == "clicks"
-
-    run(tmp_path, scenario)
+    service.registry.create = slow  # type: ignore[method-assign]
+    wanted = ConsumerOptions("fleet", "clicks")
+    await service.configuration.take([wanted], "test")
+    assert [type(each) for each in asked] == [ServiceUnavailable]
+    assert service._elsewhere("fleet") is None
+    service.registry.create = AsyncMock(side_effect=StorageFailed("brokers do not answer"))  # type: ignore[method-assign]
+    with pytest.raises(StorageFailed):
+        await service.configuration.take([replace(wanted, name="later")], "test")
+    assert isinstance(service._elsewhere("later"), ServiceUnavailable)
+    service.registry.create = create  # type: ignore[method-assign]
+    await service.configuration.take_unwritten()
+    assert service.registry.get("later").model == "clicks"

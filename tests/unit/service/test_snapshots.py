@@ -5,6 +5,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tests.support.local_service import publish, send
 from tests.support.many_logs import ManyLogs, not_owner
 from tests.support.wire import part
+from tests.unit.support.async_tests import as_test
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
@@ -87,6 +89,9 @@ def run(folder: Path, scenario: Callable[[Process, Process], Any]) -> None:
     asyncio.run(main())
 
 
+in_processes = partial(as_test, run, 2)
+
+
 def same(found: Rows, wanted: Rows) -> bool:
     return found.keys() == wanted.keys() and all(
         np.array_equal(each, wanted[name]) for name, each in found.items()
@@ -98,89 +103,82 @@ async def cut(session: Any, step: int, *ids: int) -> None:
     await session.coordinator.settled()
 
 
-def test_the_next_owner_begins_with_the_snapshot_and_goes_on_with_the_log(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        await cut(session, 2, 1)
-        manifest = await a.snapshots.make(MODEL)
-        assert (manifest.first, manifest.version) == (2, 2)
-        await cut(session, 3, 2, 3)
-        await a.snapshots.make(MODEL)
-        assert not list(a.logs.of(MODEL).read(f"cuts/{MODEL}", 0, 2))
-        assert list(a.logs.of(MODEL).read(f"cuts/{MODEL}", 3, 3))
-        await cut(session, 4, 3)
-        before = a.rows
-        await a.give_up()
-        await b.take()
-        assert same(b.rows, before)
-        assert b.version == 4
-
-    run(tmp_path, scenario)
+@in_processes()
+async def test_the_next_owner_begins_with_the_snapshot_and_goes_on_with_the_log(a: Process, b: Process) -> None:
+    await a.take()
+    session = await publish(a.service)
+    await cut(session, 2, 1)
+    manifest = await a.snapshots.make(MODEL)
+    assert (manifest.first, manifest.version) == (2, 2)
+    await cut(session, 3, 2, 3)
+    await a.snapshots.make(MODEL)
+    assert not list(a.logs.of(MODEL).read(f"cuts/{MODEL}", 0, 2))
+    assert list(a.logs.of(MODEL).read(f"cuts/{MODEL}", 3, 3))
+    await cut(session, 4, 3)
+    before = a.rows
+    await a.give_up()
+    await b.take()
+    assert same(b.rows, before)
+    assert b.version == 4
 
 
-def test_what_consumers_with_a_policy_hold_is_in_it(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        consumer = await a.service.create_consumer("top", MODEL, Policy(top_k=2))
-        replica = a.service.registry.connect(consumer, "r", asyncio.Event())
-        view = a.service.views.by_consumer()["top"]
+@in_processes()
+async def test_what_consumers_with_a_policy_hold_is_in_it(a: Process, b: Process) -> None:
+    await a.take()
+    session = await publish(a.service)
+    consumer = await a.service.create_consumer("top", MODEL, Policy(top_k=2))
+    replica = a.service.registry.connect(consumer, "r", asyncio.Event())
+    view = a.service.views.by_consumer()["top"]
 
-        async def released() -> None:
-            before = view.position
-            while view.position == before:
-                await view.changed()
-            a.service.registry.acknowledge(consumer, replica, view.position)
+    async def released() -> None:
+        before = view.position
+        while view.position == before:
+            await view.changed()
+        a.service.registry.acknowledge(consumer, replica, view.position)
 
-        await released()
-        await cut(session, 2, *range(4))
-        await released()
-        await a.snapshots.make(MODEL)
-        await cut(session, 3, *range(4))
-        await released()
-        held = {each.delivery.spec.name: np.array(each.held.rows) for each in view.state.tables}
-        history, position = view.history, view.position
-        await a.give_up()
-        await b.take()
-        after = b.service.views.by_consumer()["top"]
-        assert (after.history, after.position) == (history, position)
-        assert same({each.delivery.spec.name: np.array(each.held.rows) for each in after.state.tables}, held)
-
-    run(tmp_path, scenario)
+    await released()
+    await cut(session, 2, *range(4))
+    await released()
+    await a.snapshots.make(MODEL)
+    await cut(session, 3, *range(4))
+    await released()
+    held = {each.delivery.spec.name: np.array(each.held.rows) for each in view.state.tables}
+    history, position = view.history, view.position
+    await a.give_up()
+    await b.take()
+    after = b.service.views.by_consumer()["top"]
+    assert (after.history, after.position) == (history, position)
+    assert same({each.delivery.spec.name: np.array(each.held.rows) for each in after.state.tables}, held)
 
 
-def test_only_what_has_changed_is_stored_again(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        first = await a.snapshots.make(MODEL)
-        await cut(session, 2, 1)
-        second = await a.snapshots.make(MODEL)
-        assert second.bytes > 0
-        stored = {piece.object for table in second.tables for piece in table.blocks}
-        assert len({piece.object for table in first.tables for piece in table.blocks} & stored) == 1
-        assert second.new_bytes() < first.new_bytes() * 2
-
-    run(tmp_path, scenario)
+@in_processes()
+async def test_only_what_has_changed_is_stored_again(a: Process, b: Process) -> None:
+    await a.take()
+    session = await publish(a.service)
+    first = await a.snapshots.make(MODEL)
+    await cut(session, 2, 1)
+    second = await a.snapshots.make(MODEL)
+    assert second.bytes > 0
+    stored = {piece.object for table in second.tables for piece in table.blocks}
+    assert len({piece.object for table in first.tables for piece in table.blocks} & stored) == 1
+    assert second.new_bytes() < first.new_bytes() * 2
 
 
-def test_old_ones_go_and_those_that_are_kept_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_processes()
+async def test_old_ones_go_and_those_that_are_kept_are_whole(
+    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deltasync.service.snapshots._YOUNG_NS", 0)
-
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        for step in range(2, 7):
-            await cut(session, step, step)
-            await a.snapshots.make(MODEL)
-        found = snapshots_of(a.place, MODEL)
-        assert [each.version for each in found.manifests] == [6, 5]
-        assert [check_snapshot(a.place, each) for each in found.manifests] == [[], []]
-        used = {piece.object for each in found.manifests for piece in each.pieces}
-        assert {each.name for each in a.place.names(f"{MODEL}/data")} == used
-
-    run(tmp_path, scenario)
+    await a.take()
+    session = await publish(a.service)
+    for step in range(2, 7):
+        await cut(session, step, step)
+        await a.snapshots.make(MODEL)
+    found = snapshots_of(a.place, MODEL)
+    assert [each.version for each in found.manifests] == [6, 5]
+    assert [check_snapshot(a.place, each) for each in found.manifests] == [[], []]
+    used = {piece.object for each in found.manifests for piece in each.pieces}
+    assert {each.name for each in a.place.names(f"{MODEL}/data")} == used
 
 
 def _lose(log: LogStore, version: int) -> None:
@@ -190,60 +188,56 @@ def _lose(log: LogStore, version: int) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 2, 3, 4])
-def test_a_log_that_went_back_goes_on_with_the_newest_that_there_is(tmp_path: Path, lost: int) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        session, rows = await publish(a.service), {1: dict[str, Any]()}
-        for step in (2, 3, 4):
-            await cut(session, step, step)
-            rows[step] = a.rows
-            if step < 4:
-                await a.snapshots.make(MODEL)
-        await a.give_up()
-        _lose(b.logs.open(MODEL), lost)
-        b.logs.give_up(MODEL)
-        await b.take()
-        assert b.version == max(lost, 3)
-        assert same(b.rows, rows[max(lost, 3)])
-        session = await publish(b.service, 5, run="later", started=2)
-        assert b.version == max(lost, 3) + 1
-
-    run(tmp_path, scenario)
-
-
-def test_damaged_and_forked_snapshots_are_passed_over(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        await cut(session, 2, 2)
-        await a.snapshots.make(MODEL)
-        await cut(session, 3, 3)
-        newest = await a.snapshots.make(MODEL)
-        await cut(session, 4, 4)
-        before = a.rows
-        await a.give_up()
-        (tmp_path / "snapshots" / newest.tables[0].blocks[0].object).write_bytes(b"damaged")
-        await b.take()
-        assert same(b.rows, before)
-
-    run(tmp_path, scenario)
+@in_processes()
+async def test_a_log_that_went_back_goes_on_with_the_newest_that_there_is(
+    a: Process, b: Process, lost: int
+) -> None:
+    await a.take()
+    session, rows = await publish(a.service), {1: dict[str, Any]()}
+    for step in (2, 3, 4):
+        await cut(session, step, step)
+        rows[step] = a.rows
+        if step < 4:
+            await a.snapshots.make(MODEL)
+    await a.give_up()
+    _lose(b.logs.open(MODEL), lost)
+    b.logs.give_up(MODEL)
+    await b.take()
+    assert b.version == max(lost, 3)
+    assert same(b.rows, rows[max(lost, 3)])
+    session = await publish(b.service, 5, run="later", started=2)
+    assert b.version == max(lost, 3) + 1
 
 
-def test_rows_that_the_log_has_lost_are_asked_of_the_trainer(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        await a.snapshots.make(MODEL)
-        await cut(session, 2, 2)
-        before = a.rows
-        await cut(session, 3, 3)
-        await a.give_up()
-        b.logs.open(MODEL).drop(f"cuts/{MODEL}", 3, 0).result()
-        b.logs.give_up(MODEL)
-        await b.take()
-        assert (b.version, same(b.rows, before)) == (2, True)
+@in_processes()
+async def test_damaged_and_forked_snapshots_are_passed_over(a: Process, b: Process, tmp_path: Path) -> None:
+    await a.take()
+    session = await publish(a.service)
+    await cut(session, 2, 2)
+    await a.snapshots.make(MODEL)
+    await cut(session, 3, 3)
+    newest = await a.snapshots.make(MODEL)
+    await cut(session, 4, 4)
+    before = a.rows
+    await a.give_up()
+    (tmp_path / "snapshots" / newest.tables[0].blocks[0].object).write_bytes(b"damaged")
+    await b.take()
+    assert same(b.rows, before)
 
-    run(tmp_path, scenario)
+
+@in_processes()
+async def test_rows_that_the_log_has_lost_are_asked_of_the_trainer(a: Process, b: Process) -> None:
+    await a.take()
+    session = await publish(a.service)
+    await a.snapshots.make(MODEL)
+    await cut(session, 2, 2)
+    before = a.rows
+    await cut(session, 3, 3)
+    await a.give_up()
+    b.logs.open(MODEL).drop(f"cuts/{MODEL}", 3, 0).result()
+    b.logs.give_up(MODEL)
+    await b.take()
+    assert (b.version, same(b.rows, before)) == (2, True)
 
 
 class FailingPlace(SnapshotPlace):
@@ -251,22 +245,20 @@ class FailingPlace(SnapshotPlace):
         raise StorageFailed("denied")
 
 
-def test_a_place_that_takes_nothing_stops_nothing(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        a.snapshots.place = FailingPlace(a.place.url)
-        with pytest.raises(StorageFailed, match="denied"):
-            await a.snapshots.make(MODEL)
-        assert a.snapshots.troubles == ["snapshots of model 'clicks': denied"]
-        assert a.snapshots.failures == 1
-        await cut(session, 2, 1)
-        assert list(a.logs.of(MODEL).read(f"cuts/{MODEL}", 1, 1))
-        a.snapshots.place = a.place
+@in_processes()
+async def test_a_place_that_takes_nothing_stops_nothing(a: Process, b: Process) -> None:
+    await a.take()
+    session = await publish(a.service)
+    a.snapshots.place = FailingPlace(a.place.url)
+    with pytest.raises(StorageFailed, match="denied"):
         await a.snapshots.make(MODEL)
-        assert a.snapshots.troubles == []
-
-    run(tmp_path, scenario)
+    assert a.snapshots.troubles == ["snapshots of model 'clicks': denied"]
+    assert a.snapshots.failures == 1
+    await cut(session, 2, 1)
+    assert list(a.logs.of(MODEL).read(f"cuts/{MODEL}", 1, 1))
+    a.snapshots.place = a.place
+    await a.snapshots.make(MODEL)
+    assert a.snapshots.troubles == []
 
 
 Step = tuple[str, list[int]]
@@ -313,44 +305,41 @@ def test_whatever_comes_between_the_rows_are_those_that_were_published(
 
 
 @pytest.mark.parametrize("broken", ["log", "place"])
-def test_what_does_not_answer_while_a_model_is_taken_is_asked_again_and_nothing_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+@in_processes()
+async def test_what_does_not_answer_while_a_model_is_taken_is_asked_again_and_nothing_is_dropped(
+    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """At whichever read it is: neither is a snapshot passed over for it, nor a version given up."""
-
-    async def scenario(a: Process, b: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        for step in (2, 3, 4, 5):
-            await cut(session, step, step, step + 1)
-            if step < 5:
-                await a.snapshots.make(MODEL)
-        before, version = a.rows, a.version
-        await a.give_up()
-        log = b.logs.open(MODEL)
-        log.shared = True
-        had = [[bytes(each.payload) for each in log.read(name)] for name in STREAMS]
-        failures = 0
-        for number in range(1000):
-            with monkeypatch.context() as patch:
-                calls = itertools.count()
-                if broken == "log":
-                    patch.setattr(log, "read", failing(log.read, calls, number, LogUnavailable("away")))
-                else:
-                    patch.setattr(b.place, "get", failing(b.place.get, calls, number, StorageFailed("away")))
-                try:
-                    await asyncio.to_thread(b.files.make, MODEL, log)
-                except StorageFailed:
-                    failures += 1
-                    found = [[bytes(each.payload) for each in log.read(name)] for name in STREAMS]
-                    assert found == had
-                    continue
-            break
-        assert failures > 2
-        await b.moves.take(MODEL, log)
-        assert (b.version, same(b.rows, before)) == (version, True)
-
-    run(tmp_path, scenario)
+    await a.take()
+    session = await publish(a.service)
+    for step in (2, 3, 4, 5):
+        await cut(session, step, step, step + 1)
+        if step < 5:
+            await a.snapshots.make(MODEL)
+    before, version = a.rows, a.version
+    await a.give_up()
+    log = b.logs.open(MODEL)
+    log.shared = True
+    had = [[bytes(each.payload) for each in log.read(name)] for name in STREAMS]
+    failures = 0
+    for number in range(1000):
+        with monkeypatch.context() as patch:
+            calls = itertools.count()
+            if broken == "log":
+                patch.setattr(log, "read", failing(log.read, calls, number, LogUnavailable("away")))
+            else:
+                patch.setattr(b.place, "get", failing(b.place.get, calls, number, StorageFailed("away")))
+            try:
+                await asyncio.to_thread(b.files.make, MODEL, log)
+            except StorageFailed:
+                failures += 1
+                found = [[bytes(each.payload) for each in log.read(name)] for name in STREAMS]
+                assert found == had
+                continue
+        break
+    assert failures > 2
+    await b.moves.take(MODEL, log)
+    assert (b.version, same(b.rows, before)) == (version, True)
 
 
 def failing(call: Any, calls: Any, number: int, error: Exception) -> Any:
@@ -365,42 +354,40 @@ def failing(call: Any, calls: Any, number: int, error: Exception) -> Any:
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "denied"), OSError(28, "no space left on device")], ids=str)
-def test_storage_that_refuses_stops_nothing_and_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+@in_processes()
+async def test_storage_that_refuses_stops_nothing_and_is_told(
+    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    async def scenario(a: Process, _: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        with monkeypatch.context() as patch:
-            patch.setattr("deltasync.snapshots.place._put_file", Mock(side_effect=error))
-            with pytest.raises(StorageFailed, match=str(error.strerror)):
-                await a.snapshots.make(MODEL)
-            await cut(session, 2, 1)
-        assert str(error.strerror) in a.snapshots.failure(MODEL)
-        assert (a.snapshots.failures, len(a.snapshots.troubles)) == (1, 1)
-        assert (await a.snapshots.make(MODEL)).version == 2
-        assert (a.snapshots.failure(MODEL), a.snapshots.troubles) == ("", [])
-
-    run(tmp_path, scenario)
-
-
-def test_storage_that_is_slow_holds_up_no_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(a: Process, _: Process) -> None:
-        await a.take()
-        session = await publish(a.service)
-        storing, go, put = threading.Event(), threading.Event(), places._put_file
-
-        def slow(path: Path, content: bytes) -> None:
-            storing.set()
-            assert go.wait(60)
-            put(path, content)
-
-        monkeypatch.setattr("deltasync.snapshots.place._put_file", slow)
-        making = asyncio.create_task(a.snapshots.make(MODEL))
-        await asyncio.to_thread(storing.wait, 60)
+    await a.take()
+    session = await publish(a.service)
+    with monkeypatch.context() as patch:
+        patch.setattr("deltasync.snapshots.place._put_file", Mock(side_effect=error))
+        with pytest.raises(StorageFailed, match=str(error.strerror)):
+            await a.snapshots.make(MODEL)
         await cut(session, 2, 1)
-        assert (a.version, making.done()) == (2, False)
-        go.set()
-        assert not check_snapshot(a.place, await making)
+    assert str(error.strerror) in a.snapshots.failure(MODEL)
+    assert (a.snapshots.failures, len(a.snapshots.troubles)) == (1, 1)
+    assert (await a.snapshots.make(MODEL)).version == 2
+    assert (a.snapshots.failure(MODEL), a.snapshots.troubles) == ("", [])
 
-    run(tmp_path, scenario)
+
+@in_processes()
+async def test_storage_that_is_slow_holds_up_no_cut(
+    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await a.take()
+    session = await publish(a.service)
+    storing, go, put = threading.Event(), threading.Event(), places._put_file
+
+    def slow(path: Path, content: bytes) -> None:
+        storing.set()
+        assert go.wait(60)
+        put(path, content)
+
+    monkeypatch.setattr("deltasync.snapshots.place._put_file", slow)
+    making = asyncio.create_task(a.snapshots.make(MODEL))
+    await asyncio.to_thread(storing.wait, 60)
+    await cut(session, 2, 1)
+    assert (a.version, making.done()) == (2, False)
+    go.set()
+    assert not check_snapshot(a.place, await making)

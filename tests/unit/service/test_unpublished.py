@@ -17,6 +17,7 @@ from tests.support.crashes import Crashes
 from tests.support.local_service import opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, publish_open, random_rows
+from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.core.errors import Contradiction, DeltasyncError, LimitReached, StorageFailed
 from deltasync.core.limits import LimitOptions
@@ -75,35 +76,32 @@ def refused(*_: Any) -> Future[None]:
 
 
 @pytest.mark.parametrize("number", [0, 3])
-def test_an_open_that_is_followed_by_nothing_leaves_nothing(tmp_path: Path, number: int) -> None:
+@in_service()
+async def test_an_open_that_is_followed_by_nothing_leaves_nothing(
+    service: Service, tmp_path: Path, number: int
+) -> None:
     """Nor does one of which a part came, however much."""
-
-    async def scenario(service: Service) -> None:
-        async with stream(service, world_size=2, shards=[WHOLE[0]]) as session:
-            assert await asyncio.wait_for(send(session, full_part(1, ROWS, WHOLE[:1])[:number][:1]), 20) is None
-            assert list(service.unpublished) == [session.coordinator]
-            assert not list((tmp_path / "models").rglob("*"))
-            assert not service.models
-        await left(service)
-        assert traces(service) == []
-        await publish(service)
-        assert list(service.models) == ["clicks"]
-
-    run(tmp_path, scenario)
+    async with stream(service, world_size=2, shards=[WHOLE[0]]) as session:
+        assert await asyncio.wait_for(send(session, full_part(1, ROWS, WHOLE[:1])[:number][:1]), 20) is None
+        assert list(service.unpublished) == [session.coordinator]
+        assert not list((tmp_path / "models").rglob("*"))
+        assert not service.models
+    await left(service)
+    assert traces(service) == []
+    await publish(service)
+    assert list(service.models) == ["clicks"]
 
 
-def test_ranks_that_have_closed_their_parts_and_gone_leave_nothing(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        async with stream(service, world_size=2, shards=[WHOLE[0]]) as session:
-            closed = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE[:1])))
-            while not session.coordinator.open_cut or not session.coordinator.open_cut.cut.closed_by(0):
-                await asyncio.sleep(0)
-        with pytest.raises(DeltasyncError, match="all ranks of its run have gone"):
-            await closed
-        await left(service)
-        assert traces(service) == []
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_ranks_that_have_closed_their_parts_and_gone_leave_nothing(service: Service) -> None:
+    async with stream(service, world_size=2, shards=[WHOLE[0]]) as session:
+        closed = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE[:1])))
+        while not session.coordinator.open_cut or not session.coordinator.open_cut.cut.closed_by(0):
+            await asyncio.sleep(0)
+    with pytest.raises(DeltasyncError, match="all ranks of its run have gone"):
+        await closed
+    await left(service)
+    assert traces(service) == []
 
 
 @pytest.mark.parametrize(
@@ -115,98 +113,88 @@ def test_ranks_that_have_closed_their_parts_and_gone_leave_nothing(tmp_path: Pat
     ],
     ids=["log", "volume", "tables"],
 )
-def test_opens_that_are_refused_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: list[TableSpec], error: Any, message: str
+@in_service(limits=LimitOptions(tables_per_model=2))
+async def test_opens_that_are_refused_leave_nothing(
+    service: Service, monkeypatch: pytest.MonkeyPatch, tables: list[TableSpec], error: Any, message: str
 ) -> None:
     monkeypatch.setattr(VolumeRoom, "of", lambda _: VolumeRoom(1 << 27, 1 << 30))
-
-    async def scenario(service: Service) -> None:
-        for number in range(100):
-            with pytest.raises(error, match=message):
-                async with stream(service, model=f"m{number}", tables=tables):
-                    pass
-        await left(service)
-        assert traces(service) == []
-
-    run(tmp_path, scenario, limits=LimitOptions(tables_per_model=2))
-
-
-def test_limits_of_models_and_of_bytes_are_kept(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        await publish(service)
-        taken = service.limits.taken["bytes_in_all"]
-        assert taken == service.models["clicks"].store.table_bytes > 0
-        async with stream(service, model="second"):
-            with pytest.raises(LimitReached, match=r"models: at most 2 are allowed \(limit models\)"):
-                await service.open_model("third")
-        with pytest.raises(LimitReached, match="limit bytes_in_all"):
-            async with stream(service, model="second", tables=[replace(USER, rows=4000)]):
+    for number in range(100):
+        with pytest.raises(error, match=message):
+            async with stream(service, model=f"m{number}", tables=tables):
                 pass
-        with pytest.raises(LimitReached, match="limit bytes_per_model"):
-            async with stream(service, model="second", tables=[replace(USER, rows=8000)]):
-                pass
-        assert service.limits.taken["bytes_in_all"] == taken
-
-    limits = LimitOptions(models=2, bytes_per_model=200_000, bytes_in_all=150_000)
-    run(tmp_path, scenario, limits=limits)
+    await left(service)
+    assert traces(service) == []
 
 
-def test_room_that_is_gone_by_the_time_of_the_cut_is_said_and_the_cut_comes_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service(limits=LimitOptions(models=2, bytes_per_model=200_000, bytes_in_all=150_000))
+async def test_limits_of_models_and_of_bytes_are_kept(service: Service) -> None:
+    await publish(service)
+    taken = service.limits.taken["bytes_in_all"]
+    assert taken == service.models["clicks"].store.table_bytes > 0
+    async with stream(service, model="second"):
+        with pytest.raises(LimitReached, match=r"models: at most 2 are allowed \(limit models\)"):
+            await service.open_model("third")
+    with pytest.raises(LimitReached, match="limit bytes_in_all"):
+        async with stream(service, model="second", tables=[replace(USER, rows=4000)]):
+            pass
+    with pytest.raises(LimitReached, match="limit bytes_per_model"):
+        async with stream(service, model="second", tables=[replace(USER, rows=8000)]):
+            pass
+    assert service.limits.taken["bytes_in_all"] == taken
+
+
+@in_service()
+async def test_room_that_is_gone_by_the_time_of_the_cut_is_said_and_the_cut_comes_again(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(service: Service) -> None:
-        async with stream(service) as session:
-            with monkeypatch.context() as patch:
-                patch.setattr(VolumeRoom, "of", lambda _: VolumeRoom(1 << 10, 1 << 30))
-                with pytest.raises(StorageFailed, match=r"bytes are wanted, and 1024 are free on the volume"):
-                    await send(session, full_part(1, ROWS, WHOLE))
-            assert not list((tmp_path / "models").rglob("*"))
-            assert not service.volumes.trouble, "it has refused nothing"
-            assert await send(session, full_part(1, ROWS, WHOLE))
-
-    run(tmp_path, scenario)
+    async with stream(service) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(VolumeRoom, "of", lambda _: VolumeRoom(1 << 10, 1 << 30))
+            with pytest.raises(StorageFailed, match=r"bytes are wanted, and 1024 are free on the volume"):
+                await send(session, full_part(1, ROWS, WHOLE))
+        assert not list((tmp_path / "models").rglob("*"))
+        assert not service.volumes.trouble, "it has refused nothing"
+        assert await send(session, full_part(1, ROWS, WHOLE))
 
 
 @pytest.mark.parametrize("gone", ["before", "while"])
-def test_tables_of_a_cut_that_could_not_be_sealed_go_with_its_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+@in_service()
+async def test_tables_of_a_cut_that_could_not_be_sealed_go_with_its_ranks(
+    service: Service, monkeypatch: pytest.MonkeyPatch, gone: str
 ) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
     sealing, go = asyncio.Event(), asyncio.Event()
+    loop, keeper = asyncio.get_running_loop(), asyncio.create_task(housekeeping(service))
 
-    async def scenario(service: Service) -> None:
-        loop, keeper = asyncio.get_running_loop(), asyncio.create_task(housekeeping(service))
+    def slowly_refused(*_: Any) -> Future[None]:
+        async def later() -> None:
+            sealing.set()
+            await go.wait()
+            raise StorageFailed("the disk is gone")
 
-        def slowly_refused(*_: Any) -> Future[None]:
-            async def later() -> None:
-                sealing.set()
-                await go.wait()
-                raise StorageFailed("the disk is gone")
+        return asyncio.run_coroutine_threadsafe(later(), loop)
 
-            return asyncio.run_coroutine_threadsafe(later(), loop)
-
-        monkeypatch.setattr(ModelStore, "seal", slowly_refused)
-        async with stream(service) as session:
-            cut = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE)))
-            await sealing.wait()
-            assert log_of(service).items("model/")
-            assert service.limits.taken["bytes_in_all"]
-            if gone == "before":
-                go.set()
-                await asyncio.wait([cut])
-        go.set()
-        with pytest.raises(StorageFailed, match="the disk is gone"):
-            await cut
-        while list(service.unpublished):
-            await asyncio.sleep(0.001)
-        await left(service)
-        keeper.cancel()
-        assert traces(service) == []
-
-    run(tmp_path, scenario)
+    monkeypatch.setattr(ModelStore, "seal", slowly_refused)
+    async with stream(service) as session:
+        cut = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE)))
+        await sealing.wait()
+        assert log_of(service).items("model/")
+        assert service.limits.taken["bytes_in_all"]
+        if gone == "before":
+            go.set()
+            await asyncio.wait([cut])
+    go.set()
+    with pytest.raises(StorageFailed, match="the disk is gone"):
+        await cut
+    while list(service.unpublished):
+        await asyncio.sleep(0.001)
+    await left(service)
+    keeper.cancel()
+    assert traces(service) == []
 
 
-def test_who_opens_what_is_just_being_removed_waits_for_that(
+@in_loop()
+async def test_who_opens_what_is_just_being_removed_waits_for_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its rows would be removed with those of before."""
@@ -217,7 +205,7 @@ def test_who_opens_what_is_just_being_removed_waits_for_that(
         await go.wait()
         await stop(model)
 
-    async def scenario(service: Service) -> None:
+    async with opened(tmp_path) as service:
         with monkeypatch.context() as patch:
             patch.setattr(Model, "stop", slow)
             async with stream(service, world_size=2) as session:
@@ -229,43 +217,34 @@ def test_who_opens_what_is_just_being_removed_waits_for_that(
             go.set()
             await published
         assert service.models["clicks"].seals.newest_version == 1
-
-    async def again(service: Service) -> None:
+    async with opened(tmp_path) as service:
         for table, rows in zip(service.models["clicks"].tables, random_rows(1), strict=True):
             np.testing.assert_array_equal(table.rows, rows)
 
-    run(tmp_path, scenario)
-    run(tmp_path, again)
+
+@in_service()
+async def test_ranks_that_contradict_each_other_are_refused_before_anything_is_there(service: Service) -> None:
+    other = [replace(USER, rows=60), ITEM]
+    async with stream(service, world_size=2):
+        with pytest.raises(Contradiction, match="is 40 x 4 float32, the run has 60 x 4 float32"):
+            async with stream(service, world_size=2, rank=1, tables=other):
+                pass
+    async with stream(service, world_size=2, rank=1, tables=other):
+        pass  # Of what the other has said nothing is left.
+    await left(service)
+    assert traces(service) == []
 
 
-def test_ranks_that_contradict_each_other_are_refused_before_anything_is_there(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        other = [replace(USER, rows=60), ITEM]
-        async with stream(service, world_size=2):
-            with pytest.raises(Contradiction, match="is 40 x 4 float32, the run has 60 x 4 float32"):
-                async with stream(service, world_size=2, rank=1, tables=other):
-                    pass
-        async with stream(service, world_size=2, rank=1, tables=other):
-            pass  # Of what the other has said nothing is left.
-        await left(service)
-        assert traces(service) == []
-
-    run(tmp_path, scenario)
-
-
-def test_an_open_with_another_shape_fixes_nothing_for_other_runs(tmp_path: Path) -> None:
+@in_service()
+async def test_an_open_with_another_shape_fixes_nothing_for_other_runs(service: Service) -> None:
     larger = [replace(USER, rows=60), TableSpec("more", 5, 3)]
-
-    async def scenario(service: Service) -> None:
-        first = await publish(service)
-        async with stream(service, run="run-2", started=2, tables=larger):
-            assert [each.spec for each in service.models["clicks"].tables] == TABLES
-        await publish(service, 3, run="run-3", started=3, continues=first.sealed, tables=TABLES)
+    first = await publish(service)
+    async with stream(service, run="run-2", started=2, tables=larger):
         assert [each.spec for each in service.models["clicks"].tables] == TABLES
-        await publish(service, 4, run="run-4", started=4, tables=[*TABLES, TableSpec("more", 9, 9)])
-        assert service.models["clicks"].tables[2].spec == TableSpec("more", 9, 9)
-
-    run(tmp_path, scenario)
+    await publish(service, 3, run="run-3", started=3, continues=first.sealed, tables=TABLES)
+    assert [each.spec for each in service.models["clicks"].tables] == TABLES
+    await publish(service, 4, run="run-4", started=4, tables=[*TABLES, TableSpec("more", 9, 9)])
+    assert service.models["clicks"].tables[2].spec == TableSpec("more", 9, 9)
 
 
 def test_tables_that_earlier_versions_have_made_for_an_open_give_way(tmp_path: Path) -> None:
@@ -331,22 +310,20 @@ def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(
     assert found.count(False) >= 7
 
 
-def test_consumers_that_were_there_first_have_their_views_before_the_model_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_consumers_that_were_there_first_have_their_views_before_the_model_is_there(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(service: Service) -> None:
-        top = await service.create_consumer("top", "clicks", Policy(top_k=1))
-        fed, add = list[object](), service.add
+    top = await service.create_consumer("top", "clicks", Policy(top_k=1))
+    fed, add = list[object](), service.add
 
-        def adding(coordinator: CutCoordinator) -> None:
-            fed.append(service.feed(top))
-            add(coordinator)
+    def adding(coordinator: CutCoordinator) -> None:
+        fed.append(service.feed(top))
+        add(coordinator)
 
-        monkeypatch.setattr(service, "add", adding)
-        await publish(service)
-        assert fed == [service.views.get(top)] != [None]
-
-    run(tmp_path, scenario)
+    monkeypatch.setattr(service, "add", adding)
+    await publish(service)
+    assert fed == [service.views.get(top)] != [None]
 
 
 SHAPES = [TableSpec("t", 4, 2), TableSpec("t", 4, 3), TableSpec("t", 6, 2)]

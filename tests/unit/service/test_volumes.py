@@ -11,6 +11,7 @@ import pytest
 from tests.support.local_service import join, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.unit.support.async_tests import in_service
 
 from deltasync.client import Policy
 from deltasync.core.errors import StorageFailed
@@ -33,86 +34,80 @@ async def published(service: Service) -> None:
     await service.coordinators["clicks"].drain()
 
 
-def test_no_room_for_the_files_of_a_view_is_trouble_of_the_volume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_no_room_for_the_files_of_a_view_is_trouble_of_the_volume(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(service: Service) -> None:
-        await published(service)
-        with monkeypatch.context() as patch:
-            patch.setattr("os.posix_fallocate", no_room)
-            consumer = await service.create_consumer("top", "clicks", Policy(top_k=3))
-            service.registry.connect(consumer, "p", asyncio.Event())
-            while not service.volumes.trouble:
-                await asyncio.sleep(0.001)
-        assert "on volume 'models': No space left on device" in service.volumes.trouble
-        lag = await Answers(service).lag("top")
-        assert lag.state == "failed"
-        assert "nothing new can be written" in lag.reason
-        await service.volumes.look_after()
-        assert not service.volumes.trouble
-        counts = service.event_counts
-        assert (counts[EventKind.VOLUME_FAILED], counts[EventKind.VOLUME_RECOVERED]) == (1, 1)
-
-    run(tmp_path, scenario)
+    await published(service)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", no_room)
+        consumer = await service.create_consumer("top", "clicks", Policy(top_k=3))
+        service.registry.connect(consumer, "p", asyncio.Event())
+        while not service.volumes.trouble:
+            await asyncio.sleep(0.001)
+    assert "on volume 'models': No space left on device" in service.volumes.trouble
+    lag = await Answers(service).lag("top")
+    assert lag.state == "failed"
+    assert "nothing new can be written" in lag.reason
+    await service.volumes.look_after()
+    assert not service.volumes.trouble
+    counts = service.event_counts
+    assert (counts[EventKind.VOLUME_FAILED], counts[EventKind.VOLUME_RECOVERED]) == (1, 1)
 
 
-def test_a_consumer_without_replicas_says_too_that_nothing_new_can_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_a_consumer_without_replicas_says_too_that_nothing_new_can_come(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(service: Service) -> None:
-        await service.create_consumer("early", "clicks", Policy())
-        with monkeypatch.context() as patch:
-            patch.setattr("os.posix_fallocate", no_room)
-            with pytest.raises(StorageFailed, match="No space left on device") as refused:
-                await publish(service)
-        service.volumes.note(refused.value)  # As who answers the rank's stream does.
-        lag = await Answers(service).lag("early")
-        assert lag.state == "empty"
-        assert "on volume 'models': No space left on device" in lag.reason
-
-    run(tmp_path, scenario)
+    await service.create_consumer("early", "clicks", Policy())
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", no_room)
+        with pytest.raises(StorageFailed, match="No space left on device") as refused:
+            await publish(service)
+    service.volumes.note(refused.value)  # As who answers the rank's stream does.
+    lag = await Answers(service).lag("early")
+    assert lag.state == "empty"
+    assert "on volume 'models': No space left on device" in lag.reason
 
 
-def test_no_room_for_a_release_in_a_file_is_trouble_of_the_volume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service()
+async def test_no_room_for_a_release_in_a_file_is_trouble_of_the_volume(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(service: Service) -> None:
-        await published(service)
-        monkeypatch.setattr("deltasync.feeds.releases.RELEASES_IN_MEMORY_BYTES", 0)
-        with monkeypatch.context() as patch:
-            patch.setattr("os.posix_fallocate", no_room)
-            with pytest.raises(StorageFailed, match="No space left on device") as refused:
-                await service.models["clicks"].release(0, NO_REPAIR)
-        service.volumes.note(refused.value)  # As who answers the replica's stream does.
-        assert "on volume 'models'" in service.volumes.trouble
-
-    run(tmp_path, scenario)
+    await published(service)
+    monkeypatch.setattr("deltasync.feeds.releases.RELEASES_IN_MEMORY_BYTES", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", no_room)
+        with pytest.raises(StorageFailed, match="No space left on device") as refused:
+            await service.models["clicks"].release(0, NO_REPAIR)
+    service.volumes.note(refused.value)  # As who answers the replica's stream does.
+    assert "on volume 'models'" in service.volumes.trouble
 
 
-def test_files_that_cannot_be_flushed_are_trouble_of_the_volume_until_they_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_service(flush_bytes=1)
+async def test_files_that_cannot_be_flushed_are_trouble_of_the_volume_until_they_can(
+    service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
-
-    async def scenario(service: Service) -> None:
-        await published(service)
-        keeper = asyncio.create_task(housekeeping(service))
-        with monkeypatch.context() as patch:
-            patch.setattr("deltasync.storage.mapping.os.fdatasync", no_room)
-            patch.setattr("deltasync.storage.volume.os.fsync", no_room)
-            while service.event_counts[EventKind.VOLUME_FAILED] == 0:
-                await asyncio.sleep(0.001)
-            assert "cannot be flushed" not in service.volumes.trouble  # The reason alone, and where.
-            assert "on volume 'models'" in service.volumes.trouble
-        while service.volumes.trouble:
+    await published(service)
+    keeper = asyncio.create_task(housekeeping(service))
+    with monkeypatch.context() as patch:
+        patch.setattr("deltasync.storage.mapping.os.fdatasync", no_room)
+        patch.setattr("deltasync.storage.volume.os.fsync", no_room)
+        while service.event_counts[EventKind.VOLUME_FAILED] == 0:
             await asyncio.sleep(0.001)
-        keeper.cancel()
-        assert service.event_counts[EventKind.VOLUME_FAILED] == 1
+        assert "cannot be flushed" not in service.volumes.trouble  # The reason alone, and where.
+        assert "on volume 'models'" in service.volumes.trouble
+    while service.volumes.trouble:
+        await asyncio.sleep(0.001)
+    keeper.cancel()
+    assert service.event_counts[EventKind.VOLUME_FAILED] == 1
 
-    run(tmp_path, scenario, flush_bytes=1)
 
-
-def test_while_the_disk_is_slow_the_event_loop_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service()
+async def test_while_the_disk_is_slow_the_event_loop_goes_on(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Streams are answered, lag is told, consumers read what there is: only who waits for the disk waits."""
     slow, go = threading.Event(), threading.Event()
     commit = LmdbStore._commit
@@ -122,28 +117,25 @@ def test_while_the_disk_is_slow_the_event_loop_goes_on(tmp_path: Path, monkeypat
         assert go.wait(20)
         commit(log, batch)
 
-    async def scenario(service: Service) -> None:
-        await published(service)
-        session, model = await join(service), service.models["clicks"]
-        consumer = await service.create_consumer("all", "clicks", Policy())
-        replica = service.registry.connect(consumer, "p", asyncio.Event())
-        monkeypatch.setattr(LmdbStore, "_commit", committing)
-        sealing = asyncio.create_task(send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])))
-        while not slow.is_set():
-            await asyncio.sleep(0.001)
-        release = await model.release(0)
-        assert release.head
-        assert release.head.number == 1
-        service.registry.acknowledge(consumer, replica, Position(model.history, 1))
-        assert (await Answers(service).lag("all")).head == 1
-        assert b"deltasync_log_commit_seconds_count" in await Answers(service).metrics()
-        assert not sealing.done()
-        go.set()
-        position = await sealing
-        assert position
-        assert position.number == 2
-
-    run(tmp_path, scenario)
+    await published(service)
+    session, model = await join(service), service.models["clicks"]
+    consumer = await service.create_consumer("all", "clicks", Policy())
+    replica = service.registry.connect(consumer, "p", asyncio.Event())
+    monkeypatch.setattr(LmdbStore, "_commit", committing)
+    sealing = asyncio.create_task(send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])))
+    while not slow.is_set():
+        await asyncio.sleep(0.001)
+    release = await model.release(0)
+    assert release.head
+    assert release.head.number == 1
+    service.registry.acknowledge(consumer, replica, Position(model.history, 1))
+    assert (await Answers(service).lag("all")).head == 1
+    assert b"deltasync_log_commit_seconds_count" in await Answers(service).metrics()
+    assert not sealing.done()
+    go.set()
+    position = await sealing
+    assert position
+    assert position.number == 2
 
 
 def test_commits_are_counted_and_slow_ones_said_now_and_then(

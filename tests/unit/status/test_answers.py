@@ -3,14 +3,14 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fastapi.routing import APIRoute
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, send
 from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.unit.support.async_tests import in_service
 
 from deltasync.api.consumer_routes import ConsumerLine, consumer_routes
 from deltasync.core.change_counts import ChangeCounts
@@ -58,18 +58,16 @@ class HeldThread:
         assert await self._task
 
 
-def test_answers_wait_for_no_cut(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        session, model = await published(service, EVERYTHING, TOP)
-        answers = Answers(service)
-        async with HeldThread(model):
-            await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))  # Sealed, and not applied yet.
-            lag = await answers.lag("c0")
-            assert (lag.head, lag.lag.versions, lag.lag.rows) == (2, 1, 0)
-            assert b'deltasync_consumer_lag_versions{consumer="c0"} 1.0' in await answers.metrics()
-            assert (await answers.lag("c1")).head == 2
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_answers_wait_for_no_cut(service: Service) -> None:
+    session, model = await published(service, EVERYTHING, TOP)
+    answers = Answers(service)
+    async with HeldThread(model):
+        await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))  # Sealed, and not applied yet.
+        lag = await answers.lag("c0")
+        assert (lag.head, lag.lag.versions, lag.lag.rows) == (2, 1, 0)
+        assert b'deltasync_consumer_lag_versions{consumer="c0"} 1.0' in await answers.metrics()
+        assert (await answers.lag("c1")).head == 2
 
 
 def noting_threads(function: Callable[..., Any], threads: set[threading.Thread]) -> Callable[..., Any]:
@@ -80,41 +78,36 @@ def noting_threads(function: Callable[..., Any], threads: set[threading.Thread])
     return noted
 
 
-def test_no_table_is_looked_at_in_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_service()
+async def test_no_table_is_looked_at_in_the_event_loop(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tables and consumers there are, the loop goes on meanwhile."""
-
-    async def scenario(service: Service) -> None:
-        await published(service, EVERYTHING, TOP)
-        answers, threads = Answers(service), set[threading.Thread]()
-        for where, name in (
-            (models, "table_standing"),
-            (views, "TableStanding"),
-            (ChangeCounts, "after"),
-            (module, "exposition"),
-            (module, "report"),
-        ):
-            monkeypatch.setattr(where, name, noting_threads(getattr(where, name), threads))
-        await asyncio.gather(answers.metrics(), *(answers.lag(f"c{number}") for number in range(CONSUMERS)))
-        assert threads
-        assert threading.current_thread() not in threads
-        assert not any(thread.name.startswith("model") for thread in threads)
-
-    run(tmp_path, scenario)
+    await published(service, EVERYTHING, TOP)
+    answers, threads = Answers(service), set[threading.Thread]()
+    for where, name in (
+        (models, "table_standing"),
+        (views, "TableStanding"),
+        (ChangeCounts, "after"),
+        (module, "exposition"),
+        (module, "report"),
+    ):
+        monkeypatch.setattr(where, name, noting_threads(getattr(where, name), threads))
+    await asyncio.gather(answers.metrics(), *(answers.lag(f"c{number}") for number in range(CONSUMERS)))
+    assert threads
+    assert threading.current_thread() not in threads
+    assert not any(thread.name.startswith("model") for thread in threads)
 
 
-def test_a_list_of_consumers_looks_at_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(service: Service) -> None:
-        _, model = await published(service, EVERYTHING)
-        routes = consumer_routes(service).routes
-        (route,) = (each for each in routes if isinstance(each, APIRoute) and each.name == "consumers")
-        async with HeldThread(model):
-            with monkeypatch.context() as patch:
-                patch.setattr(Model, "tables", property(lambda _: pytest.fail("tables are looked at")))
-                patch.setattr(Model, "standing", lambda *_: pytest.fail("the model is asked"))
-                lines: list[ConsumerLine] = await route.endpoint()
-        assert [line.connected for line in lines] == [1] * CONSUMERS
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_list_of_consumers_looks_at_no_table(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = await published(service, EVERYTHING)
+    routes = consumer_routes(service).routes
+    (route,) = (each for each in routes if isinstance(each, APIRoute) and each.name == "consumers")
+    async with HeldThread(model):
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "tables", property(lambda _: pytest.fail("tables are looked at")))
+            patch.setattr(Model, "standing", lambda *_: pytest.fail("the model is asked"))
+            lines: list[ConsumerLine] = await route.endpoint()
+    assert [line.connected for line in lines] == [1] * CONSUMERS
 
 
 class HeldExposition:
@@ -135,26 +128,23 @@ class HeldExposition:
 
 
 @pytest.mark.parametrize("seconds", [0, 1000])
-def test_who_asks_for_metrics_at_nearly_the_same_time_shares_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+@in_service()
+async def test_who_asks_for_metrics_at_nearly_the_same_time_shares_them(
+    service: Service, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     monkeypatch.setattr(module, "_SHARED_SECONDS", seconds)
-
-    async def scenario(service: Service) -> None:
-        session, _ = await published(service, EVERYTHING, TOP)
-        answers, held = Answers(service), HeldExposition(monkeypatch)
-        tasks = [asyncio.create_task(answers.metrics()) for _ in range(3)]
-        await held.begun.acquire()
-        await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-        assert (await answers.lag("c0")).head == 2  # Does not wait for them.
-        tasks[0].cancel()  # One who has gone away takes nothing from the others.
-        held.let_go()
-        texts = await asyncio.gather(*tasks[1:])
-        assert b'head_version{model="clicks"} 1.0' in texts[0]
-        assert texts[0] is texts[1]
-        held.let_go()
-        again = await answers.metrics()
-        assert (again is texts[0]) == (seconds > 0)
-        assert (b'head_version{model="clicks"} 2.0' in again) == (seconds == 0)
-
-    run(tmp_path, scenario)
+    session, _ = await published(service, EVERYTHING, TOP)
+    answers, held = Answers(service), HeldExposition(monkeypatch)
+    tasks = [asyncio.create_task(answers.metrics()) for _ in range(3)]
+    await held.begun.acquire()
+    await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
+    assert (await answers.lag("c0")).head == 2  # Does not wait for them.
+    tasks[0].cancel()  # One who has gone away takes nothing from the others.
+    held.let_go()
+    texts = await asyncio.gather(*tasks[1:])
+    assert b'head_version{model="clicks"} 1.0' in texts[0]
+    assert texts[0] is texts[1]
+    held.let_go()
+    again = await answers.metrics()
+    assert (again is texts[0]) == (seconds > 0)
+    assert (b'head_version{model="clicks"} 2.0' in again) == (seconds == 0)

@@ -2,9 +2,8 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 
-from tests.support.local_service import run
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.owner import Owner
 from deltasync.ownership.alone import Alone
@@ -27,27 +26,23 @@ class Owning(Alone):
         return (f"{model}-1", f"{model}-2")
 
 
-def test_consumers_of_a_model_that_this_process_is_taking_are_listed_and_wait(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        service.owners = Owning(Member("a", "", ""))
-        lines = consumer_overviews(service, [])
-        assert [(each.consumer, each.model, each.state, each.head) for each in lines] == [
-            ("coming-1", "coming", "waiting", None),
-            ("coming-2", "coming", "waiting", None),
-        ]
-        assert {each.reason for each in lines} == {
-            "nobody answers for model 'coming': this process is about to take it over"
-        }
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_consumers_of_a_model_that_this_process_is_taking_are_listed_and_wait(service: Service) -> None:
+    service.owners = Owning(Member("a", "", ""))
+    lines = consumer_overviews(service, [])
+    assert [(each.consumer, each.model, each.state, each.head) for each in lines] == [
+        ("coming-1", "coming", "waiting", None),
+        ("coming-2", "coming", "waiting", None),
+    ]
+    assert {each.reason for each in lines} == {
+        "nobody answers for model 'coming': this process is about to take it over"
+    }
 
 
-def test_a_model_that_nobody_has_is_named_by_every_process(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
-        service.owners = Owning(Member("a", "", ""))
-        assert unowned_models(service) == ["lost"]
-        (line,) = model_overviews(service)
-        assert (line.model, line.head) == ("lost", None)
-        assert line.trouble == "no process that is known to be alive has this model"
-
-    run(tmp_path, scenario)
+@in_service()
+async def test_a_model_that_nobody_has_is_named_by_every_process(service: Service) -> None:
+    service.owners = Owning(Member("a", "", ""))
+    assert unowned_models(service) == ["lost"]
+    (line,) = model_overviews(service)
+    assert (line.model, line.head) == ("lost", None)
+    assert line.trouble == "no process that is known to be alive has this model"

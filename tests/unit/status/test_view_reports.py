@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import ITEM, TOP, USER, changed, run, run_again
+from tests.unit.support.async_tests import as_test
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.pause import Pause
@@ -22,6 +23,8 @@ from deltasync.status.consumer_metrics import consumer_metrics
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.report import report
 from deltasync.views.view import View
+
+in_model = partial(as_test, run)
 
 
 async def lag_at(view: View, release: int, *, connected: bool = True) -> ConsumerLag:
@@ -73,141 +76,116 @@ def test_who_is_one_release_behind_after_a_restart_lacks_one_version(tmp_path: P
     run_again(tmp_path, again)
 
 
-def test_who_follows_no_table_waits_for_one(tmp_path: Path) -> None:
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(Policy(tables=("usr*",)))
-        consumer = Consumer(
-            "top", "clicks", 0, Policy(tables=("usr*",)), {"a": Replica("a", stream=asyncio.Event())}
-        )
-        lag = report(consumer, view.standing(consumer.policy), time.time_ns())
-        assert (lag.state, lag.reason) == ("waiting", "no table of model 'clicks' fits usr*")
-        await local.add(TableSpec("usr", 3, 2))
-        lag = report(consumer, view.standing(consumer.policy), time.time_ns())
-        assert lag.state == "behind"
-
-    run(tmp_path, scenario)
+@in_model()
+async def test_who_follows_no_table_waits_for_one(local: LocalModel) -> None:
+    view = await local.prepared_view(Policy(tables=("usr*",)))
+    consumer = Consumer("top", "clicks", 0, Policy(tables=("usr*",)), {"a": Replica("a", stream=asyncio.Event())})
+    lag = report(consumer, view.standing(consumer.policy), time.time_ns())
+    assert (lag.state, lag.reason) == ("waiting", "no table of model 'clicks' fits usr*")
+    await local.add(TableSpec("usr", 3, 2))
+    lag = report(consumer, view.standing(consumer.policy), time.time_ns())
+    assert lag.state == "behind"
 
 
-def test_what_is_unsent_is_known_only_while_somebody_looks(tmp_path: Path) -> None:
+@in_model()
+async def test_what_is_unsent_is_known_only_while_somebody_looks(local: LocalModel) -> None:
     """Versions that have come while nobody is connected were not looked at."""
-
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(TOP)
-        await local.cut(changed(1, USER, 3, 4))
-        await view.make_release(TOP, 0)
-        number = view.position.number
-        for connected in (True, False):
-            known = await lag_at(view, number, connected=connected)
-            assert known.lag.unsent_norm
-            assert known.tables[0].unsent_norm
-        await local.cut(changed(2, ITEM, 3, 4))
-        lag = await lag_at(view, number, connected=False)
-        assert (lag.lag.versions, lag.lag.rows) == (1, 3)
-        assert (lag.lag.unsent_norm, lag.lag.unsent_share) == (None, None)
-        assert [(table.unsent_norm, table.unsent_share) for table in lag.tables] == [(None, None)] * 2
-
-    run(tmp_path, scenario)
+    view = await local.prepared_view(TOP)
+    await local.cut(changed(1, USER, 3, 4))
+    await view.make_release(TOP, 0)
+    number = view.position.number
+    for connected in (True, False):
+        known = await lag_at(view, number, connected=connected)
+        assert known.lag.unsent_norm
+        assert known.tables[0].unsent_norm
+    await local.cut(changed(2, ITEM, 3, 4))
+    lag = await lag_at(view, number, connected=False)
+    assert (lag.lag.versions, lag.lag.rows) == (1, 3)
+    assert (lag.lag.unsent_norm, lag.lag.unsent_share) == (None, None)
+    assert [(table.unsent_norm, table.unsent_share) for table in lag.tables] == [(None, None)] * 2
 
 
-def test_who_has_every_release_is_as_late_as_what_was_published_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_model()
+async def test_who_has_every_release_is_as_late_as_what_was_published_since(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as old as the rows that the policy left; these have an age of their own."""
     a_second_from_one_look_to_the_next(monkeypatch)
-
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(TOP)
-        await local.cut(changed(1, USER, 3, 4))
-        await view.make_release(TOP, 0)
-        lag = await lag_at(view, view.position.number)
-        assert (lag.state, lag.lag.versions, lag.lag.rows, lag.lag.seconds) == ("current", 0, 1, 0)
-        assert lag.oldest_row_seconds > 0
-        assert [table.oldest_row_seconds > 0 for table in lag.tables] == [True, False]
-        await local.cut(changed(2, USER, 9))
-        lag = await lag_at(view, view.position.number)
-        assert lag.lag.versions == 1
-        assert [(each.behind, each.reason) for each in lag.replicas] == [
-            (False, "")
-        ]  # Nothing of it was released.
-        assert 0 < lag.lag.seconds <= lag.oldest_row_seconds
-
-    run(tmp_path, scenario)
+    view = await local.prepared_view(TOP)
+    await local.cut(changed(1, USER, 3, 4))
+    await view.make_release(TOP, 0)
+    lag = await lag_at(view, view.position.number)
+    assert (lag.state, lag.lag.versions, lag.lag.rows, lag.lag.seconds) == ("current", 0, 1, 0)
+    assert lag.oldest_row_seconds > 0
+    assert [table.oldest_row_seconds > 0 for table in lag.tables] == [True, False]
+    await local.cut(changed(2, USER, 9))
+    lag = await lag_at(view, view.position.number)
+    assert lag.lag.versions == 1
+    assert [(each.behind, each.reason) for each in lag.replicas] == [(False, "")]  # Nothing of it was released.
+    assert 0 < lag.lag.seconds <= lag.oldest_row_seconds
 
 
-def test_who_is_current_is_not_late_for_what_is_sealed_while_that_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_model()
+async def test_who_is_current_is_not_late_for_what_is_sealed_while_that_is_found_out(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reports are put together on another thread, from where things stood, with rows that the policy left."""
     a_second_from_one_look_to_the_next(monkeypatch)
-
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(TOP)
-        await local.cut(changed(1, USER, 3, 4))
-        await view.make_release(TOP, 0)
-        number, standing = view.position.number, view.standing(TOP)
-        await local.cut(changed(2, USER, 9))
-        lag = report_of(view, number, standing)
-        assert (lag.state, lag.lag.versions, lag.lag.seconds) == ("current", 0, 0)
-
-    run(tmp_path, scenario)
+    view = await local.prepared_view(TOP)
+    await local.cut(changed(1, USER, 3, 4))
+    await view.make_release(TOP, 0)
+    number, standing = view.position.number, view.standing(TOP)
+    await local.cut(changed(2, USER, 9))
+    lag = report_of(view, number, standing)
+    assert (lag.state, lag.lag.versions, lag.lag.seconds) == ("current", 0, 0)
 
 
-def test_who_waits_for_the_first_release_holds_nothing_that_is_current(tmp_path: Path) -> None:
-    async def scenario(local: LocalModel) -> None:
-        view = local.view()
-        view.trouble = "there is no room"
-        lag = await lag_at(view, 0)
-        assert (lag.state, lag.lag.versions, lag.lag.rows) == ("behind", 1, USER.rows + ITEM.rows)
-
-    run(tmp_path, scenario)
+@in_model()
+async def test_who_waits_for_the_first_release_holds_nothing_that_is_current(local: LocalModel) -> None:
+    view = local.view()
+    view.trouble = "there is no room"
+    lag = await lag_at(view, 0)
+    assert (lag.state, lag.lag.versions, lag.lag.rows) == ("behind", 1, USER.rows + ITEM.rows)
 
 
-def test_a_table_that_replicas_are_still_to_get_is_lacking_as_a_whole(tmp_path: Path) -> None:
+@in_model()
+async def test_a_table_that_replicas_are_still_to_get_is_lacking_as_a_whole(local: LocalModel) -> None:
     """Releases of the others go on meanwhile: where there is no room for it, for long."""
     extra = TableSpec("extra", 5, 2)
-
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(Policy())
-        await local.add(extra)
-        assert (await lag_at(view, view.position.number)).state == "in sync"
-        await local.cut(changed(1, extra, *range(5)))
-        await view.make_release(Policy(), 0)
-        lag = await lag_at(view, view.position.number)
-        assert (lag.state, lag.lag.versions, lag.lag.rows, lag.lag.bytes) == ("current", 0, 5, 5 * (8 + 8))
-        assert lag.lag.unsent_norm is None
-        assert [table.table for table in lag.tables] == ["user", "item", "extra"]
-        await view.prepare(Policy())
-        assert (await lag_at(view, view.position.number)).state == "in sync"
-
-    run(tmp_path, scenario)
+    view = await local.prepared_view(Policy())
+    await local.add(extra)
+    assert (await lag_at(view, view.position.number)).state == "in sync"
+    await local.cut(changed(1, extra, *range(5)))
+    await view.make_release(Policy(), 0)
+    lag = await lag_at(view, view.position.number)
+    assert (lag.state, lag.lag.versions, lag.lag.rows, lag.lag.bytes) == ("current", 0, 5, 5 * (8 + 8))
+    assert lag.lag.unsent_norm is None
+    assert [table.table for table in lag.tables] == ["user", "item", "extra"]
+    await view.prepare(Policy())
+    assert (await lag_at(view, view.position.number)).state == "in sync"
 
 
-def test_the_answer_has_the_keys_that_tools_read_in_their_order(tmp_path: Path) -> None:
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(TOP)
-        await local.cut(changed(1, USER, 3, 4))
-        await view.make_release(TOP, 0)
-        answer = asdict(await lag_at(view, view.position.number))
-        assert list(answer) == ANSWER
-        assert list(answer["release"]) == RELEASE
-        assert (answer["release"]["rows"], answer["release"]["left_rows"]) == (1, 1)
-        assert (answer["release"]["bytes"], answer["release"]["left_bytes"]) == (40, 40)
-        assert answer["release"]["norm"] >= answer["release"]["left_norm"] > 0
-
-    run(tmp_path, scenario)
+@in_model()
+async def test_the_answer_has_the_keys_that_tools_read_in_their_order(local: LocalModel) -> None:
+    view = await local.prepared_view(TOP)
+    await local.cut(changed(1, USER, 3, 4))
+    await view.make_release(TOP, 0)
+    answer = asdict(await lag_at(view, view.position.number))
+    assert list(answer) == ANSWER
+    assert list(answer["release"]) == RELEASE
+    assert (answer["release"]["rows"], answer["release"]["left_rows"]) == (1, 1)
+    assert (answer["release"]["bytes"], answer["release"]["left_bytes"]) == (40, 40)
+    assert answer["release"]["norm"] >= answer["release"]["left_norm"] > 0
 
 
-def test_a_pause_hides_no_failure(tmp_path: Path) -> None:
+@in_model()
+async def test_a_pause_hides_no_failure(local: LocalModel) -> None:
     """Whoever is alerted to it is alerted meanwhile."""
-
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(TOP)
-        view.failure = "its releases cannot be made"
-        replica = Replica("a", stream=asyncio.Event())
-        consumer = Consumer("top", "clicks", 0, replicas={"a": replica}, pause=Pause(0, "anna"))
-        lag = report(consumer, view.standing(consumer.policy), time.time_ns())
-        assert (lag.state, lag.paused and lag.paused.otherwise) == ("paused", "failed")
-        (failed,) = (each for each in consumer_metrics([consumer], [lag]) if each.name.endswith("consumer_failed"))
-        assert [sample.value for sample in failed.samples] == [1]
-
-    run(tmp_path, scenario)
+    view = await local.prepared_view(TOP)
+    view.failure = "its releases cannot be made"
+    replica = Replica("a", stream=asyncio.Event())
+    consumer = Consumer("top", "clicks", 0, replicas={"a": replica}, pause=Pause(0, "anna"))
+    lag = report(consumer, view.standing(consumer.policy), time.time_ns())
+    assert (lag.state, lag.paused and lag.paused.otherwise) == ("paused", "failed")
+    (failed,) = (each for each in consumer_metrics([consumer], [lag]) if each.name.endswith("consumer_failed"))
+    assert [sample.value for sample in failed.samples] == [1]
