@@ -15,7 +15,6 @@ _BEGIN, _END = "<!-- attacks -->", "<!-- end of attacks -->"
 
 
 def main() -> int:
-    """Run the attacks that are named, or all."""
     wanted = _arguments()
     if wanted.table:
         _write(table(*(json.loads(path.read_text()) for path in wanted.table)), wanted.into)

@@ -53,8 +53,6 @@ class Family:
     attacks: list[Attack] = field(default_factory=list)
 
     def attack(self, says: str, **conditions: Any) -> Callable[[_Run], _Run]:
-        """Make a function an attack of its name."""
-
         def added(run: _Run) -> _Run:
             self.attacks.append(Attack(run.__name__.replace("_", "-"), says, run, **conditions))
             return run
@@ -82,7 +80,6 @@ class Answers:
             self.refused(error)
 
     def refused(self, error: grpc.RpcError) -> None:
-        """A call was refused."""
         call: Any = error
         self.add(call.code().name, call.details() or "")
 

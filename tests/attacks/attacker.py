@@ -13,7 +13,6 @@ from tests.attacks.target import Target
 
 
 def main(name: str) -> None:
-    """Attack, and print how that went."""
     found = json.load(sys.stdin)
     target = Target(**found | {"ca": Path(found["ca"]) if found["ca"] else None})
     print(json.dumps(dataclasses.asdict(ATTACKS[name].run(target))), flush=True)  # noqa: T201

@@ -13,7 +13,6 @@ _PUBLISH = f"/deltasync.v1.{PUBLISH}"
 
 
 def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
-    """An HTTP/2 frame."""
     return len(content).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + content
 
 

@@ -74,7 +74,6 @@ class Trainer:
 
 
 def main(address: str) -> None:
-    """Publish until the end of the standard input."""
     endpoint = Endpoint(address, os.environ.get("ATTACKS_TOKEN", ""))
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=lambda: lines.put(sys.stdin.readline()), daemon=True).start()

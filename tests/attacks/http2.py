@@ -3,7 +3,6 @@
 import contextlib
 import select
 from collections import Counter
-from types import TracebackType
 from typing import Any, Self
 
 import h2.config
@@ -38,9 +37,7 @@ class Connection:
         self.flush()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
     @property
@@ -50,13 +47,11 @@ class Connection:
         return counts + ("" if self.open else "; the service has ended the connection")
 
     def headers(self, path: str) -> list[tuple[str, str]]:
-        """Of a call."""
         pairs = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
         metadata = [(name, str(value)) for name, value in self._target.metadata]
         return [*pairs, ("content-type", "application/grpc"), ("te", "trailers"), *metadata]
 
     def begin(self, path: str, *more: tuple[str, str]) -> int:
-        """Begin a call, or try to; its stream."""
         stream = self.frames.get_next_available_stream_id()
         with contextlib.suppress(h2.exceptions.ProtocolError):  # More than the service lets one connection have.
             self.frames.send_headers(stream, [*self.headers(path), *more])
@@ -92,7 +87,6 @@ class Connection:
         return self.open
 
     def flush(self) -> None:
-        """Send what there is to send."""
         if content := self.frames.data_to_send():
             self.raw(content)
 

@@ -38,7 +38,6 @@ def full_part(step: int, rows: int, dim: int, value: float) -> publish_pb2.Publi
 
 
 def subscription(replica: str, consumer: str = CONSUMER, **fields: Any) -> subscribe_pb2.SubscribeRequest:
-    """The open of a replica."""
     return subscribe_pb2.SubscribeRequest(
         open=subscribe_pb2.SubscribeOpen(consumer=consumer, replica=replica, **fields)
     )
@@ -52,12 +51,10 @@ class Stream:
         self.answers = target.streams(channel, method, self._sent())
 
     def send(self, *messages: Any) -> None:
-        """Send them, once there is room for them."""
         for message in messages:
             self._requests.put(message, timeout=30)
 
     def end(self) -> None:
-        """End this side."""
         self._requests.put(None)
 
     def _sent(self) -> Iterator[Any]:

@@ -71,7 +71,6 @@ class LoggedService(ServiceProcess):
 
     @property
     def pid(self) -> int:
-        """Its process's id."""
         assert self.process
         return self.process.pid
 

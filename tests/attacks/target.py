@@ -49,13 +49,11 @@ class Target:
 
     @contextmanager
     def channel(self) -> Iterator[Channel]:
-        """A connection of its own."""
         with self._open_channel() as channel:
             yield channel
 
     @contextmanager
     def channels(self, number: int) -> Iterator[list[Channel]]:
-        """So many connections."""
         with ExitStack() as stack:
             yield [stack.enter_context(self._open_channel()) for _ in range(number)]
 
@@ -81,7 +79,6 @@ class Target:
         return call(requests, timeout=self.seconds + 10, metadata=self.metadata)
 
     def unary(self, channel: Channel, method: str) -> Any:
-        """A call of one message."""
         return channel.unary_unary(f"/deltasync.v1.{method}", request_serializer=_serialized)
 
 

@@ -4,7 +4,6 @@ import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _EVERY_SECONDS = 0.05
@@ -31,7 +30,6 @@ class Usage:
     log: int = 0
 
     def most(self, other: "Usage") -> "Usage":
-        """The larger of each."""
         return Usage(**{name: max(value, getattr(other, name)) for name, value in vars(self).items()})
 
     def more(self, later: "Usage", spare: "Usage") -> list[str]:
@@ -54,7 +52,6 @@ class Watch:
         self.most = Usage()
 
     def look(self) -> Usage:
-        """What there is now."""
         with self._lock:
             status = dict(
                 line.split(":", 1) for line in Path(f"/proc/{self._pid}/status").read_text().splitlines()
@@ -95,9 +92,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 

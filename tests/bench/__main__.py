@@ -26,7 +26,7 @@ def bench() -> None:
 class _Benchmark(click.Command):
     """A benchmark, whose module is imported when it is used: many import torch.
 
-    The module has `run`, and where it takes options, `NAME_options`, which adds them.
+    The module has `run`, and where it takes options, `OPTIONS`, each of which adds some to a command.
     """
 
     def __init__(self, name: str, module: str, says: str) -> None:
@@ -37,8 +37,8 @@ class _Benchmark(click.Command):
         """See `click.Command`: the context is that of the command with its options."""
         module = import_module(f"tests.bench.{self._module}")
         command = _measure(module.run)
-        if add_options := getattr(module, f"{self.name}_options", None):
-            command = add_options(command)
+        for option in reversed(getattr(module, "OPTIONS", ())):
+            command = option(command)
         whole = click.command(self.name, help=self.help, context_settings=CONTEXT)(command)
         return whole.make_context(*args, **kwargs)
 

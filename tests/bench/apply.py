@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import numpy as np
@@ -30,24 +30,23 @@ from deltasync.kernels.compiled import warm
 _BARE, _SERVICE, _GIVEN, _REPLICA = "bare", "service", "given", "replica"
 _WARM_UP, _BATCHES = 2, 3
 
-F = TypeVar("F", bound=Callable[..., Any])
 Apply = Callable[[RowBatch], object]
 
 
-def apply_options(command: F) -> F:
-    """Add the options of the sizes to a click command."""
-    for name, default, meaning in (
-        ("--rounds", 15, "Rounds, in each of which every way of applying has a turn."),
-        ("--dim", 64, "Values of a row."),
-        ("--changed", 300_000, "Rows that change."),
-        ("--rows", 1_000_000, "Rows of the table."),
-    ):
-        command = click.option(name, type=click.IntRange(1), default=default, help=meaning)(command)
-    return command
+OPTIONS = (
+    click.option("--rows", type=click.IntRange(1), default=1_000_000, help="Rows of the table."),
+    click.option("--changed", type=click.IntRange(1), default=300_000, help="Rows that change."),
+    click.option("--dim", type=click.IntRange(1), default=64, help="Values of a row."),
+    click.option(
+        "--rounds",
+        type=click.IntRange(1),
+        default=15,
+        help="Rounds, in each of which every way of applying has a turn.",
+    ),
+)
 
 
 def run(console: Console, rows: int, changed: int, dim: int, rounds: int) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     keep_freed_memory()
     warm()
     table, changed = TableSpec("bench", rows, dim), min(rows, changed)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from deltasync.client import Endpoint, Publisher, PublisherOptions, Shard, TableSpec
 from deltasync.trainer.example.processes import Processes, Service
 
 _POLL_SECONDS = 0.05
@@ -25,7 +26,6 @@ class Peer:
         )
 
     def ask(self, line: str) -> str:
-        """Send a line; its answer."""
         if self.process.stdin is None:
             raise RuntimeError("the peer has no input")
         self.process.stdin.write(line + "\n")
@@ -33,7 +33,6 @@ class Peer:
         return self.read()
 
     def read(self) -> str:
-        """The next line it prints."""
         if self.process.stdout is None:
             raise RuntimeError("the peer has no output")
         line = self.process.stdout.readline()
@@ -42,12 +41,17 @@ class Peer:
         return line.strip()
 
     def close(self) -> None:
-        """End it."""
         if self.process.stdin:
             self.process.stdin.close()
         self.process.wait(30)
         if self.process.stdout:
             self.process.stdout.close()
+
+
+def publisher(service: str | Endpoint, tables: list[TableSpec]) -> Publisher:
+    """The one rank of model "bench", with all rows of its tables."""
+    options = PublisherOptions(service=service, model="bench", run="bench", run_started_unix_ns=time.time_ns())
+    return Publisher(options, tables, [Shard.whole(table) for table in tables])
 
 
 class Children:
@@ -59,7 +63,6 @@ class Children:
         self._peers: list[Peer] = []
 
     def service(self, *arguments: str, admin_token: str = "") -> Service:
-        """Start a service."""
         if admin_token:
             file = self.processes.folder / "admin-token"
             file.touch(0o600)
@@ -68,7 +71,6 @@ class Children:
         return Service(self.processes, arguments)
 
     def peer(self, *arguments: str) -> Peer:
-        """Start a peer."""
         self._peers.append(Peer(list(arguments)))
         return self._peers[-1]
 

@@ -16,16 +16,16 @@ import json
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from tests.bench.children import Children, Peer
+from tests.bench.children import Children, Peer, publisher
 from tests.bench.process import (
     TICK_SECONDS,
     cpu_seconds,
@@ -43,9 +43,7 @@ from deltasync.client import (
     Part,
     Policy,
     Publisher,
-    PublisherOptions,
     RowBatch,
-    Shard,
     TableSpec,
     ValueType,
 )
@@ -71,24 +69,25 @@ _CUTS_OF_ALL_ROWS, _CUTS_OF_A_TURN, _REPLICAS_OF_A_PROCESS = 20, 4, 4
 _WARM_UP = 2
 _SHOWN_SECONDS = 1e-4
 
-F = TypeVar("F", bound=Callable[..., Any])
 Floats = NDArray[np.float32]
 Array = NDArray[Any]
 
 
-def consumers_options(command: F) -> F:
-    """Add the options of the sizes to a click command."""
-    for name, least, default, meaning in (
-        ("--rounds", 1, 10, f"Rounds, in each of which every service is given {_CUTS_OF_A_TURN} cuts."),
-        ("--dim", 1, 64, "Values of a row."),
-        ("--rows", 2 * _CUTS_OF_ALL_ROWS, 250_000, "Rows of both tables together."),
-    ):
-        command = click.option(name, type=click.IntRange(least), default=default, help=meaning)(command)
-    return command
+OPTIONS = (
+    click.option(
+        "--rows", type=click.IntRange(2 * _CUTS_OF_ALL_ROWS), default=250_000, help="Rows of both tables together."
+    ),
+    click.option("--dim", type=click.IntRange(1), default=64, help="Values of a row."),
+    click.option(
+        "--rounds",
+        type=click.IntRange(1),
+        default=10,
+        help=f"Rounds, in each of which every service is given {_CUTS_OF_A_TURN} cuts.",
+    ),
+)
 
 
 def run(console: Console, rows: int, dim: int, rounds: int) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     tables = [TableSpec(name, rows // len(_TABLES), dim) for name in _TABLES]
     with ExitStack() as stack:
         fleets = {name: stack.enter_context(_running_fleet(FLEETS[name], tables)) for name in FLEETS}
@@ -205,11 +204,8 @@ def _running_fleet(policies: Mapping[str, Policy], tables: list[TableSpec]) -> I
         replicas = {group: children.peer("fleet", service.grpc, *group) for group in groups}
         for peer in replicas.values():
             peer.read()
-        options = PublisherOptions(
-            service=service.grpc, model=_MODEL, run="bench", run_started_unix_ns=time.time_ns()
-        )
-        with Publisher(options, tables, [Shard.whole(table) for table in tables]) as publisher:
-            yield Fleet(service, publisher, tables, replicas)
+        with publisher(service.grpc, tables) as source:
+            yield Fleet(service, source, tables, replicas)
 
 
 def _bare_cpu_per_version(tables: Sequence[TableSpec]) -> float:

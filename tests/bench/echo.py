@@ -4,7 +4,6 @@ import asyncio
 import queue
 import sys
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Any, Self
 
 import grpc.aio
@@ -46,8 +45,6 @@ class Echo:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._messages.put(None)
         self._channel.close()

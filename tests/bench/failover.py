@@ -8,7 +8,6 @@ that process is started again. In another turn the owner is asked to give the mo
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,10 @@ ROUNDS, CHANGED, LEASE_SECONDS = 20, 100, 3
 _PATIENCE_SECONDS, _POLL_SECONDS = 120.0, 0.02
 
 
-def failover_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options."""
-    return click.option("--rounds", default=ROUNDS, show_default=True, type=click.IntRange(1))(command)
+OPTIONS = (click.option("--rounds", default=ROUNDS, show_default=True, type=click.IntRange(1)),)
 
 
 class _World:
-    """Everything that runs."""
-
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._trainer = cluster.trainer()
@@ -87,7 +82,6 @@ class _World:
 
 
 def run(console: Console, rounds: int) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     lease = ["--lease-seconds", str(LEASE_SECONDS), "--log-level", "error"]
     with (
         tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder,

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from tests.bench.children import Children, Peer
+from tests.bench.children import Children, Peer, publisher
 from tests.bench.echo import Echo
 from tests.bench.timing import spread_of
 
-from deltasync.client import Part, Publisher, PublisherOptions, RowBatch, Shard, TableSpec
+from deltasync.client import Part, Publisher, RowBatch, TableSpec
 from deltasync.core.process import keep_freed_memory
 from deltasync.wire.row_messages import part_chunk
 
@@ -31,17 +31,13 @@ _TABLE = TableSpec("bench", ROWS, DIM)
 
 
 def run(console: Console) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     keep_freed_memory()
     with Children() as children, _synced_file() as write, Echo(children.peer("echo").read()) as echo:
         service = children.service("--consumer", "bench=bench")
         replica = children.peer("clock", service.grpc)
         replica.read()
-        options = PublisherOptions(
-            service=service.grpc, model="bench", run="bench", run_started_unix_ns=time.time_ns()
-        )
-        with Publisher(options, [_TABLE], [Shard.whole(_TABLE)]) as publisher:
-            path = _Path(publisher, replica)
+        with publisher(service.grpc, [_TABLE]) as source:
+            path = _Path(source, replica)
             path.publish(np.arange(ROWS))
             turns = [_turn(path, echo, write) for _ in range(WARM_UP + TURNS)]
     return _report(console, turns[WARM_UP:])
@@ -57,7 +53,6 @@ class _Path:
         self._step = 0
 
     def batch(self) -> RowBatch:
-        """A cut's rows."""
         ids = np.sort(self._random.choice(ROWS, CUT_ROWS, replace=False))
         return RowBatch.of_table(_TABLE, ids, self._values(CUT_ROWS))
 

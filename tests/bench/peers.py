@@ -52,7 +52,6 @@ class Sink(publish_pb2_grpc.PublishServiceServicer):
         request: publish_pb2.WantedRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> publish_pb2.WantedResponse:
-        """Want nothing."""
         return publish_pb2.WantedResponse()
 
 
@@ -147,7 +146,6 @@ class FleetReplica:
             self._moved.notify_all()
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table."""
         return self._tables.read(table, ids)
 
     def wait_for(self, version: int) -> None:
@@ -159,7 +157,6 @@ class FleetReplica:
             raise TimeoutError(f"the last release was made of version {self._version}, not {version}")
 
     def close(self) -> None:
-        """Unsubscribe."""
         self._subscriber.close()
 
 
@@ -183,7 +180,6 @@ def _answer(text: str) -> None:
 
 
 def main(role: str, *arguments: str) -> None:
-    """Play one of the roles."""
     if role in ("replica", "clock", "fleet") or role.startswith("tuned-"):
         keep_freed_memory()
     if role == "replica":

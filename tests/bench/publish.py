@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from tests.bench.children import Children
+from tests.bench.children import Children, publisher
 from tests.bench.process import cpu_seconds
 
-from deltasync.client import Part, Position, Publisher, PublisherOptions, RowBatch, Shard, TableSpec
+from deltasync.client import Part, Position, Publisher, RowBatch, TableSpec
 from deltasync.core.process import keep_freed_memory
 
 ROWS, DIM, CUTS = 1_000_000, 64, 20
@@ -36,7 +36,6 @@ class Turn(NamedTuple):
 
 
 def run(console: Console) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     keep_freed_memory()
     values = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
     with Children() as children:
@@ -44,12 +43,9 @@ def run(console: Console) -> dict[str, Any]:
         bare, tuned = _stream(children, ""), _stream(children, "tuned-")
         replica = children.peer("replica", service.grpc)
         replica.read()
-        options = PublisherOptions(
-            service=service.grpc, model="bench", run="bench", run_started_unix_ns=time.time_ns()
-        )
-        with Publisher(options, [TABLE], [Shard.whole(TABLE)]) as publisher:
-            publish_rows(publisher, values, step=1, cuts=1)
-            path = timed([service.pid], lambda n: publish_to_applied(publisher, replica.ask, values, n))
+        with publisher(service.grpc, [TABLE]) as source:
+            publish_rows(source, values, step=1, cuts=1)
+            path = timed([service.pid], lambda n: publish_to_applied(source, replica.ask, values, n))
             rounds = [(path(number), bare(number), tuned(number)) for number in range(WARM_UP + ROUNDS)]
     return _report(console, rounds[WARM_UP:])
 
@@ -72,17 +68,15 @@ def timed(pids: list[int], seconds_of: Callable[[int], float]) -> Callable[[int]
     return turn
 
 
-def publish_to_applied(
-    publisher: Publisher, ask: Callable[[str], str], values: NDArray[Any], number: int
-) -> float:
+def publish_to_applied(source: Publisher, ask: Callable[[str], str], values: NDArray[Any], number: int) -> float:
     """Seconds from the first publish to all rows applied in the replica that `ask` asks, in a numbered round."""
     started = time.perf_counter()
-    position = publish_rows(publisher, values, step=2 + number * CUTS, cuts=CUTS)
+    position = publish_rows(source, values, step=2 + number * CUTS, cuts=CUTS)
     ask(str(position.number))
     return time.perf_counter() - started
 
 
-def publish_rows(publisher: Publisher, values: NDArray[Any], *, step: int, cuts: int) -> Position:
+def publish_rows(source: Publisher, values: NDArray[Any], *, step: int, cuts: int) -> Position:
     """Publish all rows ([ROWS, DIM] float32) in so many cuts, from a step on; the position of the last."""
     sealed: Future[Position] | None = None
     for number in range(cuts):
@@ -91,7 +85,7 @@ def publish_rows(publisher: Publisher, values: NDArray[Any], *, step: int, cuts:
         if sealed:
             sealed.result()
         part = Part(step=step + number, step_end_unix_ns=time.time_ns(), rows=rows, full=cuts == 1)
-        sealed = publisher.publish(part)
+        sealed = source.publish(part)
     if sealed is None:
         raise ValueError(f"cuts: {cuts}, expected at least 1")
     return sealed.result()

@@ -7,9 +7,8 @@ holds the first model; full pushes would send all tables at every version.
 
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import numpy as np
@@ -20,8 +19,6 @@ from deltasync.client import Policy, ValueType
 from deltasync.trainer.example.demo import CURRENT, DemoOptions, Fleet, checked, play
 from deltasync.trainer.example.options import StreamOptions
 from deltasync.trainer.example.report import quality
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 TITLES = {
     "full-fp32": "full fp32",
@@ -42,26 +39,30 @@ FLEETS = [Fleet(name, (f"replica-{name}",), policy) for name, policy in _POLICIE
 _AIM_TIMES, _AIM_LOSS = 13, 0.002
 
 
-def quality_options(command: F) -> F:
-    """Add the benchmark's options to a click command."""
-    for option in reversed(
-        [
-            click.option("--ratings", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                         help="Also on this file of ratings, in MovieLens' format."),
-            click.option("--events", type=click.IntRange(1), default=75_000, help="Events of a stream, at most."),
-            click.option("--events-per-second", type=click.FloatRange(0, min_open=True), default=800.0,
-                         help="How fast they arrive: slow enough for this machine."),
-            click.option("--publish-every", type=click.IntRange(1), default=2, help="Steps between cuts."),
-            click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), default=Path("quality.png"),
-                         help="Draw AUC over bytes into this PNG."),
-        ]
-    ):  # fmt: skip
-        command = option(command)
-    return command
+OPTIONS = (
+    click.option(
+        "--ratings",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Also on this file of ratings, in MovieLens' format.",
+    ),
+    click.option("--events", type=click.IntRange(1), default=75_000, help="Events of a stream, at most."),
+    click.option(
+        "--events-per-second",
+        type=click.FloatRange(0, min_open=True),
+        default=800.0,
+        help="How fast they arrive: slow enough for this machine.",
+    ),
+    click.option("--publish-every", type=click.IntRange(1), default=2, help="Steps between cuts."),
+    click.option(
+        "--plot",
+        type=click.Path(dir_okay=False, path_type=Path),
+        default=Path("quality.png"),
+        help="Draw AUC over bytes into this PNG.",
+    ),
+)
 
 
 def run(console: Console, *, ratings: Path | None, plot: Path, **settings: Any) -> dict[str, Any]:
-    """Measure, print, draw and return the figures."""
     streams = {"synthetic": _measure(console, "synthetic", **settings)}
     if ratings:
         streams["ratings"] = _measure(console, f"ratings:{ratings}", **settings)

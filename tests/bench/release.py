@@ -20,11 +20,11 @@ import pstats
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from cProfile import Profile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import numpy as np
@@ -60,23 +60,22 @@ _PARTS = {
 }
 
 Floats = NDArray[Any]
-F = TypeVar("F", bound=Callable[..., Any])
 Round = Mapping[str, float]
 
 
-def release_options(command: F) -> F:
-    """Add the options of the sizes to a click command."""
-    for name, default, meaning in (
-        ("--rounds", 7, "Rounds, in each of which every value type and NumPy have a turn."),
-        ("--dim", 64, "Values of a row."),
-        ("--rows", 1_000_000, "Dirty rows."),
-    ):
-        command = click.option(name, type=click.IntRange(1), default=default, help=meaning)(command)
-    return command
+OPTIONS = (
+    click.option("--rows", type=click.IntRange(1), default=1_000_000, help="Dirty rows."),
+    click.option("--dim", type=click.IntRange(1), default=64, help="Values of a row."),
+    click.option(
+        "--rounds",
+        type=click.IntRange(1),
+        default=7,
+        help="Rounds, in each of which every value type and NumPy have a turn.",
+    ),
+)
 
 
 def run(console: Console, rows: int, dim: int, rounds: int) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     keep_freed_memory()
     with tempfile.TemporaryDirectory(prefix="deltasync-bench-") as folder:
         figures = asyncio.run(_measure(Path(folder), rows, dim, rounds))

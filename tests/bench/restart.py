@@ -5,8 +5,7 @@ The trainer ends 50 steps after its checkpoint; another one goes on from there, 
 """
 
 import copy
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import numpy as np
@@ -17,19 +16,14 @@ from torch import nn
 
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 ROWS, DIM, STEP_ROWS, BEHIND, EVERY = 1_000_000, 16, 2_000, 50, 10
 _ID_BYTES = 8
 
 
-def restart_options(command: F) -> F:
-    """Add the options to a click command."""
-    return click.option("--rows", type=click.IntRange(STEP_ROWS), default=ROWS, help="Rows of the table.")(command)
+OPTIONS = (click.option("--rows", type=click.IntRange(STEP_ROWS), default=ROWS, help="Rows of the table."),)
 
 
 def run(console: Console, rows: int) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     with Children() as children:
         service = children.service("--consumer", "bench=bench")
         trainer = _Trainer(service.grpc, rows, seed=0)
@@ -69,7 +63,6 @@ class _Trainer:
         self._random = np.random.default_rng(seed)
 
     def go_on_from(self, weights: dict[str, Any], state: dict[str, Any]) -> None:
-        """Load a checkpoint."""
         self.model.load_state_dict(weights)
         self.sync.load_state_dict([state])
 

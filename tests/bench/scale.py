@@ -11,15 +11,15 @@ import http.client
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
 import numpy as np
 from rich.console import Console
-from tests.bench.children import Children, Peer
+from tests.bench.children import Children, Peer, publisher
 from tests.bench.process import TICK_SECONDS, cpu_seconds
 from tests.bench.timing import spread_of
 
@@ -29,9 +29,7 @@ from deltasync.client import (
     Part,
     Policy,
     Publisher,
-    PublisherOptions,
     RowBatch,
-    Shard,
     TableSpec,
 )
 from deltasync.core.rows import Ids
@@ -48,24 +46,24 @@ _WARM_UP = 20
 _PUBLISHED_AT_ONCE = 1_000_000
 _ANSWER_SECONDS = 60.0
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def scale_options(command: F) -> F:
-    """Add the options of the sizes to a click command."""
-    for name, default, meaning in (
-        ("--rounds", 100, "Cuts into each table, of each kind of rows."),
-        ("--cut-rows", 10_000, "Rows of a cut."),
-        ("--dim", 16, "Values of a row."),
-        ("--small-rows", 500_000, "Rows of the small table."),
-        ("--rows", 50_000_000, "Rows of the large table; 50 M rows x 16 need 20 GB of memory."),
-    ):
-        command = click.option(name, type=click.IntRange(1), default=default, help=meaning)(command)
-    return command
+OPTIONS = (
+    click.option(
+        "--rows",
+        type=click.IntRange(1),
+        default=50_000_000,
+        help="Rows of the large table; 50 M rows x 16 need 20 GB of memory.",
+    ),
+    click.option("--small-rows", type=click.IntRange(1), default=500_000, help="Rows of the small table."),
+    click.option("--dim", type=click.IntRange(1), default=16, help="Values of a row."),
+    click.option("--cut-rows", type=click.IntRange(1), default=10_000, help="Rows of a cut."),
+    click.option(
+        "--rounds", type=click.IntRange(1), default=100, help="Cuts into each table, of each kind of rows."
+    ),
+)
 
 
 def run(console: Console, rows: int, small_rows: int, dim: int, cut_rows: int, rounds: int) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     sizes = {"small": TableSpec("small", small_rows, dim), "large": TableSpec("large", rows, dim)}
     found = {name: _measure(policy, sizes, cut_rows, rounds) for name, policy in POLICIES.items()}
     worst = {f"scale_{name}ratio": max(each["ratio"] for each in kinds.values()) for name, kinds in found.items()}
@@ -122,7 +120,6 @@ class SizedTable:
         return time.perf_counter() - started
 
     def cpu_seconds(self) -> float:
-        """Of the service, up to now."""
         return cpu_seconds(self._service)
 
     def _publish_whole(self) -> None:
@@ -148,11 +145,8 @@ def _served(spec: TableSpec, policy: Policy) -> Iterator[SizedTable]:
         Admin(Endpoint(service.http, token)).create_consumer(_MODEL, _MODEL, policy)
         replica = children.peer("fleet", service.grpc, _MODEL)
         replica.read()
-        options = PublisherOptions(
-            service=service.grpc, model=_MODEL, run="bench", run_started_unix_ns=time.time_ns()
-        )
-        with Publisher(options, [spec], [Shard.whole(spec)]) as publisher:
-            yield SizedTable(spec, service.pid, service.http, publisher, replica)
+        with publisher(service.grpc, [spec]) as source:
+            yield SizedTable(spec, service.pid, service.http, source, replica)
 
 
 def _measure(policy: Policy, sizes: dict[str, TableSpec], cut_rows: int, rounds: int) -> dict[str, Any]:

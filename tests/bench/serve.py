@@ -17,10 +17,10 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import numpy as np
@@ -45,27 +45,32 @@ _BAGS, _BAG = 256, 20
 _BATCHES, _RELEASES = 64, 16
 _WARM_UP = 1
 
-F = TypeVar("F", bound=Callable[..., Any])
 Turn = Mapping[str, float]
 
 
-def serve_options(command: F) -> F:
-    """Add the options of the sizes to a click command."""
-    for name, kind, default, meaning in (
-        ("--rounds", click.IntRange(1), 7, "Rounds, in each of which every way of reading has its turns."),
-        ("--seconds", click.FloatRange(0, min_open=True), 2.0, "Seconds of a turn."),
-        ("--releases-per-second", click.IntRange(1), 10, "Releases a second."),
-        ("--share", click.FloatRange(0, 1, min_open=True), 0.1, "Share of the rows replaced a second."),
-        ("--dim", click.IntRange(4), 64, "Values of a row."),
-        ("--rows", click.IntRange(100), 1_000_000, "Rows of the table."),
-    ):
-        command = click.option(name, type=kind, default=default, help=meaning)(command)
-    return command
+OPTIONS = (
+    click.option("--rows", type=click.IntRange(100), default=1_000_000, help="Rows of the table."),
+    click.option("--dim", type=click.IntRange(4), default=64, help="Values of a row."),
+    click.option(
+        "--share",
+        type=click.FloatRange(0, 1, min_open=True),
+        default=0.1,
+        help="Share of the rows replaced a second.",
+    ),
+    click.option("--releases-per-second", type=click.IntRange(1), default=10, help="Releases a second."),
+    click.option("--seconds", type=click.FloatRange(0, min_open=True), default=2.0, help="Seconds of a turn."),
+    click.option(
+        "--rounds",
+        type=click.IntRange(1),
+        default=7,
+        help="Rounds, in each of which every way of reading has its turns.",
+    ),
+)
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Sizes; see `serve_options`."""
+    """Sizes; see `OPTIONS`."""
 
     rows: int
     dim: int
@@ -76,7 +81,6 @@ class ServeOptions:
 
 
 def run(console: Console, **settings: Any) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     options = ServeOptions(**settings)
     keep_freed_memory()
     with _one_core():
@@ -113,7 +117,6 @@ class Predictor:
         self._releases = [self._rows(each) for _ in range(_RELEASES)]
 
     def apply(self, rows: RowBatch) -> None:
-        """Apply a release of these rows."""
         number = next(self._numbers)
         release = Release(Position("bench", number), number, 0, number == 1, [rows.table], [rows], version=number)
         self.target.apply(release)

@@ -5,7 +5,6 @@ crosses two streams on its way, and is encrypted and decrypted on both.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from tests.bench.children import Children
+from tests.bench.children import Children, publisher
 from tests.bench.publish import (
     CUTS,
     DIM,
@@ -27,7 +26,7 @@ from tests.bench.publish import (
     timed,
 )
 
-from deltasync.client import Admin, Policy, Publisher, PublisherOptions, Shard
+from deltasync.client import Admin, Policy
 from deltasync.core.process import keep_freed_memory
 from deltasync.trainer.example.processes import ADMIN, Credentials, Service
 
@@ -35,7 +34,6 @@ _MODEL, _TRAINER, _REPLICA = "bench", "trainer", "replica"
 
 
 def run(console: Console) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     keep_freed_memory()
     values = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype(np.float32)
     with ExitStack() as stack:
@@ -55,12 +53,9 @@ def _path(values: NDArray[np.float32], *, secure: bool) -> Iterator[Callable[[in
         Admin(credentials.endpoint(ADMIN)).create_consumer(_MODEL, _MODEL, Policy())
         replica = children.peer("replica", str(credentials.file(_REPLICA)))
         replica.read()
-        options = PublisherOptions(
-            service=credentials.endpoint(_TRAINER), model=_MODEL, run="bench", run_started_unix_ns=time.time_ns()
-        )
-        with Publisher(options, [TABLE], [Shard.whole(TABLE)]) as publisher:
-            publish_rows(publisher, values, step=1, cuts=1)
-            yield timed([service.pid], lambda n: publish_to_applied(publisher, replica.ask, values, n))
+        with publisher(credentials.endpoint(_TRAINER), [TABLE]) as source:
+            publish_rows(source, values, step=1, cuts=1)
+            yield timed([service.pid], lambda n: publish_to_applied(source, replica.ask, values, n))
 
 
 def _report(console: Console, rounds: list[tuple[Turn, Turn]]) -> dict[str, Any]:

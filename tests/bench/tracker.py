@@ -14,7 +14,6 @@ _AIMS = {"id_only": 0.12, "embedding": 0.04}
 
 
 def run(console: Console) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     with Children() as children:
         found = children.processes.folder / "tracker.json"
         children.run_ranks(1, "tests.bench.tracker_rank", ["--json", str(found)])

@@ -30,7 +30,6 @@ class RowModel(nn.Module):
         self.dense = nn.Linear(DIM, 1, device=meta)
 
     def forward(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """A loss."""
         loss: torch.Tensor = self.dense(self.sparse(sparse)["ids"].values()).pow(2).mean()
         return loss
 
@@ -69,7 +68,6 @@ class Training:
         self._optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
 
     def step(self, batch: KeyedJaggedTensor) -> None:
-        """Forward, backward, and the optimizer step."""
         self._optimizer.zero_grad()
         self.model(batch).backward()
         self._optimizer.step()

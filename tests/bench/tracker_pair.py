@@ -33,7 +33,6 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Add the time within."""
         self._synchronize()
         started = time.perf_counter()
         try:
@@ -48,8 +47,6 @@ class Stopwatch:
 
 
 class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec's types are not followed
-    """TorchRec's tracker."""
-
     def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
         self._watch = Stopwatch(training.device)
         # TorchRec has room for one tracker at a time: the others are put back beside this one.
@@ -60,7 +57,6 @@ class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec'
             Listeners.at(place, "post_lookup_tracker_fn").add(others)
 
     def record_lookup(self, *arguments: Any) -> None:
-        """Called by TorchRec after each lookup."""
         with self._watch.running():
             super().record_lookup(*arguments)
 
@@ -76,7 +72,6 @@ class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec'
 
     @property
     def seconds(self) -> float:
-        """Spent in it so far."""
         return self._watch.seconds
 
     @property
@@ -88,14 +83,11 @@ class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec'
 
 
 class WatchedTracker(Tracker):
-    """Our tracker."""
-
     def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
         self._watch = Stopwatch(training.device)
         super().__init__(training.model, TrackerOptions(mode=mode, consumers=consumers))
 
     def record_lookup(self, *arguments: Any) -> None:
-        """Called by TorchRec after each lookup."""
         with self._watch.running():
             super().record_lookup(*arguments)
 

@@ -68,7 +68,6 @@ class Crew:
             return sorted(name for name in self._commands if name.startswith(prefix))
 
     def pid(self, name: str) -> int:
-        """The process id that a process has now."""
         return self._processes.pid(name)
 
     def runs(self, name: str) -> bool:
@@ -77,7 +76,6 @@ class Crew:
             return name in self._commands and self._processes.status(name) is None
 
     def send(self, name: str, number: signal.Signals) -> None:
-        """Send a signal, if the process is there."""
         with self._lock:
             if name in self.starts and self._processes.status(name) is None:
                 os.kill(self.pid(name), number)
@@ -181,7 +179,6 @@ class Crew:
             time.sleep(_POLL_SECONDS)
 
     def trouble(self, what: str) -> None:
-        """Note what should not have happened."""
         if len(self.troubles) < _MOST_TROUBLES:
             self.troubles.append(what)
             logger.warning("trouble: %s", what)

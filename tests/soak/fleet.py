@@ -28,7 +28,6 @@ class Subscription:
 
     @property
     def replicas(self) -> list[Follower]:
-        """Its replicas."""
         return [
             Follower(f"{self.name}-{store}-{number}", self.name, store) for number, store in enumerate(self.stores)
         ]
@@ -50,7 +49,6 @@ class Fleet:
 
     @property
     def followers(self) -> list[Follower]:
-        """All replicas."""
         return [each for subscription in self.subscriptions for each in subscription.replicas]
 
     def replicas_of(self, models: Sequence[str]) -> list[str]:
@@ -58,7 +56,6 @@ class Fleet:
         return [each.name for each in self.followers if self.subscription(each.consumer).model in models]
 
     def subscription(self, name: str) -> Subscription:
-        """The consumer of that name."""
         return next(each for each in self.subscriptions if each.name == name)
 
 

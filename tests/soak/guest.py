@@ -34,7 +34,6 @@ class GuestTarget(NumpyTarget):
         self.largest = 0.0
 
     def apply(self, release: Release) -> None:
-        """See `Target`."""
         super().apply(release)
         self.largest = max([self.largest, *(float(rows.max()) for rows in self.tables.values())])
 

@@ -8,8 +8,6 @@ from typing import Any
 
 
 class Journal:
-    """A process's own."""
-
     def __init__(self, file: Path) -> None:
         cut_half_line(file)
         self._file = file.open("a")
@@ -20,7 +18,6 @@ class Journal:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -42,7 +39,6 @@ def of_pasts(lines: Sequence[Mapping[str, Any]], put_back_unix_ns: Sequence[int]
 
 
 def cut_half_line(file: Path) -> None:
-    """Cut off what a process was killed over."""
     if file.exists():
         text = file.read_bytes()
         if not text.endswith(b"\n"):

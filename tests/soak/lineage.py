@@ -34,12 +34,10 @@ class TrainingRun:
 
 
 def write_runs(file: Path, runs: Sequence[TrainingRun]) -> None:
-    """Write the runs of a model, for its processes."""
     replace_file(file, json.dumps([asdict(run) for run in runs]))
 
 
 def read_runs(file: Path) -> list[TrainingRun]:
-    """The runs of a model, oldest first."""
     return [TrainingRun(**each | {"held": Position(**each["held"])}) for each in json.loads(file.read_text())]
 
 

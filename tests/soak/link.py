@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Any, Self
 
 _CHUNK_BYTES = 1 << 16
@@ -123,9 +122,7 @@ class Links:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for link in self.named.values():
             self.on_loop(link.close())
         self._loop.call_soon_threadsafe(self._loop.stop)

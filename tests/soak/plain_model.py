@@ -122,5 +122,4 @@ class PlainModel:
 
 
 def fuse_file(folder: Path, process: str) -> Path:
-    """What a process's fuse looks at."""
     return folder / f"{process}.fuse"

@@ -36,7 +36,6 @@ _PATIENCE_SECONDS = 20.0
 
 
 def runs_file(folder: Path, model: str) -> Path:
-    """Where the runs of a model are."""
     return folder / f"{model}.runs.json"
 
 
@@ -51,7 +50,6 @@ def poison_file(folder: Path, model: str) -> Path:
 
 
 def journal_file(folder: Path, model: str, run: int, rank: int) -> Path:
-    """What a rank of a run has written down."""
     return folder / f"{model}-{run}-{rank}.jsonl"
 
 
@@ -206,7 +204,6 @@ class PlainRank:
         return [each for shard in self._shards for each in some_rows(shard, tables, named[shard.table.name])]
 
     def superseded(self) -> bool:
-        """Whether a later run of the model has begun."""
         return len(read_runs(runs_file(self.folder, self.model))) > self.run.number + 1
 
     def close(self) -> None:

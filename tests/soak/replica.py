@@ -31,7 +31,6 @@ class JournalingTarget:
         self._store, self._journal, self._whole = store, journal, whole
 
     def apply(self, release: Release) -> None:
-        """See `Target`."""
         self._store.target.apply(release)
         at, mixed = release.position, self._store.mixed(release) if self._whole else ""
         self._journal.append(
@@ -50,12 +49,10 @@ class ReadableJournalingTarget(JournalingTarget):
     """The same of a target whose rows can be read back."""
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """See `ReadableTarget`."""
         return self._store.read(table, ids)
 
 
 def replica_journal(folder: Path, name: str) -> Path:
-    """What a replica has written down."""
     return folder / f"replica-{name}.jsonl"
 
 

@@ -65,19 +65,15 @@ class NumpyStore(_InMemory):
         super().__init__(self._arrays)
 
     def held(self) -> dict[str, Any]:
-        """See `Store`."""
         return dict(self._arrays.tables)
 
 
 class KeyedStore(_InMemory):
-    """Rows by key."""
-
     def __init__(self, _replica: str, _socket: str) -> None:
         self._keyed = KeyedTarget()
         super().__init__(self._keyed)
 
     def held(self) -> dict[str, Any]:
-        """See `Store`."""
         found: dict[str, Any] = {}
         with self._keyed.reading() as reading:
             for name, table in reading.tables.items():
@@ -105,7 +101,6 @@ class IdsStore:
         return ""
 
     def held(self) -> dict[str, Any]:
-        """See `Store`."""
         return {TOLD + name: told for name, told in self._told.items()}
 
     def _apply(self, release: Release) -> None:
@@ -132,7 +127,6 @@ class TorchStore(_InMemory):
         super().__init__(self._module)
 
     def held(self) -> dict[str, Any]:
-        """See `Store`."""
         return {name: rows.numpy() for name, rows in self._module.tables().items()}
 
 
@@ -152,7 +146,6 @@ class RedisStore:
         self._tables: list[TableSpec] = []
 
     def apply(self, release: Release) -> None:
-        """See `Target`."""
         self._redis.apply(release)
         self._tables = release.tables
 
@@ -165,7 +158,6 @@ class RedisStore:
         return ""
 
     def held(self) -> dict[str, Any]:
-        """See `Store`."""
         found: dict[str, Any] = {}
         for table in self._tables:
             rows, there = self._rows.lookup(table.name, np.arange(table.rows))

@@ -23,7 +23,6 @@ Deletes = Mapping[str, Ids]
 
 
 def spec_of(name: str, rows: int) -> TableSpec:
-    """A table of a plain trainer."""
     return TableSpec(name, rows, _DIMS.get(name, _DIM), np.dtype("<f2" if name in _HALF else "<f4"))
 
 
@@ -71,7 +70,6 @@ class TrainedTables:
         self.there: dict[str, Mask] = {}
 
     def known_rows(self, name: str) -> int:
-        """How many rows a table has by now."""
         return len(self.rows[name]) if name in self.rows else 0
 
     def apply(self, name: str, update: Update, rows: int) -> None:
@@ -88,7 +86,6 @@ class TrainedTables:
         self.delete(name, update.deleted)
 
     def delete(self, name: str, ids: Ids) -> None:
-        """Delete rows of a table."""
         self.rows[name][ids], self.there[name][ids] = 0, False
 
 

@@ -119,7 +119,6 @@ class World:
             self.follow(follower)
 
     def follow(self, follower: Follower) -> None:
-        """Start a replica."""
         self.links.open(follower.name, self.grpc)
         self.crew.start(
             follower.name, self._follower_command(follower, self.fleet.subscription(follower.consumer))
@@ -257,7 +256,6 @@ class World:
         self.put_back_unix_ns.append(time.time_ns())
 
     def fuse(self, process: str) -> Path:
-        """What a process's fuse looks at."""
         return fuse_file(self._folder, process)
 
     def resume_all(self) -> None:

@@ -29,12 +29,10 @@ class Broker:
 
     @property
     def url(self) -> str:
-        """Where clients reach it."""
         return f"nats://127.0.0.1:{self.port}"
 
     @property
     def monitor(self) -> str:
-        """The URL of its monitoring port."""
         return f"http://127.0.0.1:{self.monitor_port}"
 
 
@@ -69,12 +67,10 @@ class Brokers:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Where clients reach them."""
         return tuple(each.url for each in self.brokers)
 
     @property
     def monitors(self) -> tuple[str, ...]:
-        """The URLs of their monitoring ports."""
         return tuple(each.monitor for each in self.brokers)
 
     def start(self, broker: Broker) -> None:
@@ -88,7 +84,6 @@ class Brokers:
             )
 
     def kill(self, broker: Broker) -> None:
-        """Kill a broker with SIGKILL."""
         self._running[broker.name].kill()
         self._running[broker.name].wait()
 
@@ -116,7 +111,6 @@ class Brokers:
             time.sleep(_POLL_SECONDS)
 
     def runs(self, broker: Broker) -> bool:
-        """Whether a broker runs."""
         process = self._running.get(broker.name)
         return process is not None and process.poll() is None
 

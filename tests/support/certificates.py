@@ -26,7 +26,6 @@ class Pki:
 
     @property
     def options(self) -> TlsOptions:
-        """Mutual TLS."""
         return TlsOptions(
             cert=self.path("service"), key=self.path("service-key"), client_ca=self.path("clients-ca")
         )

@@ -109,7 +109,6 @@ class Fork:
             signal.pidfd_send_signal(self._descriptor, number)
 
     def kill(self) -> None:
-        """End it."""
         self.send_signal(signal.SIGKILL)
 
     def end(self) -> None:
@@ -156,7 +155,6 @@ class Program:
         return self.output.read_text(errors="replace"), ""
 
     def kill(self) -> None:
-        """End it."""
         self.fork.kill()
 
 

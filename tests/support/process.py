@@ -11,7 +11,6 @@ import urllib.error
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from tests.support.forks import Fork, services
@@ -165,9 +164,7 @@ class ServiceProcess(HttpStatus):
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process and self.process.poll() is None:
             self.kill()
 

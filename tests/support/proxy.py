@@ -4,7 +4,6 @@ import contextlib
 import socket
 import struct
 import threading
-from types import TracebackType
 from typing import Literal, Self
 
 Direction = Literal["up", "down"]
@@ -40,16 +39,13 @@ class Proxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._flowing.set()
         self._listener.close()
         self.cut()
 
     def cut(self) -> None:
-        """Reset all connections."""
         with self._lock:
             sockets, self._sockets = self._sockets, []
         for each in sockets:
@@ -68,7 +64,6 @@ class Proxy:
         self._flowing.clear()
 
     def go_on(self) -> None:
-        """Forward again, what has come meanwhile too."""
         self._flowing.set()
 
     def _accept(self) -> None:

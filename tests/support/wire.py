@@ -2,7 +2,6 @@
 
 import queue
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -61,9 +60,7 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
         self._call.cancel()
         self._channel.close()

@@ -88,7 +88,6 @@ class Examples:
         return Batch(sparse=sparse, dense=self.dense, label=self.label)
 
     def of_kind(self, kind: BatchKind) -> Batch | TensorDictBatch | TensorDict:
-        """A new batch."""
         if kind is BatchKind.KJT:
             return self.batch()
         return self.tensordict() if kind is BatchKind.TENSORDICT else self.with_tensordict()

@@ -24,11 +24,9 @@ class HostLaps:
         self._times: list[float] = []
 
     def note(self) -> None:
-        """Note the time."""
         self._times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """What each step took."""
         return [end - start for start, end in pairwise(self._times)]
 
 
@@ -45,7 +43,6 @@ class GpuLaps:
         self._events.append(self._stream.record_event(event))
 
     def seconds(self) -> list[float]:
-        """What each step took."""
         return [start.elapsed_time(end) / 1e3 for start, end in pairwise(self._events)]
 
 

@@ -28,8 +28,6 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Resident memory."""
-
     source = "resident memory (VmHWM)"
 
     def held(self) -> int:
@@ -55,7 +53,6 @@ class GpuMemory:
         self._device = device
 
     def held(self) -> int:
-        """Bytes allocated."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.memory_allocated(self._device)
 

@@ -44,7 +44,6 @@ class BagModel(nn.Module):
         return loss, loss.detach()
 
     def forward(self, batch: Any) -> Output:
-        """The loss of a batch."""
         return self.loss(batch.sparse, batch.dense, batch.label)
 
 
@@ -52,7 +51,6 @@ class TensorDictModel(BagModel):
     """The same, of a TensorDict."""
 
     def forward(self, batch: Any) -> Output:
-        """The loss of a batch."""
         return self.loss(batch, batch["dense"], batch["label"])
 
 
@@ -64,20 +62,16 @@ class PreprocessedModel(BagModel):
         self.preprocessing = nn.ModuleDict({"first": Rehash(sizes.rows, 7), "then": Rehash(sizes.rows, 11)})
 
     def forward(self, batch: Any) -> Output:
-        """The loss of a batch."""
         ids = self.preprocessing["then"](self.preprocessing["first"](batch.sparse))
         return self.loss(ids, batch.dense, batch.label)
 
 
 class Rehash(nn.Module):
-    """Gives each id another row."""
-
     def __init__(self, rows: int, salt: int) -> None:
         super().__init__()
         self._rows, self._salt = rows, salt
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The same features with other ids."""
         ids = (features.values() * 31 + self._salt) % self._rows
         return KeyedJaggedTensor(keys=features.keys(), values=ids, lengths=features.lengths())
 

@@ -134,13 +134,11 @@ class PipelineBench:
         return rounds[_WARM_UP_ROUNDS:]
 
     def finish(self) -> None:
-        """Let all trainings end."""
         for training in self._trainings.values():
             training.finish()
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """Of the last batch, by variant."""
         return {name: float(training.loss) for name, training in self._trainings.items()}
 
     def _measured(self, variant: Variant, memory: Memory) -> tuple[Training, tuple[int, int]]:

@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.console import Console
 from tests.bench.children import Children
-from tests.bench.pipelines.options import NAMES, Sizes, ratio_name, variant_arguments
-from tests.bench.pipelines.options import pipelines_options as pipelines_options
+from tests.bench.pipelines.options import NAMES, Sizes, pipelines_options, ratio_name, variant_arguments
 from tests.bench.timing import ratio_of
+
+OPTIONS = (pipelines_options,)
 
 
 def run(console: Console, variants: Sequence[str] = (), **settings: Any) -> dict[str, Any]:
-    """Measure, print and return the figures."""
     sizes = Sizes(**settings)
     with Children() as children:
         found = children.processes.folder / "pipelines.json"

@@ -20,8 +20,6 @@ from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 
 class Pipeline(Protocol):
-    """What all pipelines can do."""
-
     def progress(self, dataloader_iter: Iterator[Any], /) -> torch.Tensor:
         """Train on the next batch; its loss."""
 

@@ -87,10 +87,8 @@ def overlay(cluster_folder: Path, manifests: list[dict[str, Any]]) -> list[dict[
     assert {"kustomization.yaml", "nats.conf", *files, *(each["path"] for each in kustomization["patches"])} == {
         path.name for path in cluster_folder.iterdir()
     }
-    docs = [
-        *manifests,
-        *(doc for name in files for doc in yaml.safe_load_all((cluster_folder / name).read_text())),
-    ]
+    own = [yaml.safe_load_all((cluster_folder / name).read_text()) for name in files]
+    docs = [*manifests, *(doc for some in own for doc in some)]
     for each in kustomization["patches"]:
         wanted = (each["target"]["kind"], each["target"]["name"])
         (index,) = [at for at, doc in enumerate(docs) if (doc["kind"], doc["metadata"]["name"]) == wanted]

@@ -16,31 +16,25 @@ class NotDone(Exception):
 
 
 def everywhere(world: World) -> list[str]:
-    """All models that are trained."""
     return [*world.plain, *([CLICKS] if world.fleet.clicks else [])]
 
 
 def one_of(them: Sequence[T], fault: Fault) -> T:
-    """The one that a fault picks."""
     return them[int(fault.pick * len(them))]
 
 
 def followers(world: World) -> list[str]:
-    """The names of all replicas."""
     return [follower.name for follower in world.fleet.followers]
 
 
 def model_of(world: World, follower: str) -> list[str]:
-    """The model that a replica follows."""
     found = next(each for each in world.fleet.followers if each.name == follower)
     return [world.fleet.subscription(found.consumer).model]
 
 
 def plain_model(world: World, fault: Fault) -> PlainModel:
-    """A plain model."""
     return one_of(list(world.plain.values()), fault)
 
 
 def ranks(world: World) -> list[str]:
-    """The names of all ranks of plain models."""
     return [rank for model in world.plain.values() for rank in model.ranks]

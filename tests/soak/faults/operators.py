@@ -21,7 +21,6 @@ _CLOCKS_SECONDS = (3600.0, -240.0)
 
 
 def change_policy(world: World, fault: Fault) -> Sequence[str]:
-    """A consumer has another policy."""
     now = world.policies()[CHANGING]
     policy = one_of([policy for policy in POLICIES if policy != now], fault)
     world.call(lambda admin: admin.update_consumer(CHANGING, policy))
@@ -48,7 +47,6 @@ def passing_consumer(world: World, fault: Fault) -> Sequence[str]:
 
 
 def pause(world: World, fault: Fault) -> Sequence[str]:
-    """A consumer is paused for a while."""
     subscription = one_of(world.fleet.subscriptions, fault)
     world.call(lambda admin: admin.pause_consumer(subscription.name, "a fault of the soak"))
     time.sleep(fault.seconds)
@@ -57,7 +55,6 @@ def pause(world: World, fault: Fault) -> Sequence[str]:
 
 
 def delete_rows(world: World, fault: Fault) -> Sequence[str]:
-    """Rows are deleted."""
     name = LONE if LONE in world.plain else PAIR
     first = int(fault.pick * 1000)
     world.call(lambda admin: admin.delete_rows(name, "users", range(first, first + _DELETED_ROWS)))

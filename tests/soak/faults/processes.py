@@ -19,13 +19,11 @@ from tests.soak.world import SERVICE, World
 
 
 def kill_service(world: World, _: Fault) -> Sequence[str]:
-    """The service is killed."""
     world.crew.kill([SERVICE])
     return everywhere(world)
 
 
 def kill_rank(world: World, fault: Fault) -> Sequence[str]:
-    """A rank of a plain trainer is killed."""
     model = plain_model(world, fault)
     world.crew.kill([one_of(model.ranks, fault)])
     return [model.name]
@@ -44,7 +42,6 @@ def kill_torchrec_rank(world: World, fault: Fault) -> Sequence[str]:
 
 
 def kill_replica(world: World, fault: Fault) -> Sequence[str]:
-    """A replica is killed."""
     name = one_of(followers(world), fault)
     world.crew.kill([name])
     return model_of(world, name)
@@ -58,7 +55,6 @@ def kill_replicas(world: World, fault: Fault) -> Sequence[str]:
 
 
 def kill_everything(world: World, _: Fault) -> Sequence[str]:
-    """All processes are killed at once."""
     world.crew.kill(world.crew.names())
     return everywhere(world)
 
