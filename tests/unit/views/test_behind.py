@@ -1,14 +1,14 @@
 """For how long a version, or a release, has not been the newest: by a clock that nobody sets."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
+from tests.unit.views.models import Models
 
 from deltasync.core.policy import Policy
+from deltasync.core.rows import Values
 from deltasync.core.steady_clock import FOREVER_NS
 from deltasync.core.tables import TableSpec
 
@@ -16,7 +16,6 @@ SECOND = 10**9
 USER = TableSpec("user", 20, 2)
 TOP = Policy(top_k=3)
 SLOW = Policy(top_k=3, min_interval_seconds=10)
-Scenario = Callable[[LocalModel], Coroutine[None, None, None]]
 
 
 class Clock:
@@ -37,162 +36,124 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def run(directory: Path, scenario: Scenario) -> None:
-    async def main() -> None:
-        local = await LocalModel.opened(directory)
-        if not local.model.tables:
-            await local.add(USER)
-        try:
-            await scenario(local)
-        finally:
-            await local.close()
+def rows(number: int) -> dict[str, dict[int, Values]]:
+    return {"user": {row: np.full(2, number, np.float32) for row in range(10)}}
 
-    asyncio.run(main())
+
+@pytest.fixture
+def local(runner: asyncio.Runner, models: Models, clock: Clock) -> LocalModel:
+    return runner.run(models.published(USER, rows=rows(1)))
 
 
 async def cut(local: LocalModel) -> None:
-    version = local.model.seals.newest_version + 1
-    await local.cut({"user": {row: np.full(2, version, np.float32) for row in range(10)}})
+    await local.cut(rows(local.model.seals.newest_version + 1))
 
 
-def test_a_version_is_the_newest_until_the_next_one(tmp_path: Path, clock: Clock) -> None:
-    async def scenario(local: LocalModel) -> None:
-        await cut(local)
-        clock.wait(3600)
-        assert local.model.behind_ns(1, Policy()) == 0
-        await cut(local)
-        clock.wait(2)
-        await cut(local)
-        clock.wait(3)
-        assert [local.model.behind_ns(n, Policy()) for n in (1, 2, 3)] == [5 * SECOND, 3 * SECOND, 0]
-
-    run(tmp_path, scenario)
+async def test_a_version_is_the_newest_until_the_next_one(local: LocalModel, clock: Clock) -> None:
+    clock.wait(3600)
+    assert local.model.behind_ns(1, Policy()) == 0
+    await cut(local)
+    clock.wait(2)
+    await cut(local)
+    clock.wait(3)
+    assert [local.model.behind_ns(n, Policy()) for n in (1, 2, 3)] == [5 * SECOND, 3 * SECOND, 0]
 
 
-def test_a_version_that_cannot_be_applied_yet_is_the_newest(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+async def test_a_version_that_cannot_be_applied_yet_is_the_newest(
+    local: LocalModel, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no")
 
-    async def scenario(local: LocalModel) -> None:
-        await cut(local)
-        with monkeypatch.context() as patch:
-            patch.setattr(local.model, "_apply", fail)
-            with pytest.raises(RuntimeError):
-                await cut(local)
-        clock.wait(2)
-        assert local.model.behind_ns(1, Policy()) == 2 * SECOND
-
-    run(tmp_path, scenario)
-
-
-def test_after_a_restart_only_the_newest_is_known(tmp_path: Path, clock: Clock) -> None:
-    async def before(local: LocalModel) -> None:
-        for _ in range(3):
+    with monkeypatch.context() as patch:
+        patch.setattr(local.model, "_apply", fail)
+        with pytest.raises(RuntimeError):
             await cut(local)
+    clock.wait(2)
+    assert local.model.behind_ns(1, Policy()) == 2 * SECOND
 
-    async def after(local: LocalModel) -> None:
-        assert local.model.behind_ns(3, Policy()) == 0
-        assert local.model.behind_ns(2, Policy()) == FOREVER_NS
+
+async def test_after_a_restart_only_the_newest_is_known(local: LocalModel, models: Models, clock: Clock) -> None:
+    for _ in range(2):
         await cut(local)
-        clock.wait(1)
-        assert local.model.behind_ns(3, Policy()) == SECOND
+    local = await models.open()
+    assert local.model.behind_ns(3, Policy()) == 0
+    assert local.model.behind_ns(2, Policy()) == FOREVER_NS
+    await cut(local)
+    clock.wait(1)
+    assert local.model.behind_ns(3, Policy()) == SECOND
 
-    run(tmp_path, before)
-    run(tmp_path, after)
 
-
-def test_a_release_is_the_newest_until_a_later_version_is_there_though_no_release_is_made_of_it(
-    tmp_path: Path, clock: Clock
+async def test_a_release_is_the_newest_until_a_later_version_is_there_though_no_release_is_made_of_it(
+    local: LocalModel, clock: Clock
 ) -> None:
     """None is made while no replica is connected: who comes back after an hour holds the newest there is."""
-
-    async def scenario(local: LocalModel) -> None:
-        await cut(local)
-        view = await local.prepared_view(TOP)
-        first = view.position.number
-        clock.wait(60)
-        assert view.behind_ns(first, TOP) == 0
-        await cut(local)
-        clock.wait(3600)
-        assert view.behind_ns(first, TOP) == 3600 * SECOND
-        await view.make_release(TOP, 0)
-        assert view.behind_ns(view.position.number, TOP) == 0, "what top_k has left is not due"
-        assert view.behind_ns(first, TOP) == 3600 * SECOND
-
-    run(tmp_path, scenario)
+    view = await local.prepared_view(TOP)
+    first = view.position.number
+    clock.wait(60)
+    assert view.behind_ns(first, TOP) == 0
+    await cut(local)
+    clock.wait(3600)
+    assert view.behind_ns(first, TOP) == 3600 * SECOND
+    await view.make_release(TOP, 0)
+    assert view.behind_ns(view.position.number, TOP) == 0, "what top_k has left is not due"
+    assert view.behind_ns(first, TOP) == 3600 * SECOND
 
 
-def test_what_is_left_makes_later_releases_of_the_same_version(tmp_path: Path, clock: Clock) -> None:
-    async def scenario(local: LocalModel) -> None:
-        await cut(local)
-        view = await local.prepared_view(TOP)
-        await cut(local)
-        await view.make_release(TOP, 0)
-        before = view.position.number
-        clock.wait(5)
-        await view.make_release(TOP, 0)
-        assert view.position.number > before
-        clock.wait(2)
-        assert view.behind_ns(before, TOP) == 2 * SECOND
-        assert view.behind_ns(view.position.number, TOP) == 0
-
-    run(tmp_path, scenario)
+async def test_what_is_left_makes_later_releases_of_the_same_version(local: LocalModel, clock: Clock) -> None:
+    view = await local.prepared_view(TOP)
+    await cut(local)
+    await view.make_release(TOP, 0)
+    before = view.position.number
+    clock.wait(5)
+    await view.make_release(TOP, 0)
+    assert view.position.number > before
+    clock.wait(2)
+    assert view.behind_ns(before, TOP) == 2 * SECOND
+    assert view.behind_ns(view.position.number, TOP) == 0
 
 
-def test_what_is_left_is_due_though_nothing_is_published_and_no_release_is_made(
-    tmp_path: Path, clock: Clock
+async def test_what_is_left_is_due_though_nothing_is_published_and_no_release_is_made(
+    local: LocalModel, clock: Clock
 ) -> None:
     """No replica is connected, or no release can be made: it was to go out at the slowest pace there is."""
-
-    async def scenario(local: LocalModel) -> None:
-        await cut(local)
-        view = await local.prepared_view(TOP)
-        await cut(local)
+    view = await local.prepared_view(TOP)
+    await cut(local)
+    await view.make_release(TOP, 0)
+    assert view.state.backlog_rows
+    clock.wait(10)
+    assert view.behind_ns(view.position.number, TOP) == 0
+    clock.wait(3600)
+    assert view.behind_ns(view.position.number, TOP) == 3600 * SECOND
+    while view.state.backlog_rows:
         await view.make_release(TOP, 0)
-        assert view.state.backlog_rows
-        clock.wait(10)
-        assert view.behind_ns(view.position.number, TOP) == 0
-        clock.wait(3600)
-        assert view.behind_ns(view.position.number, TOP) == 3600 * SECOND
-        while view.state.backlog_rows:
-            await view.make_release(TOP, 0)
-        clock.wait(3600)
-        assert view.behind_ns(view.position.number, TOP) == 0
-
-    run(tmp_path, scenario)
+    clock.wait(3600)
+    assert view.behind_ns(view.position.number, TOP) == 0
 
 
-def test_a_release_is_the_newest_as_long_as_the_interval_allows_no_other(tmp_path: Path, clock: Clock) -> None:
-    async def scenario(local: LocalModel) -> None:
-        await cut(local)
-        view = await local.prepared_view(SLOW)
-        clock.wait(1)
-        await cut(local)
-        clock.wait(8)
-        first = view.position.number
-        assert view.behind_ns(first, SLOW) == 0
-        clock.wait(4)
-        assert view.behind_ns(first, SLOW) == 3 * SECOND
-        assert view.behind_ns(first, TOP) == 12 * SECOND
-
-    run(tmp_path, scenario)
+async def test_a_release_is_the_newest_as_long_as_the_interval_allows_no_other(
+    local: LocalModel, clock: Clock
+) -> None:
+    view = await local.prepared_view(SLOW)
+    clock.wait(1)
+    await cut(local)
+    clock.wait(8)
+    first = view.position.number
+    assert view.behind_ns(first, SLOW) == 0
+    clock.wait(4)
+    assert view.behind_ns(first, SLOW) == 3 * SECOND
+    assert view.behind_ns(first, TOP) == 12 * SECOND
 
 
-def test_after_a_restart_nobody_knows_since_when_a_release_is_due(tmp_path: Path, clock: Clock) -> None:
-    async def before(local: LocalModel) -> None:
-        await cut(local)
-        view = await local.prepared_view(SLOW)
-        view.flush()
-        await cut(local)
-
-    async def after(local: LocalModel) -> None:
-        view = local.view()
-        clock.wait(1)
-        assert view.behind_ns(view.position.number, SLOW) >= FOREVER_NS
-        await view.make_release(SLOW, 0)
-        assert view.behind_ns(view.position.number, SLOW) == 0
-
-    run(tmp_path, before)
-    run(tmp_path, after)
+async def test_after_a_restart_nobody_knows_since_when_a_release_is_due(
+    local: LocalModel, models: Models, clock: Clock
+) -> None:
+    view = await local.prepared_view(SLOW)
+    view.flush()
+    await cut(local)
+    local = await models.open()
+    view = local.view()
+    clock.wait(1)
+    assert view.behind_ns(view.position.number, SLOW) >= FOREVER_NS
+    await view.make_release(SLOW, 0)
+    assert view.behind_ns(view.position.number, SLOW) == 0

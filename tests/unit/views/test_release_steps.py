@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
 from tests.support.seals import sealed
-from tests.support.view_scenarios import TOP, USER, changed, held_by_a_replica, run, same_as_the_model
+from tests.support.view_scenarios import TOP, USER, changed, held_by_a_replica, same_as_the_model
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.pause import Pause
@@ -50,278 +49,8 @@ class Disk:
         self._go.set()
 
 
-@pytest.mark.parametrize(("owner", "name"), [(ReleaseDraft, "settle"), (ViewStore, "write_release")])
-def test_a_release_that_waits_for_the_disk_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
-) -> None:
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(TOP)
-        before = await held_by_a_replica(view)
-        await local.cut(changed(1, USER, 3, 4))
-        disk = Disk(monkeypatch, owner, name)
-        making = asyncio.create_task(view.make_release(Policy(), 0))
-        await disk.begun.wait()
-        await local.cut(changed(2, USER, 4, 5))  # Would wait for ever if the model's thread did.
-        assert local.model.position.number == 3
-        assert _bytes(await held_by_a_replica(view)) == _bytes(before)
-        disk.let_go()
-        await making
-        assert view.state.compared_version == 2
-        assert not any(name.startswith("model-") for name in disk.threads)
-        await view.make_release(Policy(), 0)
-        assert same_as_the_model(await held_by_a_replica(view), local)
-
-    run(tmp_path, scenario)
-
-
-def test_a_large_look_lets_cuts_be_applied_and_is_of_one_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that change while others are compared are looked at again, before any of them is drawn."""
-    monkeypatch.setattr("deltasync.views.release_maker._LOOKED_ROWS", 2)
-
-    async def scenario(local: LocalModel) -> None:
-        view, on_thread = await local.prepared_view(TOP), local.model.on_thread
-        await local.cut(changed(1, USER, 1, 2, 3, 4, 5, 6, 7))
-        blocks = 0
-
-        async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
-            nonlocal blocks
-            blocks += function.__name__ == "advance"
-            if function.__name__ == "advance" and blocks == 3:
-                # Row 2 was compared, row 6 was not, and row 9 had not changed.
-                await local.cut(changed(2, USER, 2, 6, 9))
-            return await on_thread(function, *arguments)
-
-        monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
-        await view.make_release(Policy(), 0)
-        assert (blocks, view.state.compared_version) == (4, 3)
-        assert view.state.newest
-        assert view.state.newest.statistics.taken.rows == 8
-        assert same_as_the_model(await held_by_a_replica(view), local)
-
-    run(tmp_path, scenario)
-
-
-def test_another_run_that_begins_during_a_look_goes_out_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rows do not fit those of the run before."""
-    monkeypatch.setattr("deltasync.views.release_maker._LOOKED_ROWS", 2)
-
-    async def scenario(local: LocalModel) -> None:
-        view, on_thread = await local.prepared_view(TOP), local.model.on_thread
-        await local.cut(changed(1, USER, 1, 2, 3))
-        other_run = local.batches(changed(2, USER, *range(USER.rows)))
-
-        async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
-            if function.__name__ == "advance" and other_run:
-                rows = other_run.copy()
-                other_run.clear()
-                await local.cut_batches(rows, resync=True)
-            return await on_thread(function, *arguments)
-
-        monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
-        await view.make_release(TOP, 0)
-        assert view.state.compared_version == 3
-        assert same_as_the_model(await held_by_a_replica(view), local)
-
-    run(tmp_path, scenario)
-
-
-def test_another_run_goes_out_whole_that_is_applied_before_the_event_loop_knows_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As soon as its seal is on disk, it is."""
-
-    async def scenario(local: LocalModel) -> None:
-        model, view, on_thread = local.model, await local.prepared_view(TOP), local.model.on_thread
-        await local.cut(changed(1, USER, 1, 2, 3))
-        other_run = local.batches(changed(2, USER, *range(USER.rows)))
-        seal = replace(sealed(3), sealed_unix_ns=3, resync=True)
-
-        async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
-            if function.__name__ != "_draw":
-                return await on_thread(function, *arguments)
-            begun = model.apply_after(model.store.seal(seal), seal, other_run)
-            begun.result(20)
-            drawn = await on_thread(function, *arguments)
-            model.seals.append(seal)
-            await model.apply_cut(seal, other_run, begun)
-            return drawn
-
-        monkeypatch.setattr(model, "on_thread", cut_before)
-        await view.make_release(TOP, 0)
-        assert view.state.compared_version == 3
-        assert same_as_the_model(await held_by_a_replica(view), local)
-
-    run(tmp_path, scenario)
-
-
-@pytest.mark.parametrize("value_type", [ValueType.INT8, ValueType.FP16])
-def test_tables_are_not_sent_that_another_run_began_to_change_while_they_were_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value_type: ValueType
-) -> None:
-    """Some of their rows would be of one run, and some of the other."""
-    policy = Policy(top_k=1, value_type=value_type)
-    monkeypatch.setattr("deltasync.views.table_maker._COPIED_ROWS", 4)
-
-    async def scenario(local: LocalModel) -> None:
-        view, on_thread = await local.prepared_view(TOP), local.model.on_thread
-        other_run = local.batches(changed(2, USER, *range(USER.rows)))
-        sent = list[bool]()
-
-        async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
-            done = await on_thread(function, *arguments)
-            if function.__name__ == "copy" and other_run:
-                rows = other_run.copy()
-                other_run.clear()
-                await local.cut_batches(rows, resync=True)
-            if function.__name__ == "_draw":
-                sent.append(view.may_serve(policy))
-            return done
-
-        monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
-        await view.prepare(policy)
-        assert sent == [False]
-        assert view.may_serve(policy)
-        assert (view.state.compared_version, view.state.backlog_rows) == (2, 0)
-
-    run(tmp_path, scenario)
-
-
-def test_tables_that_wait_for_the_disk_keep_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario(local: LocalModel) -> None:
-        disk = Disk(monkeypatch, ViewStore, "install")
-        view = local.view()
-        preparing = asyncio.create_task(view.prepare(TOP))
-        await disk.begun.wait()
-        await local.cut(changed(1, USER, 3))
-        disk.let_go()
-        await preparing
-        await view.make_release(TOP, 0)
-        assert same_as_the_model(await held_by_a_replica(view), local)
-        assert not any(name.startswith("model-") for name in disk.threads)
-
-    run(tmp_path, scenario)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"), [(ReleaseMaker, "_draw"), (ReleaseDraft, "settle"), (TableMaker, "make")]
-)
-def test_an_unforeseen_error_is_told_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
-) -> None:
-    """It neither ends the service nor keeps other consumers from anything."""
-    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 0.001)
-    told: list[Event] = []
-
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("a mistake of ours")
-
-    async def scenario(local: LocalModel) -> None:
-        view = local.view()
-        replica = Replica("a", stream=asyncio.Event())
-        loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
-        async with asyncio.TaskGroup() as tasks:
-            with monkeypatch.context() as patch:
-                if owner is not TableMaker:
-                    await view.prepare(TOP)
-                patch.setattr(owner, name, broken)
-                tasks.create_task(loop.run())
-                await local.cut(changed(1, USER, 3))
-                replica.applied = view.position
-                await _becomes(lambda: len(told) > 2)
-                assert view.failure.endswith("which is tried again: ZeroDivisionError: a mistake of ours")
-            await _becomes(lambda: _advanced(view, replica) and not view.failure)
-            assert view.state.compared_version == 2
-            loop.stop()
-        assert {each.kind for each in told} <= {EventKind.FAILED, EventKind.RELEASE_MADE}
-        assert isinstance(told[0].error, ZeroDivisionError)
-        assert told[0].subject == {"consumer": "top"}
-        assert same_as_the_model(await held_by_a_replica(view), local)
-
-    run(tmp_path, scenario)
-
-
-def test_an_error_at_every_version_is_not_told_at_every_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 3600)
-    monkeypatch.setattr("deltasync.core.backoff._LONGEST_SECONDS", 3600)
-    told: list[Event] = []
-
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("a mistake of ours")
-
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(TOP)
-        replica = Replica("a", view.position, stream=asyncio.Event())
-        loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
-        monkeypatch.setattr(ReleaseMaker, "_draw", broken)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(loop.run())
-            for seed in range(5):
-                await local.cut(changed(seed, USER, 3))
-            await _becomes(lambda: bool(told))
-            await local.cut(changed(5, USER, 3))
-            loop.stop()
-        assert len(told) == 1
-
-    run(tmp_path, scenario)
-
-
-def test_a_release_that_nobody_has_taken_is_not_kept_for_a_replica_that_has_gone(tmp_path: Path) -> None:
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(TOP)
-        replica = Replica("a", view.position, stream=asyncio.Event())
-        loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events())
-        view._releases.followed = True
-        await local.cut(changed(1, USER, 3))
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(loop.run())
-            await _becomes(lambda: bool(view._releases._found))
-            replica.stream = None
-            await local.cut(changed(2, USER, 3))
-            await _becomes(lambda: not view._releases._found)
-            loop.stop()
-
-    run(tmp_path, scenario)
-
-
-def test_nobody_is_given_a_part_of_a_version(tmp_path: Path) -> None:
-    """One that could be applied only in part so far."""
-
-    async def scenario(local: LocalModel) -> None:
-        view, model = await local.prepared_view(TOP), local.model
-        number, seal = view.position.number, replace(sealed(2), sealed_unix_ns=2)
-        rows = [
-            RowBatch(Shard.whole(USER), np.array([each]), np.ones((1, USER.dim), USER.dtype)) for each in (3, 4)
-        ]
-
-        class BrokenOff(list[RowBatch]):
-            def __iter__(self) -> Iterator[RowBatch]:
-                yield self[0]
-                raise ZeroDivisionError("a mistake of ours")
-
-        with pytest.raises(ZeroDivisionError):
-            await model.apply_cut(seal, BrokenOff(rows))
-        for given in (
-            model.release(0),
-            view.make_release(TOP, 0),
-            view.prepare(Policy(top_k=1, value_type=ValueType.INT8)),
-        ):
-            with pytest.raises(ServiceUnavailable, match="a part of a version of model 'clicks'"):
-                await given
-        assert view.position.number == number
-        await model.apply_cut(seal, rows)
-        assert model.position.number == 2
-        await view.make_release(Policy(), 0)
-        assert same_as_the_model(await held_by_a_replica(view), local)
-
-    run(tmp_path, scenario)
+def broken(*_: object) -> None:
+    raise ZeroDivisionError("a mistake of ours")
 
 
 def _advanced(view: View, replica: Replica) -> bool:
@@ -339,35 +68,257 @@ async def _becomes(wanted: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_a_release_under_way_takes_no_rows_of_a_version_that_a_pause_has_come_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owner", "name"), [(ReleaseDraft, "settle"), (ViewStore, "write_release")])
+async def test_a_release_that_waits_for_the_disk_keeps_nobody_waiting(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
+) -> None:
+    view = await local.prepared_view(TOP)
+    number, before = view.position.number, await held_by_a_replica(view)
+    await local.cut(changed(1, USER, 3, 4))
+    disk = Disk(monkeypatch, owner, name)
+    making = asyncio.create_task(view.make_release(Policy(), 0))
+    await disk.begun.wait()
+    await local.cut(changed(2, USER, 4, 5))  # Would wait for ever if the model's thread did.
+    assert local.model.position.number == 3
+    assert view.version_of(number) == 1
+    assert _bytes(await held_by_a_replica(view)) == _bytes(before)
+    disk.let_go()
+    await making
+    assert [view.version_of(each) for each in (number, number + 1)] == [1, 2]
+    assert view.state.compared_version == 2
+    assert not any(name.startswith("model-") for name in disk.threads)
+    await view.make_release(Policy(), 0)
+    assert same_as_the_model(await held_by_a_replica(view), local)
+
+
+async def test_a_large_look_lets_cuts_be_applied_and_is_of_one_version(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that change while others are compared are looked at again, before any of them is drawn."""
+    monkeypatch.setattr("deltasync.views.release_maker._LOOKED_ROWS", 2)
+    view, on_thread = await local.prepared_view(TOP), local.model.on_thread
+    await local.cut(changed(1, USER, 1, 2, 3, 4, 5, 6, 7))
+    blocks = 0
+
+    async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal blocks
+        blocks += function.__name__ == "advance"
+        if function.__name__ == "advance" and blocks == 3:
+            # Row 2 was compared, row 6 was not, and row 9 had not changed.
+            await local.cut(changed(2, USER, 2, 6, 9))
+        return await on_thread(function, *arguments)
+
+    monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
+    await view.make_release(Policy(), 0)
+    assert (blocks, view.state.compared_version) == (4, 3)
+    assert view.state.newest
+    assert view.state.newest.statistics.taken.rows == 8
+    assert same_as_the_model(await held_by_a_replica(view), local)
+
+
+async def test_another_run_that_begins_during_a_look_goes_out_whole(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows do not fit those of the run before."""
+    monkeypatch.setattr("deltasync.views.release_maker._LOOKED_ROWS", 2)
+    view, on_thread = await local.prepared_view(TOP), local.model.on_thread
+    await local.cut(changed(1, USER, 1, 2, 3))
+    other_run = local.batches(changed(2, USER, *range(USER.rows)))
+
+    async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
+        if function.__name__ == "advance" and other_run:
+            rows = other_run.copy()
+            other_run.clear()
+            await local.cut_batches(rows, resync=True)
+        return await on_thread(function, *arguments)
+
+    monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
+    await view.make_release(TOP, 0)
+    assert view.state.compared_version == 3
+    assert same_as_the_model(await held_by_a_replica(view), local)
+
+
+async def test_another_run_goes_out_whole_that_is_applied_before_the_event_loop_knows_of_it(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as its seal is on disk, it is."""
+    model, view, on_thread = local.model, await local.prepared_view(TOP), local.model.on_thread
+    await local.cut(changed(1, USER, 1, 2, 3))
+    other_run = local.batches(changed(2, USER, *range(USER.rows)))
+    seal = replace(sealed(3), sealed_unix_ns=3, resync=True)
+
+    async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
+        if function.__name__ != "_draw":
+            return await on_thread(function, *arguments)
+        begun = model.apply_after(model.store.seal(seal), seal, other_run)
+        begun.result(20)
+        drawn = await on_thread(function, *arguments)
+        model.seals.append(seal)
+        await model.apply_cut(seal, other_run, begun)
+        return drawn
+
+    monkeypatch.setattr(model, "on_thread", cut_before)
+    await view.make_release(TOP, 0)
+    assert view.state.compared_version == 3
+    assert same_as_the_model(await held_by_a_replica(view), local)
+
+
+@pytest.mark.parametrize("value_type", [ValueType.INT8, ValueType.FP16])
+async def test_tables_are_not_sent_that_another_run_began_to_change_while_they_were_made(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch, value_type: ValueType
+) -> None:
+    """Some of their rows would be of one run, and some of the other."""
+    policy = Policy(top_k=1, value_type=value_type)
+    monkeypatch.setattr("deltasync.views.table_maker._COPIED_ROWS", 4)
+    view, on_thread = await local.prepared_view(TOP), local.model.on_thread
+    other_run = local.batches(changed(2, USER, *range(USER.rows)))
+    sent = list[bool]()
+
+    async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
+        done = await on_thread(function, *arguments)
+        if function.__name__ == "copy" and other_run:
+            rows = other_run.copy()
+            other_run.clear()
+            await local.cut_batches(rows, resync=True)
+        if function.__name__ == "_draw":
+            sent.append(view.may_serve(policy))
+        return done
+
+    monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
+    await view.prepare(policy)
+    assert sent == [False]
+    assert view.may_serve(policy)
+    assert (view.state.compared_version, view.state.backlog_rows) == (2, 0)
+
+
+async def test_tables_that_wait_for_the_disk_keep_nobody_waiting(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, ViewStore, "install")
+    view = local.view()
+    preparing = asyncio.create_task(view.prepare(TOP))
+    await disk.begun.wait()
+    await local.cut(changed(1, USER, 3))
+    disk.let_go()
+    await preparing
+    await view.make_release(TOP, 0)
+    assert same_as_the_model(await held_by_a_replica(view), local)
+    assert not any(name.startswith("model-") for name in disk.threads)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(ReleaseMaker, "_draw"), (ReleaseDraft, "settle"), (TableMaker, "make")]
+)
+async def test_an_unforeseen_error_is_told_and_tried_again(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
+) -> None:
+    """It neither ends the service nor keeps other consumers from anything."""
+    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 0.001)
+    told: list[Event] = []
+    view = local.view()
+    replica = Replica("a", stream=asyncio.Event())
+    loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
+    async with asyncio.TaskGroup() as tasks:
+        with monkeypatch.context() as patch:
+            if owner is not TableMaker:
+                await view.prepare(TOP)
+            patch.setattr(owner, name, broken)
+            tasks.create_task(loop.run())
+            await local.cut(changed(1, USER, 3))
+            replica.applied = view.position
+            await _becomes(lambda: len(told) > 2)
+            assert view.failure.endswith("which is tried again: ZeroDivisionError: a mistake of ours")
+        await _becomes(lambda: _advanced(view, replica) and not view.failure)
+        assert view.state.compared_version == 2
+        loop.stop()
+    assert {each.kind for each in told} <= {EventKind.FAILED, EventKind.RELEASE_MADE}
+    assert isinstance(told[0].error, ZeroDivisionError)
+    assert told[0].subject == {"consumer": "top"}
+    assert same_as_the_model(await held_by_a_replica(view), local)
+
+
+async def test_an_error_at_every_version_is_not_told_at_every_version(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 3600)
+    monkeypatch.setattr("deltasync.core.backoff._LONGEST_SECONDS", 3600)
+    told: list[Event] = []
+    view = await local.prepared_view(TOP)
+    replica = Replica("a", view.position, stream=asyncio.Event())
+    loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
+    monkeypatch.setattr(ReleaseMaker, "_draw", broken)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(loop.run())
+        for seed in range(5):
+            await local.cut(changed(seed, USER, 3))
+        await _becomes(lambda: bool(told))
+        await local.cut(changed(5, USER, 3))
+        loop.stop()
+    assert len(told) == 1
+
+
+async def test_a_release_that_nobody_has_taken_is_not_kept_for_a_replica_that_has_gone(local: LocalModel) -> None:
+    view = await local.prepared_view(TOP)
+    replica = Replica("a", view.position, stream=asyncio.Event())
+    loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events())
+    view._releases.followed = True
+    await local.cut(changed(1, USER, 3))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(loop.run())
+        await _becomes(lambda: bool(view._releases._found))
+        replica.stream = None
+        await local.cut(changed(2, USER, 3))
+        await _becomes(lambda: not view._releases._found)
+        loop.stop()
+
+
+async def test_nobody_is_given_a_part_of_a_version(local: LocalModel) -> None:
+    """One that could be applied only in part so far."""
+    view, model = await local.prepared_view(TOP), local.model
+    number, seal = view.position.number, replace(sealed(2), sealed_unix_ns=2)
+    rows = [RowBatch(Shard.whole(USER), np.array([each]), np.ones((1, USER.dim), USER.dtype)) for each in (3, 4)]
+
+    class BrokenOff(list[RowBatch]):
+        def __iter__(self) -> Iterator[RowBatch]:
+            yield self[0]
+            raise ZeroDivisionError("a mistake of ours")
+
+    with pytest.raises(ZeroDivisionError):
+        await model.apply_cut(seal, BrokenOff(rows))
+    for given in (
+        model.release(0),
+        view.make_release(TOP, 0),
+        view.prepare(Policy(top_k=1, value_type=ValueType.INT8)),
+    ):
+        with pytest.raises(ServiceUnavailable, match="a part of a version of model 'clicks'"):
+            await given
+    assert view.position.number == number
+    await model.apply_cut(seal, rows)
+    assert model.position.number == 2
+    await view.make_release(Policy(), 0)
+    assert same_as_the_model(await held_by_a_replica(view), local)
+
+
+async def test_a_release_under_way_takes_no_rows_of_a_version_that_a_pause_has_come_for(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To look at what has changed may take long: by then the newest version may be one in quarantine."""
     policy = Policy(top_k=1000)
+    view = await local.prepared_view(policy)
+    consumer = Consumer("top", "clicks", 1, policy)
+    consumer.replicas["a"] = Replica("a", view.position, stream=asyncio.Event())
+    loop, before = ReleaseLoop(consumer, view, Events()), view.position
+    await local.cut({USER.name: {7: np.ones(USER.dim, "<f4")}})
 
-    async def scenario() -> None:
-        local = LocalModel(tmp_path)
-        await local.model.add_tables([USER])
-        await local.cut({USER.name: {7: np.zeros(USER.dim, "<f4")}})
-        view = await local.prepared_view(policy)
-        consumer = Consumer("top", "clicks", 1, policy)
-        consumer.replicas["a"] = Replica("a", view.position, stream=asyncio.Event())
-        loop, before = ReleaseLoop(consumer, view, Events()), view.position
-        await local.cut({USER.name: {7: np.ones(USER.dim, "<f4")}})
+    async def poisoned_meanwhile() -> None:
+        consumer.pause = Pause.now("the service itself")
+        await local.cut({USER.name: {7: np.full(USER.dim, 1e6, "<f4")}})
 
-        async def poisoned_meanwhile() -> None:
-            consumer.pause = Pause.now("the service itself")
-            await local.cut({USER.name: {7: np.full(USER.dim, 1e6, "<f4")}})
-
-        with monkeypatch.context() as patch:
-            patch.setattr(view._maker, "_look_ahead", poisoned_meanwhile)
-            await loop._advance()
-        assert (consumer.pause is None, view.position) == (False, before)
-        consumer.pause = None
-        await local.cut({USER.name: {7: np.full(USER.dim, 2, "<f4")}})
+    with monkeypatch.context() as patch:
+        patch.setattr(view._maker, "_look_ahead", poisoned_meanwhile)
         await loop._advance()
-        assert live_rows(await view.release(before.number))[0].values.tolist() == [[2] * USER.dim]
-        await local.model.close()
-        local.log.close()
-
-    asyncio.run(scenario())
+    assert (consumer.pause is None, view.position) == (False, before)
+    consumer.pause = None
+    await local.cut({USER.name: {7: np.full(USER.dim, 2, "<f4")}})
+    await loop._advance()
+    assert live_rows(await view.release(before.number))[0].values.tolist() == [[2] * USER.dim]

@@ -10,6 +10,7 @@ import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import frozen_at
 from tests.support.wire import USER
+from tests.unit.views.models import Models
 
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
@@ -17,7 +18,6 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.frozen_release import FrozenRelease
-from deltasync.views.view import View
 
 POLICIES = [
     Policy(top_k=0.5),
@@ -27,12 +27,10 @@ POLICIES = [
 ]
 
 
-async def made(folder: Path, policy: Policy) -> tuple[LocalModel, View]:
-    """A model of one table, and a view of it with its first release."""
-    local = LocalModel(folder)
-    await local.model.add_tables([USER])
-    await local.cut({USER.name: {row: np.full(USER.dim, row + 1, np.float32) for row in range(USER.rows)}})
-    return local, await local.prepared_view(policy)
+@pytest.fixture
+def local(runner: asyncio.Runner, models: Models) -> LocalModel:
+    rows = {row: np.full(USER.dim, row + 1, np.float32) for row in range(USER.rows)}
+    return runner.run(models.published(USER, rows={USER.name: rows}))
 
 
 async def changed(local: LocalModel, step: int) -> None:
@@ -47,48 +45,35 @@ def messages(release: FrozenRelease) -> list[tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_they_are_sent_what_the_tables_hold(
-    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        local, view = await made(tmp_path, policy)
-        frozen = []
-        monkeypatch.setattr(view._releases, "_freeze", lambda *lack: frozen.append(lack))
-        for step in range(1, 5):
-            before = view.position.number
-            view._releases.followed = True
-            await changed(local, step)
-            await view.make_release(policy, 0)
-            release = await view.release(before)
-            assert view.position.number == before + 1
-            assert release.head == view.state.head
-            expected = frozen_at(view.tables, before, view.state.head, tmp_path, 1 << 30)
-            assert messages(release) == messages(expected)
-            assert release.checksums == expected.checksums
-            assert release.rows > 1
-            assert await view.release(before) is release, "shared while it is used"
-        assert not frozen
-        await local.close()
-
-    asyncio.run(scenario())
+async def test_they_are_sent_what_the_tables_hold(policy: Policy, local: LocalModel, tmp_path: Path) -> None:
+    view = await local.prepared_view(policy)
+    for step in range(1, 5):
+        before = view.position.number
+        view._releases.followed = True
+        await changed(local, step)
+        await view.make_release(policy, 0)
+        release = await view.release(before)
+        assert view.position.number == before + 1
+        assert release.head == view.state.head
+        expected = frozen_at(view.tables, before, view.state.head, tmp_path, 1 << 30)
+        assert messages(release) == messages(expected)
+        assert release.checksums == expected.checksums
+        assert release.rows > 1
+        assert await view.release(before) is release, "shared while it is used"
 
 
-def test_they_are_kept_until_a_replica_has_them_and_only_where_some_follow(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        local, view = await made(tmp_path, POLICIES[0])
-        await changed(local, 1)
-        await view.make_release(POLICIES[0], 0)
-        assert not view._releases._found, "nobody follows"
-        first = await view.release(view.position.number - 1)
-        await changed(local, 2)
-        await view.make_release(POLICIES[0], 0)
-        await view.release(0)  # One that is far behind is no reason to drop them.
-        gc.collect()
-        newest = weakref.ref(await view.release(view.position.number - 1))
-        await asyncio.sleep(0)  # What looks for damage in it has a turn.
-        gc.collect()
-        assert newest() is None
-        assert first.head != view.state.head
-        await local.close()
-
-    asyncio.run(scenario())
+async def test_they_are_kept_until_a_replica_has_them_and_only_where_some_follow(local: LocalModel) -> None:
+    view = await local.prepared_view(POLICIES[0])
+    await changed(local, 1)
+    await view.make_release(POLICIES[0], 0)
+    assert not view._releases._found, "nobody follows"
+    first = await view.release(view.position.number - 1)
+    await changed(local, 2)
+    await view.make_release(POLICIES[0], 0)
+    await view.release(0)  # One that is far behind is no reason to drop them.
+    gc.collect()
+    newest = weakref.ref(await view.release(view.position.number - 1))
+    await asyncio.sleep(0)  # What looks for damage in it has a turn.
+    gc.collect()
+    assert newest() is None
+    assert first.head != view.state.head

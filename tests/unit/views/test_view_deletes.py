@@ -1,21 +1,20 @@
 """Deletes, and what belongs together: nobody keeps a row that is no more, nor sees the half of a release."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import deleted_rows
-from tests.support.view_scenarios import held_by_a_replica, refuse, run_again
+from tests.support.view_scenarios import held_by_a_replica, refuse
+from tests.unit.views.models import Models
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import RowBatch, Values
 from deltasync.core.seal import seal_of
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
@@ -30,25 +29,16 @@ MAP = TableSpec("user.raw_ids", 8, 1, np.dtype("<i8"), TableKind.ID_MAP, "user")
 TOP, INT8 = Policy(top_k=1), Policy(top_k=1, value_type=ValueType.INT8)
 
 
-def run(folder: Path, scenario: Callable[[LocalModel], Coroutine[Any, Any, None]]) -> None:
-    """Every row is published as version 1, for the raw ids 0 to 7."""
-
-    async def main() -> None:
-        local = await LocalModel.opened(folder)
-        await local.add(USER, MAP)
-        await hand_over(local, dict(enumerate(range(8))))
-        try:
-            await scenario(local)
-        finally:
-            await local.close()
-
-    asyncio.run(main())
-
-
-async def hand_over(local: LocalModel, owners: dict[int, int]) -> None:
-    """Publish rows that are other raw ids' now, which each row says in its first value."""
+def owned(owners: dict[int, int]) -> dict[str, dict[int, Values]]:
+    """Rows that are some raw ids' now, which each row says in its first value."""
     rows = {row: np.array([raw, 1, 2, 3], np.float32) for row, raw in owners.items()}
-    await local.cut({"user": rows, MAP.name: {row: np.array([raw + 1]) for row, raw in owners.items()}})
+    return {"user": rows, MAP.name: {row: np.array([raw + 1]) for row, raw in owners.items()}}
+
+
+@pytest.fixture
+def local(runner: asyncio.Runner, models: Models) -> LocalModel:
+    """Every row is published, for the raw ids 0 to 7."""
+    return runner.run(models.published(USER, MAP, rows=owned(dict(enumerate(range(8))))))
 
 
 async def delete(local: LocalModel, *ids: int) -> None:
@@ -67,25 +57,21 @@ async def check_owners(view: View) -> None:
 
 @pytest.mark.parametrize("policy", [INT8, Policy(mode=Mode.IDS)])
 @pytest.mark.parametrize("told", [True, False])
-def test_who_holds_a_row_in_another_form_learns_that_it_was_deleted(
-    tmp_path: Path, policy: Policy, told: bool
+async def test_who_holds_a_row_in_another_form_learns_that_it_was_deleted(
+    local: LocalModel, policy: Policy, told: bool
 ) -> None:
     """Whether the view itself knew of the delete before the policy changed, or not."""
-
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(TOP)
-        before = view.position.number
-        await delete(local, 3, 5)
-        if told:
-            await view.make_release(TOP, 0)
-        await view.prepare(policy)
-        assert await deletes_after(view, before) == [3, 5]
-        assert await deletes_after(view, 0) == []
-        checksums = (await view.release(0)).checksums
-        await view.make_release(policy, 0)
-        assert (await view.release(0)).checksums == checksums
-
-    run(tmp_path, scenario)
+    view = await local.prepared_view(TOP)
+    before = view.position.number
+    await delete(local, 3, 5)
+    if told:
+        await view.make_release(TOP, 0)
+    await view.prepare(policy)
+    assert await deletes_after(view, before) == [3, 5]
+    assert await deletes_after(view, 0) == []
+    checksums = (await view.release(0)).checksums
+    await view.make_release(policy, 0)
+    assert (await view.release(0)).checksums == checksums
 
 
 def refuse_some(patch: pytest.MonkeyPatch, refused: Callable[[int, RowBatch], bool]) -> None:
@@ -103,112 +89,94 @@ def refuse_some(patch: pytest.MonkeyPatch, refused: Callable[[int, RowBatch], bo
 
 
 @pytest.mark.parametrize("slot", [0, 1])
-def test_what_belongs_together_is_released_together_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot: int
+async def test_what_belongs_together_is_released_together_or_not_at_all(
+    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, slot: int
 ) -> None:
-    async def before(local: LocalModel) -> None:
-        view = await local.prepared_view(TOP)
-        position = view.position
-        await hand_over(local, {2: 20})
-        with monkeypatch.context() as patch:
-            refuse_some(patch, lambda number, _: number == slot)
-            with pytest.raises(StorageFailed, match="the disk is full"):
-                await view.make_release(TOP, 0)
-        assert view.position == position
-        await check_owners(view)
-
-    async def after(local: LocalModel) -> None:
-        view = local.view()
-        await check_owners(view)
-        await view.make_release(TOP, 0)
-        await check_owners(view)
-        assert (await held_by_a_replica(view))["user"][2, 0] == 20
-
-    run(tmp_path, before)
-    run_again(tmp_path, after)
+    view = await local.prepared_view(TOP)
+    position = view.position
+    await local.cut(owned({2: 20}))
+    with monkeypatch.context() as patch:
+        refuse_some(patch, lambda number, _: number == slot)
+        with pytest.raises(StorageFailed, match="the disk is full"):
+            await view.make_release(TOP, 0)
+    assert view.position == position
+    await check_owners(view)
+    local = await models.open()
+    view = local.view()
+    await check_owners(view)
+    await view.make_release(TOP, 0)
+    await check_owners(view)
+    assert (await held_by_a_replica(view))["user"][2, 0] == 20
 
 
-def test_a_delete_that_the_log_had_no_room_for_comes_with_the_next_release(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_delete_that_the_log_had_no_room_for_comes_with_the_next_release(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(TOP)
-        before = view.position.number
-        await delete(local, 3)
-        with monkeypatch.context() as patch:
-            refuse_some(patch, lambda _, rows: rows.deleted)
-            with pytest.raises(StorageFailed, match="the disk is full"):
-                await view.make_release(TOP, 0)
-        await view.make_release(TOP, 0)
-        assert await deletes_after(view, before) == [3]
-
-    run(tmp_path, scenario)
+    view = await local.prepared_view(TOP)
+    before = view.position.number
+    await delete(local, 3)
+    with monkeypatch.context() as patch:
+        refuse_some(patch, lambda _, rows: rows.deleted)
+        with pytest.raises(StorageFailed, match="the disk is full"):
+            await view.make_release(TOP, 0)
+    await view.make_release(TOP, 0)
+    assert await deletes_after(view, before) == [3]
 
 
 @pytest.mark.parametrize("order", [[USER.name, MAP.name], [MAP.name, USER.name]])
 @pytest.mark.parametrize("crash", [True, False])
-def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[str], crash: bool
+async def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
+    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, order: list[str], crash: bool
 ) -> None:
     """Whichever of the two was copied before the cut; `top_k` leaves other rows for later."""
     copy = TableMaker._copy
 
-    async def before(local: LocalModel) -> None:
-        copied: list[str] = []
-
-        async def copying(maker: TableMaker, table: ViewTable, number: int | None) -> None:
-            if table.source.spec.name == order[1]:
-                await hand_over(local, {1: 10, 2: 20, 3: 30})
-            await copy(maker, table, number)
-            copied.append(table.source.spec.name)
-
-        monkeypatch.setattr(TableMaker, "_copy", copying)
-        if order[0] == MAP.name:
-            monkeypatch.setattr("deltasync.feeds.model.Model.followed", lambda model, _: model.tables[::-1])
-        view = local.view()
-        if crash:
-            with monkeypatch.context() as patch:
-                patch.setattr(ReleaseMaker, "make", refuse)
-                with pytest.raises(StorageFailed, match="the disk is full"):
-                    await view.prepare(TOP)
-            assert not view.may_serve(TOP)
-        else:
-            await view.prepare(TOP)
-            await check_served(view)
-        assert copied == order
-
-    async def after(local: LocalModel) -> None:
-        view = local.view()
-        assert view.may_serve(TOP) is not crash
-        await view.prepare(TOP)
-        await check_served(view)
+    copied: list[str] = []
 
     async def check_served(view: View) -> None:
         assert view.may_serve(TOP)
         await check_owners(view)
 
-    run(tmp_path, before)
-    run_again(tmp_path, after)
+    async def copying(maker: TableMaker, table: ViewTable, number: int | None) -> None:
+        if table.source.spec.name == order[1]:
+            await local.cut(owned({1: 10, 2: 20, 3: 30}))
+        await copy(maker, table, number)
+        copied.append(table.source.spec.name)
+
+    monkeypatch.setattr(TableMaker, "_copy", copying)
+    if order[0] == MAP.name:
+        monkeypatch.setattr("deltasync.feeds.model.Model.followed", lambda model, _: model.tables[::-1])
+    view = local.view()
+    if crash:
+        with monkeypatch.context() as patch:
+            patch.setattr(ReleaseMaker, "make", refuse)
+            with pytest.raises(StorageFailed, match="the disk is full"):
+                await view.prepare(TOP)
+        assert not view.may_serve(TOP)
+    else:
+        await view.prepare(TOP)
+        await check_served(view)
+    assert copied == order
+    local = await models.open()
+    view = local.view()
+    assert view.may_serve(TOP) is not crash
+    await view.prepare(TOP)
+    await check_served(view)
 
 
-def test_a_release_of_new_tables_has_the_step_of_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_release_of_new_tables_has_the_step_of_its_version(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not of a later one, to which only some of its rows belong."""
     copy = TableMaker._copy
 
     async def copying(maker: TableMaker, table: ViewTable, number: int | None) -> None:
-        await local_of[0].cut({"user": {1: np.ones(4, np.float32)}})
+        await local.cut({"user": {1: np.ones(4, np.float32)}})
         await copy(maker, table, number)
 
-    async def scenario(local: LocalModel) -> None:
-        local_of.append(local)
-        monkeypatch.setattr(TableMaker, "_copy", copying)
-        view = await local.prepared_view(Policy(tables=("use?",), top_k=1))
-        head = view.state.head
-        assert head
-        assert local.model.position.number > head.version
-        assert head.step == seal_of(head.version, local.model.seals).step
-
-    local_of: list[LocalModel] = []
-    run(tmp_path, scenario)
+    monkeypatch.setattr(TableMaker, "_copy", copying)
+    view = await local.prepared_view(Policy(tables=("use?",), top_k=1))
+    head = view.state.head
+    assert head
+    assert local.model.position.number > head.version
+    assert head.step == seal_of(head.version, local.model.seals).step

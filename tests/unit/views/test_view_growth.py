@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.support.crashes import Crashes
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
-from tests.support.view_scenarios import ITEM, USER, changed, held_by_a_replica, run, run_again
+from tests.support.view_scenarios import ITEM, USER, changed, held_by_a_replica
+from tests.unit.views.models import Models
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.mode import Mode
@@ -47,176 +48,143 @@ def ids_of(release: FrozenRelease) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_only_what_is_new_goes_out(tmp_path: Path, policy: Policy) -> None:
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(policy)
-        await local.cut(changed(1, USER, 3))
-        await release_everything(view, policy)
-        held, before = view.state.tables[0].held.rows.copy(), view.position.number
-        await grow(local, LARGER)
-        assert not view.fits(policy)
-        await view.prepare(policy)
-        assert view.fits(policy)
-        assert [each.spec for each in view.deliveries] == [LARGER, ITEM]
-        np.testing.assert_array_equal(view.state.tables[0].held.rows[: USER.rows], held)
-        assert ids_of(await view.release(before)) == {}
-        await local.cut(changed(2, LARGER, 5, 40, 89))
-        await view.make_release(policy, 0)
-        release = await view.release(before)
-        assert ids_of(release) == {0: [5, 40, 89]}
-        whole = await view.release(0)
-        assert ids_of(whole)[0] == [*range(40), 40, 89]
-        assert whole.checksums == release.checksums
-
-    run(tmp_path, scenario)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_checksums_and_lag_are_right_after_growing_and_after_a_restart(tmp_path: Path, policy: Policy) -> None:
-    told = []
-
-    async def grown(local: LocalModel) -> None:
-        view = await local.prepared_view(policy)
-        await grow(local, LARGER)
-        await local.cut(changed(2, LARGER, 40, 89))
-        await release_everything(view, policy)
-        told.append((await view.release(0)).checksums)
-        (table, _) = view.standing(policy).tables()
-        assert [table.lacking(number) for number in (view.position.number - 1, view.position.number)] == [2, 0]
-
-    async def again(local: LocalModel) -> None:
-        view = local.view()
-        assert [each.spec for each in view.deliveries] == [LARGER, ITEM]
-        told.append((await view.release(0)).checksums)
-
-    run(tmp_path, grown)
-    run_again(tmp_path, again)
-    assert told[0] == told[1]
+async def test_only_what_is_new_goes_out(local: LocalModel, models: Models, policy: Policy) -> None:
+    view = await local.prepared_view(policy)
+    await local.cut(changed(1, USER, 3))
+    await release_everything(view, policy)
+    held, before = view.state.tables[0].held.rows.copy(), view.position.number
+    await grow(local, LARGER)
+    assert not view.fits(policy)
+    await view.prepare(policy)
+    assert view.fits(policy)
+    assert [each.spec for each in view.deliveries] == [LARGER, ITEM]
+    np.testing.assert_array_equal(view.state.tables[0].held.rows[: USER.rows], held)
+    assert ids_of(await view.release(before)) == {}
+    await local.cut(changed(2, LARGER, 5, 40, 89))
+    await view.make_release(policy, 0)
+    release = await view.release(before)
+    assert ids_of(release) == {0: [5, 40, 89]}
+    whole = await view.release(0)
+    assert ids_of(whole)[0] == [*range(40), 40, 89]
+    assert whole.checksums == release.checksums
+    (table, _) = view.standing(policy).tables()
+    assert [table.lacking(number) for number in (before, view.position.number)] == [3, 0]
+    view = (await models.open()).view()
+    assert [each.spec for each in view.deliveries] == [LARGER, ITEM]
+    assert (await view.release(0)).checksums == release.checksums
 
 
-def test_a_table_that_has_grown_takes_no_replica_back_after_a_restart(tmp_path: Path) -> None:
-    async def before(local: LocalModel) -> None:
-        view = await local.prepared_view(INT8)
-        await local.cut(changed(1, USER, 3))
-        await release_everything(view, INT8)
-        await grow(local, LARGER)
-
-    async def after(local: LocalModel) -> None:
-        view = local.view()
-        assert view.version_of(view.position.number) == 2
-        await view.prepare(INT8)
-        assert view.version_of(view.position.number) == 2
-        release = await view.release(view.position.number - 1)
-        assert release.head
-        assert release.head.version == 2
-
-    run(tmp_path, before)
-    run_again(tmp_path, after)
+async def test_a_table_that_has_grown_takes_no_replica_back_after_a_restart(
+    local: LocalModel, models: Models
+) -> None:
+    view = await local.prepared_view(INT8)
+    await local.cut(changed(1, USER, 3))
+    await release_everything(view, INT8)
+    await grow(local, LARGER)
+    local = await models.open()
+    view = local.view()
+    assert view.version_of(view.position.number) == 2
+    await view.prepare(INT8)
+    assert view.version_of(view.position.number) == 2
+    release = await view.release(view.position.number - 1)
+    assert release.head
+    assert release.head.version == 2
 
 
-def test_rows_that_came_before_there_was_room_for_them_go_out_once_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_rows_that_came_before_there_was_room_for_them_go_out_once_there_is(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The view goes on meanwhile with the tables that it has."""
 
     def full(*_: object) -> None:
         raise StorageFailed("the disk is full")
 
-    async def scenario(local: LocalModel) -> None:
-        view = await local.prepared_view(INT8)
-        await view.make_release(INT8, 0)
-        await grow(local, LARGER)
-        await local.cut(changed(2, LARGER, 5, 40, 89))
-        with monkeypatch.context() as patch:
-            patch.setattr("deltasync.storage.files.reserve", full)
-            with pytest.raises(StorageFailed, match="the disk is full"):
-                await view.prepare(INT8)
-        before = view.position.number
-        assert view.may_serve(INT8)
-        await view.make_release(INT8, 0)
-        assert ids_of(await view.release(before)) == {0: [5]}
-        await local.cut(changed(3, LARGER, 6, 41))
-        await view.make_release(INT8, 0)
-        (table, _) = view.standing(INT8).tables()
-        assert table.lacking(view.position.number) >= 3, "what there is no room for is lacking"
-        await release_everything(view, INT8)
-        assert ids_of(await view.release(before)) == {0: [5, 6, 40, 41, 89]}
-        held = await held_by_a_replica(view)
-        (source, _) = local.model.tables
-        delivery = view.deliveries[0]
-        np.testing.assert_array_equal(held[USER.name], delivery.decode(delivery.encode(source.rows)))
-
-    run(tmp_path, scenario)
+    view = await local.prepared_view(INT8)
+    await view.make_release(INT8, 0)
+    await grow(local, LARGER)
+    await local.cut(changed(2, LARGER, 5, 40, 89))
+    with monkeypatch.context() as patch:
+        patch.setattr("deltasync.storage.files.reserve", full)
+        with pytest.raises(StorageFailed, match="the disk is full"):
+            await view.prepare(INT8)
+    before = view.position.number
+    assert view.may_serve(INT8)
+    await view.make_release(INT8, 0)
+    assert ids_of(await view.release(before)) == {0: [5]}
+    await local.cut(changed(3, LARGER, 6, 41))
+    await view.make_release(INT8, 0)
+    (table, _) = view.standing(INT8).tables()
+    assert table.lacking(view.position.number) >= 3, "what there is no room for is lacking"
+    await release_everything(view, INT8)
+    assert ids_of(await view.release(before)) == {0: [5, 6, 40, 41, 89]}
+    held = await held_by_a_replica(view)
+    (source, _) = local.model.tables
+    delivery = view.deliveries[0]
+    np.testing.assert_array_equal(held[USER.name], delivery.decode(delivery.encode(source.rows)))
 
 
-def test_what_is_found_damaged_while_there_is_made_room_goes_with_the_next_release(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_what_is_found_damaged_while_there_is_made_room_goes_with_the_next_release(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, make_tables = Policy(mode=Mode.IDS, top_k=1), ViewStore.make_tables
+    view, loop = await local.prepared_view(policy), asyncio.get_running_loop()
+    newest, before = view.position.number, view.state.tables[0]
 
-    async def scenario(local: LocalModel) -> None:
-        view, loop = await local.prepared_view(policy), asyncio.get_running_loop()
-        newest, before = view.position.number, view.state.tables[0]
+    async def damage() -> None:
+        before.sent.rows[7] += 1
+        while not view.damage.rows:
+            await view.damage.sweep()
+        await view.damage.mend()
 
-        async def damage() -> None:
-            before.sent.rows[7] += 1
-            while not view.damage.rows:
-                await view.damage.sweep()
-            await view.damage.mend()
+    def meanwhile(*arguments: Any) -> list[ViewTable]:
+        made = make_tables(*arguments)
+        asyncio.run_coroutine_threadsafe(damage(), loop).result(20)
+        return made
 
-        def meanwhile(*arguments: Any) -> list[ViewTable]:
-            made = make_tables(*arguments)
-            asyncio.run_coroutine_threadsafe(damage(), loop).result(20)
-            return made
-
-        monkeypatch.setattr(ViewStore, "make_tables", meanwhile)
-        await grow(local, LARGER)
-        await local.cut(changed(2, LARGER, 5))
-        await view.prepare(policy)
-        await view.make_release(policy, 0)
-        assert ids_of(await view.release(newest)) == {0: [5, 7]}
-        assert [table.lacking(view.position.number) for table in view.standing(policy).tables()] == [0, 0]
-        assert not view.damage.rows
-
-    run(tmp_path, scenario)
+    monkeypatch.setattr(ViewStore, "make_tables", meanwhile)
+    await grow(local, LARGER)
+    await local.cut(changed(2, LARGER, 5))
+    await view.prepare(policy)
+    await view.make_release(policy, 0)
+    assert ids_of(await view.release(newest)) == {0: [5, 7]}
+    assert [table.lacking(view.position.number) for table in view.standing(policy).tables()] == [0, 0]
+    assert not view.damage.rows
 
 
 @pytest.mark.parametrize("policy", [INT8, POLICIES[2]])
-def test_a_crash_at_any_point_takes_nothing_from_replicas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy, shared_file: bool
+async def test_a_crash_at_any_point_takes_nothing_from_replicas(
+    tmp_path: Path,
+    local: LocalModel,
+    models: Models,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: Policy,
+    shared_file: bool,
 ) -> None:
-    data_dir, copies, before = tmp_path / "data", list[Path](), list[int]()
-    found = []
-
-    async def grown(local: LocalModel) -> None:
-        view = await local.prepared_view(policy)
-        await local.cut(changed(1, USER, 3))
+    view = await local.prepared_view(policy)
+    await local.cut(changed(1, USER, 3))
+    await release_everything(view, policy)
+    before = view.position.number
+    await grow(local, LARGER)
+    await local.cut(changed(2, LARGER, 5, 40, 89))
+    with monkeypatch.context() as patch:
+        crashes = Crashes(patch, models.folder, tmp_path)
         await release_everything(view, policy)
-        before.append(view.position.number)
-        await grow(local, LARGER)
-        await local.cut(changed(2, LARGER, 5, 40, 89))
-        with monkeypatch.context() as patch:
-            crashes = Crashes(patch, data_dir, tmp_path)
-            await release_everything(view, policy)
-        copies.extend(crashes.copies)
-
-    async def again(local: LocalModel) -> None:
-        view = local.view()
+    assert len(crashes.copies) >= (9 if shared_file else 10)
+    found = []
+    for copy in crashes.copies:
+        again = await LocalModel.opened(copy)
+        view = again.view()
         found.append([each.spec.rows for each in view.deliveries])
         held = view.state.tables[0].held.rows[:40].copy()
         assert view.resume(view.position)[0].yes
         await release_everything(view, policy)
         assert [each.spec.rows for each in view.deliveries] == [90, 30]
-        release = await view.release(before[0])
+        release = await view.release(before)
         assert ids_of(release) == {0: [5, 40, 89]}, "and nobody is given a row twice"
         others = [row for row in range(40) if row != 5]
         np.testing.assert_array_equal(view.state.tables[0].held.rows[others], held[others])
         assert (await view.release(0)).checksums == release.checksums
-
-    run(data_dir, grown)
-    assert len(copies) >= (9 if shared_file else 10)
-    for copy in copies:
-        run_again(copy, again)
+        await again.close()
     assert found == sorted(found), "once it has grown it stays so"
     assert {rows for rows, _ in found} == {40, 90}
 

@@ -1,7 +1,7 @@
 """Views of consumers that come and go, in a service without sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +11,7 @@ import pytest
 from tests.support.local_service import publish
 from tests.support.log import log_of
 
+from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.service.options import ServiceOptions
@@ -20,12 +21,11 @@ from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
 
 TOP = Policy(top_k=3)
-Scenario = Callable[[Service], Coroutine[Any, Any, None]]
 
 
 @asynccontextmanager
 async def opened(data_dir: Path) -> AsyncIterator[Service]:
-    async with asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
         await service.recover()
         await publish(service)
@@ -35,16 +35,8 @@ async def opened(data_dir: Path) -> AsyncIterator[Service]:
             await service.drain()
 
 
-def run(data_dir: Path, scenario: Scenario) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(20), opened(data_dir) as service:
-            await scenario(service)
-
-    asyncio.run(main())
-
-
-def test_a_consumer_has_a_view_from_its_first_policy_on(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
+async def test_a_consumer_has_a_view_from_its_first_policy_on(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
         consumer = await service.create_consumer("top", "clicks", Policy())
         assert not isinstance(service.feed(consumer), View)
         await service.update_consumer("top", TOP)
@@ -52,8 +44,6 @@ def test_a_consumer_has_a_view_from_its_first_policy_on(tmp_path: Path) -> None:
         assert isinstance(view, View)
         await service.update_consumer("top", Policy())
         assert service.feed(consumer) is view
-
-    run(tmp_path, scenario)
 
 
 class Gate:
@@ -72,10 +62,10 @@ class Gate:
 
 
 @pytest.mark.parametrize("policy", [TOP, Policy()])
-def test_a_consumer_that_is_made_while_the_one_of_its_name_is_deleted_has_a_view_of_its_own(
+async def test_a_consumer_that_is_made_while_the_one_of_its_name_is_deleted_has_a_view_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
-    async def scenario(service: Service) -> None:
+    async with opened(tmp_path) as service:
         consumer = await service.create_consumer("top", "clicks", TOP)
         old = service.feed(consumer)
         forgetting = Gate(monkeypatch, "forget")
@@ -91,15 +81,12 @@ def test_a_consumer_that_is_made_while_the_one_of_its_name_is_deleted_has_a_view
         await service.delete_consumer("top")
         assert log_of(service).items("view/") == {}
 
-    run(tmp_path, scenario)
 
-
-def test_a_consumer_that_is_deleted_while_its_view_is_made_leaves_none(
+async def test_a_consumer_that_is_deleted_while_its_view_is_made_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next of its name would be given releases by the policy of one that is gone."""
-
-    async def scenario(service: Service) -> None:
+    async with opened(tmp_path) as service:
         following = Gate(monkeypatch, "follow")
         creating = asyncio.create_task(service.create_consumer("top", "clicks", TOP))
         await following.begun.wait()
@@ -110,11 +97,9 @@ def test_a_consumer_that_is_deleted_while_its_view_is_made_leaves_none(
         created = await service.create_consumer("top", "clicks", Policy())
         assert not isinstance(service.feed(created), View)
 
-    run(tmp_path, scenario)
 
-
-def test_a_deleted_consumer_leaves_nothing(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
+async def test_a_deleted_consumer_leaves_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
         await service.create_consumer("top", "clicks", TOP)
         await service.delete_consumer("top")
         assert log_of(service).items("view/") == {}
@@ -122,8 +107,6 @@ def test_a_deleted_consumer_leaves_nothing(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("models/*/views/*"))
         created = await service.create_consumer("top", "clicks", Policy())
         assert not isinstance(service.feed(created), View)
-
-    run(tmp_path, scenario)
 
 
 def refused(*_: object) -> Future[None]:
@@ -136,12 +119,11 @@ def full(*_: object) -> None:
     raise StorageFailed("the disk is full")
 
 
-def test_a_view_that_could_not_be_made_with_its_model_is_made_later(
+async def test_a_view_that_could_not_be_made_with_its_model_is_made_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else replicas would be sent the model's own tables, whatever their policy says."""
-
-    async def scenario(service: Service) -> None:
+    async with opened(tmp_path) as service:
         consumer = await service.create_consumer("top", "other", TOP)
         with monkeypatch.context() as patch:
             patch.setattr(View, "discard", full)
@@ -150,13 +132,11 @@ def test_a_view_that_could_not_be_made_with_its_model_is_made_later(
         await service.unpublished.look_after()
         assert isinstance(service.feed(consumer), View)
 
-    run(tmp_path, scenario)
 
-
-def test_a_consumer_that_is_made_after_one_could_not_be_deleted_from_the_log_has_a_view_of_its_own(
+async def test_a_consumer_that_is_made_after_one_could_not_be_deleted_from_the_log_has_a_view_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(service: Service) -> None:
+    async with opened(tmp_path) as service:
         old = service.feed(await service.create_consumer("top", "clicks", TOP))
         with monkeypatch.context() as patch:
             patch.setattr(LmdbStore, "put", refused)
@@ -165,4 +145,12 @@ def test_a_consumer_that_is_made_after_one_could_not_be_deleted_from_the_log_has
         created = await service.create_consumer("top", "clicks", TOP)
         assert service.feed(created) is not old
 
-    run(tmp_path, scenario)
+
+async def test_of_two_who_ensure_a_new_consumer_at_once_both_succeed_and_the_last_wins(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
+        for each in range(10):
+            wanted = [ConsumerOptions(f"c{each}", "clicks", Policy(top_k=top_k)) for top_k in (3, 4)]
+            await asyncio.gather(*map(service.ensure_consumer, wanted))
+            consumer = service.registry.get(f"c{each}")
+            assert consumer.policy == Policy(top_k=4)
+            assert isinstance(service.feed(consumer), View)
