@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deltasync.core.policy import Policy
-from deltasync.views.pacing import PACE_VERSIONS, Situation, _pace, due
+from deltasync.views.pacing import PACE_VERSIONS, Situation, due
 
 SECOND = 10**9
 NOW = 1_700_000_000 * SECOND
@@ -37,6 +37,10 @@ def situation(
     )
 
 
+def seconds(now: Situation, interval: float = 0.0, age: float | None = None) -> float | None:
+    return due(Policy(min_interval_seconds=interval, max_age_seconds=age), now, NOW).seconds
+
+
 def test_damaged_rows_of_the_last_release_wait_for_nobody() -> None:
     """Nobody can be given that release."""
     damaged = replace(situation(released=60, ready=False), damaged=True)
@@ -44,34 +48,58 @@ def test_damaged_rows_of_the_last_release_wait_for_nobody() -> None:
     assert 0 < (seconds(replace(damaged, released_ns=NOW)) or 0) < 1, "but not one after the other"
 
 
-def seconds(now: Situation, interval: float = 0.0, age: float | None = None) -> float | None:
-    return due(Policy(min_interval_seconds=interval, max_age_seconds=age), now, NOW).seconds
+@pytest.mark.parametrize(
+    ("now", "wait", "reason"),
+    [
+        (situation(newest=5, compared=4, released=0.001), 0.0, "version 5 is new"),
+        (situation(newest=6, compared=5, left=3, released=0.001, sealed=[9, 6, 3]), 0.0, "version 6 is new"),
+        (situation(left=7, released=1, sealed=[9, 6, 3]), 5.0, "7 rows are left of the last release"),
+        (situation(released=1000), None, "nothing has changed since the last release"),
+        *(
+            (
+                situation(newest=newest, left=left, released=1000, ready=False),
+                None,
+                "no connected replica holds the last release yet",
+            )
+            for newest, left in [(5, 0), (5, 9), (6, 0), (6, 9)]
+        ),
+    ],
+)
+def test_why_a_release_is_due_and_why_not(now: Situation, wait: float | None, reason: str) -> None:
+    found = due(Policy(), now, NOW)
+    assert (found.seconds, found.reason) == (wait, reason)
 
 
-def test_a_release_is_due_at_once_when_there_is_a_version_that_none_was_made_at() -> None:
-    found = due(Policy(), situation(newest=5, compared=4, released=0.001), NOW)
-    assert (found.seconds, found.reason) == (0.0, "version 5 is new")
-
-
-def test_nothing_is_due_while_nothing_has_changed() -> None:
-    found = due(Policy(), situation(newest=5, compared=5, released=1000), NOW)
-    assert (found.seconds, found.reason) == (None, "nothing has changed since the last release")
-
-
-@pytest.mark.parametrize(("newest", "left"), [(5, 0), (5, 9), (6, 0), (6, 9)])
-def test_nothing_is_due_before_a_connected_replica_holds_the_last_release(newest: int, left: int) -> None:
-    found = due(Policy(), situation(newest=newest, left=left, released=1000, ready=False), NOW)
-    assert (found.seconds, found.reason) == (None, "no connected replica holds the last release yet")
-
-
-@pytest.mark.parametrize(("released", "wait"), [(0, 0.0), (4, 6.0), (10, 0.0), (11, 0.0), (9.75, 0.25)])
-def test_a_new_version_waits_for_the_interval_since_the_last_release(released: float, wait: float) -> None:
-    assert seconds(situation(newest=6, released=released), interval=10) == pytest.approx(wait)
-
-
-def test_a_new_version_is_the_reason_also_while_rows_are_left() -> None:
-    found = due(Policy(), situation(newest=6, compared=5, left=3, released=0.001, sealed=[9, 6, 3]), NOW)
-    assert (found.seconds, found.reason) == (0.0, "version 6 is new")
+@pytest.mark.parametrize(
+    ("now", "interval", "age", "wait"),
+    [
+        # A new version waits for the interval since the last release.
+        *(
+            (situation(newest=6, released=released), 10, None, wait)
+            for released, wait in [(0, 0.0), (4, 6.0), (10, 0.0), (11, 0.0), (9.75, 0.25)]
+        ),
+        # Rows that were left wait for the longer of interval and pace, which is 6 s.
+        (situation(left=7, released=1, sealed=[9, 6, 3]), 2, None, 5.0),
+        (situation(left=7, released=1, sealed=[9, 6, 3]), 20, None, 19.0),
+        # They go out once the oldest reaches the greatest age, but not within the interval.
+        *(
+            (situation(left=7, left_since=since, released=1, sealed=[9, 6, 3]), interval, 3, wait)
+            for since, interval, wait in [
+                *((0, 0, 3.0), (1, 0, 2.0), (3, 0, 0.0), (300, 0, 0.0), (300, 2, 1.0), (0, 2, 3.0)),
+                (-3600, 0, 0.0),  # The clock went back.
+            ]
+        ),
+        # A greatest age later than that changes nothing.
+        (situation(left=7, released=1, sealed=[9, 6, 3]), 0, 100, 5.0),
+        (situation(newest=6, left=7, left_since=900, released=1), 4, 5, 3.0),
+        (situation(left=0, left_since=900, released=1), 0, 5, None),
+        # A clock that went back does not let a release wait for it: else it would wait anew at each look.
+        (situation(newest=6, released=-3600), 10, None, 0.0),
+        (situation(left=4, released=-3600), 10, None, 0.0),
+    ],
+)
+def test_how_long_a_release_waits(now: Situation, interval: float, age: float | None, wait: float | None) -> None:
+    assert seconds(now, interval, age) == (wait if wait is None else pytest.approx(wait))
 
 
 @pytest.mark.parametrize(
@@ -86,75 +114,22 @@ def test_a_new_version_is_the_reason_also_while_rows_are_left() -> None:
         ([5, 5, 5], 0.1),
         ([9000, 5000, 1], 10.0),  # hours apart
         ([3, 6, 9], 0.1),  # the clock went back
+        ([9000.0, *map(float, range(PACE_VERSIONS, 0, -1))], 2.0),  # the last versions only
     ],
 )
 def test_rows_that_were_left_go_out_at_the_pace_at_which_versions_came(sealed: list[float], pause: float) -> None:
-    found = due(Policy(), situation(left=7, released=0.001, sealed=sealed), NOW)
-    assert found.seconds == pytest.approx(pause - 0.001)
-    assert found.reason == "7 rows are left of the last release"
+    assert seconds(situation(left=7, released=0.001, sealed=sealed)) == pytest.approx(pause - 0.001)
 
 
-@given(
-    st.integers(3, PACE_VERSIONS),
-    st.floats(0.06, 4.9),
-    st.floats(0, 1e6),
-    st.integers(0, PACE_VERSIONS),
-)
+@given(st.integers(3, PACE_VERSIONS), st.floats(0.06, 4.9), st.floats(0, 1e6), st.integers(0, PACE_VERSIONS))
 def test_an_outage_among_the_last_versions_changes_no_pace(
     versions: int, between: float, outage: float, place: int
 ) -> None:
     """Wherever it was, and however long: the tail goes out as fast as it would have."""
-    sealed = [number * between + (outage if number > place else 0) for number in range(versions)]
-    assert _pace([round(1e9 * each) for each in sealed]) == pytest.approx(2 * between, abs=1e-6)
-
-
-@given(st.lists(st.integers(0, 2**62)))
-def test_a_pace_is_within_bounds_whatever_clocks_said(sealed: list[int]) -> None:
-    assert 0.1 <= _pace(sealed) <= 10
-
-
-def test_rows_that_were_left_wait_for_the_longer_of_interval_and_pace() -> None:
-    left = situation(left=7, released=1, sealed=[9, 6, 3])
-    assert seconds(left, interval=2) == pytest.approx(5.0)
-    assert seconds(left, interval=20) == pytest.approx(19.0)
-
-
-@pytest.mark.parametrize(
-    ("left_since", "interval", "wait"),
-    [
-        (0, 0, 3.0),  # the pace is 6 s: the age is reached first
-        (1, 0, 2.0),
-        (3, 0, 0.0),
-        (300, 0, 0.0),
-        (300, 2, 1.0),  # but not within the interval
-        (0, 2, 3.0),
-        (-3600, 0, 0.0),  # the clock went back
-    ],
-)
-def test_rows_that_were_left_go_out_once_the_oldest_reaches_the_greatest_age(
-    left_since: float, interval: float, wait: float
-) -> None:
-    left = situation(left=7, left_since=left_since, released=1, sealed=[9, 6, 3])
-    assert seconds(left, interval, age=3) == pytest.approx(wait)
-
-
-def test_a_greatest_age_later_than_the_pace_changes_nothing() -> None:
-    assert seconds(situation(left=7, released=1, sealed=[9, 6, 3]), age=100) == pytest.approx(5.0)
-    assert seconds(situation(newest=6, left=7, left_since=900, released=1), interval=4, age=5) == pytest.approx(
-        3.0
+    sealed = [-number * between - (outage if number > place else 0) for number in range(versions)]
+    assert seconds(situation(left=1, released=0.001, sealed=sealed)) == pytest.approx(
+        2 * between - 0.001, abs=1e-6
     )
-    assert seconds(situation(left=0, left_since=900, released=1), age=5) is None
-
-
-def test_the_pace_is_that_of_the_last_versions_only() -> None:
-    recent = [float(PACE_VERSIONS - number) for number in range(PACE_VERSIONS)]
-    assert seconds(situation(left=1, released=0.5, sealed=[9000.0, *recent])) == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize(("newest", "left"), [(6, 0), (5, 4)])
-def test_a_clock_that_went_back_does_not_let_a_release_wait_for_it(newest: int, left: int) -> None:
-    """Else it would wait anew at each look, until the clock has caught up."""
-    assert seconds(situation(newest=newest, left=left, released=-3600), interval=10) == 0
 
 
 @given(

@@ -3,20 +3,25 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
+from tests.support.mapping import new_view_table, reopened
 from tests.support.releases import deleted_rows
 from tests.support.view_scenarios import held_by_a_replica, refuse
 from tests.unit.views.models import Models
 
+from deltasync.core.delivery import Delivery
 from deltasync.core.errors import StorageFailed
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.seal import seal_of
+from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
+from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.store import ViewStore
@@ -180,3 +185,30 @@ async def test_a_release_of_new_tables_has_the_step_of_its_version(
     assert head
     assert local.model.position.number > head.version
     assert head.step == seal_of(head.version, local.model.seals).step
+
+
+@pytest.mark.parametrize("kind", ValueType)
+def test_a_delete_differs_from_zeros_to_who_has_the_row_and_to_nobody_else(
+    kind: ValueType, tmp_path: Path
+) -> None:
+    spec = TableSpec("t", 40, 16)
+    zeros, deletes = np.zeros((1, 16), np.float32), RowBatch.deletes(Shard.whole(spec), np.array([3, 9]))
+    source = StampedTable.zeros(spec)
+    source.apply(RowBatch.of_table(spec, np.arange(40), np.ones((40, 16), np.float32)), 1)
+    source.apply(RowBatch.of_table(spec, np.array([3]), zeros), 1)
+    with not_shared_yet():
+        tables = []
+        for name, rows in (("all", np.arange(40)), ("one", np.array([9]))):
+            (tmp_path / name).mkdir()
+            tables.append(new_view_table(source, Delivery(spec, kind, Mode.EMBEDDINGS), tmp_path / name))
+            tables[-1].copy(rows, 1)
+        source.apply(deletes, 2)
+        assert [each.find_dirty(1).ids.tolist() for each in tables] == [[3, 9], [9]]
+        table = tables[0]
+        table.write(table.deletes(deletes.ids), 2)
+        table.settle(deletes.ids)
+        assert table.find_dirty(2).ids.tolist() == []
+        source.apply(RowBatch.of_table(spec, np.array([3]), zeros), 3)
+        assert table.find_dirty(2).ids.tolist() == [3]
+        table.flush()
+        assert reopened(table).find_dirty(2).ids.tolist() == [3]
