@@ -6,15 +6,13 @@ python -m tests.attacks.attacker NAME       with the target as JSON on its stand
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 from tests.attacks.families import ATTACKS
 from tests.attacks.target import Target
 
 
 def main(name: str) -> None:
-    found = json.load(sys.stdin)
-    target = Target(**found | {"ca": Path(found["ca"]) if found["ca"] else None})
+    target = Target(**json.load(sys.stdin))
     print(json.dumps(dataclasses.asdict(ATTACKS[name].run(target))), flush=True)  # noqa: T201
 
 

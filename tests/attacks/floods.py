@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 from tests.attacks.attack import Answers, Family, Outcome, until
-from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, opening, subscription
+from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, ask, opening, subscription
 from tests.attacks.target import MODEL, Target
 
 from deltasync.v1 import publish_pb2, subscribe_pb2
@@ -13,47 +14,39 @@ from deltasync.v1 import publish_pb2, subscribe_pb2
 FAMILY = Family()
 
 
+def _together(send: Callable[[int], None], senders: int = 4) -> None:
+    threads = [threading.Thread(target=send, args=(n,)) for n in range(senders)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def _flood(target: Target, call: Callable[[grpc.Channel, int], None], senders: int = 4) -> None:
     """Make calls, one after the other, on so many connections."""
-
-    def send(channel: grpc.Channel, sender: int) -> None:
-        for number in until(target.seconds):
-            call(channel, number * senders + sender)
-
     with target.channels(senders) as channels:
-        threads = [threading.Thread(target=send, args=(channel, n)) for n, channel in enumerate(channels)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+
+        def send(sender: int) -> None:
+            for number in until(target.seconds):
+                call(channels[sender], number * senders + sender)
+
+        _together(send, senders)
+
+
+def _flood_of_streams(target: Target, method: str, message_of: Callable[[int], Any]) -> Outcome:
+    answers = Answers()
+    _flood(target, lambda channel, number: ask(target, channel, answers, method, message_of(number)))
+    return answers.outcome
 
 
 @FAMILY.attack("opens of ever new models")
 def opens_of_models(target: Target) -> Outcome:
-    answers = Answers()
-
-    def call(channel: grpc.Channel, number: int) -> None:
-        stream = Stream(target, channel, PUBLISH)
-        stream.send(opening(f"strange-{number}"))
-        stream.end()
-        answers.take(stream.answers)
-
-    _flood(target, call)
-    return answers.outcome
+    return _flood_of_streams(target, PUBLISH, lambda number: opening(f"strange-{number}"))
 
 
 @FAMILY.attack("subscriptions to consumers that there are not")
 def opens_of_no_consumer(target: Target) -> Outcome:
-    answers = Answers()
-
-    def call(channel: grpc.Channel, number: int) -> None:
-        stream = Stream(target, channel, SUBSCRIBE)
-        stream.send(subscription("stranger", f"consumer-{number}"))
-        stream.end()
-        answers.take(stream.answers)
-
-    _flood(target, call)
-    return answers.outcome
+    return _flood_of_streams(target, SUBSCRIBE, lambda number: subscription("stranger", f"consumer-{number}"))
 
 
 @FAMILY.attack("calls without a token that would change something")
@@ -117,9 +110,5 @@ def http_requests(target: Target) -> Outcome:
             except (OSError, IndexError):
                 answers.add("no answer")
 
-    threads = [threading.Thread(target=send, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _together(send)
     return answers.outcome

@@ -88,7 +88,7 @@ def _told(honest: "subprocess.Popen[str]") -> dict[str, Any]:
 
 def _attacked(attack: Attack, target: Target) -> Outcome:
     command = [sys.executable, "-m", "tests.attacks.attacker", attack.name]
-    described = json.dumps(dataclasses.asdict(target) | {"ca": str(target.ca) if target.ca else None})
+    described = json.dumps(dataclasses.asdict(target))
     try:
         done = subprocess.run(
             command, input=described, capture_output=True, text=True, check=False, timeout=_DEADLINE_SECONDS

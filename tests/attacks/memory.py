@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.attacks import http2
 from tests.attacks.attack import Answers, Family, Outcome
-from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, full_part, opening, subscription
+from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, asked, at_once, full_part, opening, subscription
 from tests.attacks.target import CONSUMER, Target
 
 from deltasync.v1 import publish_pb2, tables_pb2
@@ -18,49 +18,36 @@ FAMILY = Family()
 
 @FAMILY.attack("one message of 82 kB announces 8,192 shards without rows")
 def zero_shards(target: Target) -> Outcome:
-    count, answers = 8192, Answers()
+    count = 8192
     shards = [publish_pb2.Shard(row_offset=n, col_offset=n, cols=1 + n) for n in range(count)]
     request = opening("strange-shards", 2 * count, 2 * count + 2, shards=shards)
     request.open.tables[0].rows = 2 * count
-    with target.channel() as channel:
-        stream = Stream(target, channel, PUBLISH)
-        stream.send(request, publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=1, full=True)))
-        stream.end()
-        answers.take(stream.answers)
+    answers = asked(
+        target, PUBLISH, request, publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=1, full=True))
+    )
     return Outcome(f"a message of {request.ByteSize():,} bytes: {answers.outcome.said}")
 
 
 @FAMILY.attack("one message of 4.4 MB announces 300,000 tables")
 def many_tables(target: Target) -> Outcome:
-    answers = Answers()
     tables = [
         tables_pb2.Table(name=f"t{n}", rows=1, dim=1, value_type=tables_pb2.VALUE_TYPE_FP32)
         for n in range(300_000)
     ]
     request = opening("strange-tables", tables=tables, shards=[])
-    with target.channel() as channel:
-        stream = Stream(target, channel, PUBLISH)
-        stream.send(request)
-        stream.end()
-        answers.take(stream.answers)
+    answers = asked(target, PUBLISH, request)
     return Outcome(f"a message of {request.ByteSize():,} bytes: {answers.outcome.said}")
 
 
 @FAMILY.attack("30 opens with 15 MiB of fields that nobody knows")
 def unknown_fields(target: Target) -> Outcome:
-    answers, unknown = Answers(), b"\xfa\x3f" + _varint(15 << 20) + bytes(15 << 20)
-    with target.channels(6) as channels, ThreadPoolExecutor(6) as pool:
+    unknown = b"\xfa\x3f" + _varint(15 << 20) + bytes(15 << 20)
 
-        def attack(number: int) -> None:
-            stream = Stream(target, channels[number % len(channels)], PUBLISH)
-            request = opening(f"strange-{number}")
-            inner = request.open.SerializeToString() + unknown
-            stream.send(b"\x0a" + _varint(len(inner)) + inner)
-            stream.end()
-            answers.take(stream.answers)
+    def open_of(number: int) -> bytes:
+        inner = opening(f"strange-{number}").open.SerializeToString() + unknown
+        return b"\x0a" + _varint(len(inner)) + inner
 
-        list(pool.map(attack, range(30)))
-    return answers.outcome
+    return at_once(target, PUBLISH, 30, open_of, 6)
 
 
 @FAMILY.attack("60 messages of 15 MiB on one connection, none of which is ever finished")

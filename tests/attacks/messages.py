@@ -2,11 +2,13 @@
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import numpy as np
+from tests.attacks.attack import Answers, Outcome
 from tests.attacks.target import CONSUMER, Target
 
 from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
@@ -60,3 +62,30 @@ class Stream:
     def _sent(self) -> Iterator[Any]:
         while (message := self._requests.get()) is not None:
             yield message
+
+
+def ask(target: Target, channel: grpc.Channel, answers: Answers, method: str, *messages: Any) -> None:
+    """A stream of these messages, to its end."""
+    stream = Stream(target, channel, method)
+    stream.send(*messages)
+    stream.end()
+    answers.take(stream.answers)
+
+
+def asked(target: Target, method: str, *messages: Any) -> Answers:
+    """What is answered to one stream, on a connection of its own."""
+    answers = Answers()
+    with target.channel() as channel:
+        ask(target, channel, answers, method, *messages)
+    return answers
+
+
+def at_once(
+    target: Target, method: str, count: int, message_of: Callable[[int], Any], connections: int = 4
+) -> Outcome:
+    """So many streams of one message, several at a time, each on a connection of its own."""
+    answers = Answers()
+    with target.channels(connections) as channels, ThreadPoolExecutor(connections) as pool:
+        each = [(channels[number % connections], number) for number in range(count)]
+        list(pool.map(lambda one: ask(target, one[0], answers, method, message_of(one[1])), each))
+    return answers.outcome

@@ -2,25 +2,26 @@
 
 import re
 import time
+from typing import Any
 
 import grpc
 from tests.attacks.attack import Answers, Family, Outcome
 from tests.attacks.honest import TABLE
-from tests.attacks.messages import PUBLISH, Stream, full_part, opening
+from tests.attacks.messages import PUBLISH, Stream, ask, full_part, opening
 from tests.attacks.target import MODEL, Target
 
 from deltasync.v1 import publish_pb2, tables_pb2
 
 FAMILY = Family()
+_SHAPE: dict[str, Any] = {"rows": TABLE.rows, "dim": TABLE.dim, "table": TABLE.name}
 
 
 @FAMILY.attack("a later run of the same model takes over, and replaces all rows")
 def takeover(target: Target) -> Outcome:
-    shape = {"rows": TABLE.rows, "dim": TABLE.dim, "table": TABLE.name}
     with target.channel() as channel:
         stream, answers = Stream(target, channel, PUBLISH), Answers()
         try:
-            stream.send(opening(MODEL, **shape))  # type: ignore[arg-type]
+            stream.send(opening(MODEL, **_SHAPE))
             next(stream.answers)
             half = TABLE.rows // 2
             for step, first in ((1, 0), (1, half)):
@@ -49,17 +50,13 @@ def _close(step: int, rows: int) -> publish_pb2.PublishRequest:
 def joined_run(target: Target) -> Outcome:
     with target.channel() as channel:
         told, answers = Answers(), Answers()
-        asking = Stream(target, channel, PUBLISH)
-        shape = {"rows": TABLE.rows, "dim": TABLE.dim, "table": TABLE.name}
-        asking.send(opening(MODEL, run_started_unix_ns=1, **shape))  # type: ignore[arg-type]
-        asking.end()
-        told.take(asking.answers)
+        ask(target, channel, told, PUBLISH, opening(MODEL, run_started_unix_ns=1, **_SHAPE))
         found = re.search(r"before run ([^,; ]+)", told.longest)
         if not found:
             return Outcome(f"the refusal tells no run: {told.outcome.said}")
         stream = Stream(target, channel, PUBLISH)
         try:
-            stream.send(opening(MODEL, run=found[1], **shape))  # type: ignore[arg-type]
+            stream.send(opening(MODEL, run=found[1], **_SHAPE))
             step = 10**6
             opened = publish_pb2.PublishResponse.FromString(next(stream.answers)).opened
             stream.send(
@@ -79,9 +76,6 @@ def other_shape(target: Target) -> Outcome:
     with target.channel() as channel:
         answers = Answers()
         for rows, dim in ((5, 4), (TABLE.rows, TABLE.dim)):
-            stream = Stream(target, channel, PUBLISH)
-            stream.send(opening("strange-next", rows, dim, run=f"run-{rows}"))
-            stream.end()
-            answers.take(stream.answers)
+            ask(target, channel, answers, PUBLISH, opening("strange-next", rows, dim, run=f"run-{rows}"))
     taken = answers.counts["answers"] == 1 and "float32, the run has" in answers.longest
     return Outcome(answers.outcome.said, "the table keeps the shape that a stranger has given it" if taken else "")

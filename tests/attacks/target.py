@@ -1,16 +1,14 @@
 """The service that is attacked, as an attacker reaches it."""
 
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpc import Channel, insecure_channel, secure_channel, ssl_channel_credentials
+from grpc import Channel, insecure_channel
 
 from deltasync.wire.protocol import protocol_to_metadata
 
@@ -31,14 +29,12 @@ class Target:
         grpc: HOST:PORT of gRPC.
         http: http://HOST:PORT.
         token: the attacker's token; empty if it has none.
-        ca: certificates by which the service's is known; None where it has none.
         seconds: how long an attack that could go on for ever does.
     """
 
     grpc: str
     http: str
     token: str = field(default="", repr=False)
-    ca: Path | None = None
     seconds: float = 10.0
 
     @property
@@ -49,29 +45,18 @@ class Target:
 
     @contextmanager
     def channel(self) -> Iterator[Channel]:
-        with self._open_channel() as channel:
+        with insecure_channel(self.grpc, _OPTIONS) as channel:
             yield channel
 
     @contextmanager
     def channels(self, number: int) -> Iterator[list[Channel]]:
         with ExitStack() as stack:
-            yield [stack.enter_context(self._open_channel()) for _ in range(number)]
-
-    def _open_channel(self) -> Channel:
-        if self.ca is None:
-            return insecure_channel(self.grpc, _OPTIONS)
-        return secure_channel(self.grpc, ssl_channel_credentials(self.ca.read_bytes()), _OPTIONS)
+            yield [stack.enter_context(insecure_channel(self.grpc, _OPTIONS)) for _ in range(number)]
 
     def connect(self, port: str, timeout_seconds: float = 5.0) -> socket.socket:
         """A bare connection to the `port` "grpc" or "http"."""
         where = urlsplit(self.http if port == "http" else f"//{self.grpc}")
-        plain = socket.create_connection((where.hostname or "", where.port or 0), timeout_seconds)
-        if self.ca is None:
-            return plain
-        context = ssl.create_default_context(cafile=str(self.ca))
-        context.check_hostname = False
-        context.set_alpn_protocols(["h2"] if port == "grpc" else ["http/1.1"])
-        return context.wrap_socket(plain)
+        return socket.create_connection((where.hostname or "", where.port or 0), timeout_seconds)
 
     def streams(self, channel: Channel, method: str, requests: Any) -> Any:
         """The answers to a stream of messages that are bytes already, or of a type of their own."""

@@ -54,7 +54,7 @@ class Guest:
         self._runs = 0
         self._wanted: dict[str, int] = {}
         self._held = Position()
-        self._service = world.links.open(name, world.grpc)
+        self._service = world.open_link(name)
         self.follow()
 
     def follow(self) -> None:
@@ -116,4 +116,4 @@ class Guest:
             if kind is None:  # Else what has failed first is to be told.
                 raise
         finally:
-            self._world.links.on_loop(self._world.link(self.name).close())
+            self._world.links[self.name].close()

@@ -107,7 +107,7 @@ def _line(fault: Happened, found: Recovery) -> dict[str, Any]:
 
 def _reconnects(world: World) -> int:
     """Connections of trainers and replicas beyond the first of each process that was started."""
-    connections = sum(link.connections for link in world.links.named.values())
+    connections = sum(link.connections for link in world.links.values())
     return max(0, connections - sum(starts for name, starts in world.crew.starts.items() if name != SERVICE))
 
 

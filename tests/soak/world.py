@@ -19,9 +19,9 @@ from tests.soak.files import replace_file
 from tests.soak.fleet import CHANGING, CLICKS, PAIR, Fleet, Follower, Subscription
 from tests.soak.fuse import blown
 from tests.soak.leftovers import directory_bytes
-from tests.soak.link import Link, Links
 from tests.soak.plain_model import PlainModel, fuse_file
 from tests.support.ports import free_port
+from tests.support.proxy import Proxy
 
 from deltasync.client import (
     Admin,
@@ -86,7 +86,7 @@ class World:
         self.fleet = fleet
         self.data_dir = folder / "data"
         self.plain: dict[str, PlainModel] = {}
-        self.links = Links()
+        self.links: dict[str, Proxy] = {}
         self._processes = Processes(folder)
         self.crew = Crew(self._processes)
         self._folder = folder
@@ -109,9 +109,9 @@ class World:
         for each in self.fleet.subscriptions:
             self.call(lambda admin, each=each: admin.create_consumer(each.name, each.model, each.policy))  # type: ignore[misc]
         for name, ranks in self.fleet.models.items():
-            self.plain[name] = PlainModel(self.crew, name, self.links.open(name, self.grpc), ranks)
+            self.plain[name] = PlainModel(self.crew, name, self.open_link(name), ranks)
         if self.fleet.clicks:
-            self.links.open(CLICKS, self.grpc)
+            self.open_link(CLICKS)
             self.crew.start_team(f"{CLICKS}-rank", self._start_clicks)
         if any(follower.store == "redis" for follower in self.fleet.followers):
             self._start_redis()
@@ -119,7 +119,7 @@ class World:
             self.follow(follower)
 
     def follow(self, follower: Follower) -> None:
-        self.links.open(follower.name, self.grpc)
+        self.open_link(follower.name)
         self.crew.start(
             follower.name, self._follower_command(follower, self.fleet.subscription(follower.consumer))
         )
@@ -128,7 +128,7 @@ class World:
         """Make a consumer, have its replicas follow it for a while, and delete it."""
         self.call(lambda admin: admin.create_consumer(subscription.name, subscription.model, subscription.policy))
         for follower in subscription.replicas:
-            self.links.open(follower.name, self.grpc)
+            self.open_link(follower.name)
             self.crew.start(follower.name, self._follower_command(follower, subscription))
         time.sleep(seconds)
         self.crew.dismiss(follower.name for follower in subscription.replicas)
@@ -148,9 +148,10 @@ class World:
         consumers = self.call(lambda admin: admin.consumers())
         return {each["consumer"]: Policy.from_dict(each["policy"]) for each in consumers}
 
-    def link(self, name: str) -> Link:
-        """How a replica, or the ranks of a model, reach the service."""
-        return self.links.named[name]
+    def open_link(self, name: str) -> str:
+        """Listen for connections of a replica, or of the ranks of a model, to the service; where, HOST:PORT."""
+        link = self.links[name] = Proxy(self.grpc)
+        return link.address
 
     def call(self, call: Callable[[Admin], T]) -> T:
         """Ask the service, again and again while it is away.
@@ -247,8 +248,8 @@ class World:
 
     def drop_what_is_under_way(self) -> None:
         """Have nothing arrive any more that a service that was killed has sent."""
-        for link in self.links.named.values():
-            self.links.on_loop(link.cut())
+        for link in self.links.values():
+            link.cut()
         self.crew.thaw()
 
     def note_put_back(self) -> None:
@@ -290,7 +291,7 @@ class World:
         return ["tests.soak.fuse", str(fuse), "deltasync", *serve, *settings, *config]
 
     def _start_clicks(self) -> None:
-        port, service = free_port(), f"127.0.0.1:{self.link(CLICKS).port}"
+        port, service = free_port(), self.links[CLICKS].address
         for rank in range(self.fleet.clicks):
             who = ["--rank", str(rank), "--ranks", str(self.fleet.clicks), "--port", str(port)]
             where = ["--service", service, "--folder", str(self._folder)]
@@ -300,7 +301,7 @@ class World:
         plain = subscription.model != CLICKS and subscription.name != CHANGING
         whole = plain and subscription.policy.sends_everything
         who = ["--consumer", follower.consumer, "--replica", follower.name, "--store", follower.store]
-        where = ["--service", f"127.0.0.1:{self.link(follower.name).port}", "--folder", str(self._folder)]
+        where = ["--service", self.links[follower.name].address, "--folder", str(self._folder)]
         how = [*(["--redis", str(self._folder / "redis.sock")] if self._redis else []), *(["--whole"] * whole)]
         fuse = str(self.fuse(follower.name))
         return ["tests.soak.fuse", fuse, "tests.soak.replica", *who, *where, *how]
@@ -324,7 +325,6 @@ class World:
                 return
 
     def __enter__(self) -> Self:
-        self.links.__enter__()
         self._processes.__enter__()
         self._supervisor.start()
         return self
@@ -339,4 +339,5 @@ class World:
         if self._redis:
             self._redis.kill()
             self._redis.wait()
-        self.links.__exit__(kind, error, trace)
+        for link in self.links.values():
+            link.close()

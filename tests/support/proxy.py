@@ -17,6 +17,7 @@ class Proxy:
     Attributes:
         address: HOST:PORT that clients are to use.
         delay_seconds: for how long every piece is kept back, each way.
+        bytes_per_second: how much goes down; None = all.
         twice: what a client sends first, up to so many bytes, is sent on a second connection too.
         connections: how many were made.
     """
@@ -27,6 +28,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.delay_seconds = 0.0
+        self.bytes_per_second: int | None = None
         self.twice = 0
         self.connections = 0
         self._left: dict[Direction, int | None] = {"up": None, "down": None}
@@ -40,8 +42,14 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cut everything, and listen no more."""
         self._closed.set()
         self._flowing.set()
+        with contextlib.suppress(OSError):  # Else who accepts would go on, although it is closed.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.cut()
 
@@ -74,18 +82,26 @@ class Proxy:
 
     def _connect(self, client: socket.socket) -> None:
         self.connections += 1
+        ours = [client]
         with self._lock:
             self._sockets.append(client)  # At once: what it is to be connected with may be gone.
         with contextlib.suppress(OSError):
             service = self._opened()
             copy = self._opened() if self.twice else None
+            ours += [service, *([copy] if copy else [])]
             with self._lock:
-                self._sockets += [service, *([copy] if copy else [])]
+                self._sockets += ours[1:]
             for each in (client, service):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             arguments = ("down", service, client, None)
-            threading.Thread(target=self._pump, args=arguments, name="proxy", daemon=True).start()
+            down = threading.Thread(target=self._pump, args=arguments, name="proxy", daemon=True)
+            down.start()
             self._pump("up", client, service, copy)
+            down.join()
+        with self._lock:
+            self._sockets = [each for each in self._sockets if each not in ours]
+        for each in ours:
+            each.close()
 
     def _opened(self) -> socket.socket:
         return socket.create_connection(self._target)
@@ -94,7 +110,7 @@ class Proxy:
         self, direction: Direction, source: socket.socket, sink: socket.socket, copy: socket.socket | None
     ) -> None:
         with contextlib.suppress(OSError):  # It was cut, or one end has closed.
-            while data := source.recv(1 << 16):
+            while data := source.recv(self._most(direction)):
                 if self.delay_seconds:
                     self._closed.wait(self.delay_seconds)
                 self._flowing.wait()
@@ -105,10 +121,15 @@ class Proxy:
                 sink.sendall(data[:passed])
                 if cut:
                     self.cut()
+                if direction == "down" and self.bytes_per_second:
+                    self._closed.wait(len(data) / self.bytes_per_second)
         self._flowing.wait()  # Nor does anybody hear that the other has closed.
         for each in (source, sink):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    def _most(self, direction: Direction) -> int:
+        return self.bytes_per_second if direction == "down" and self.bytes_per_second else 1 << 16
 
     def _passed(self, direction: Direction, size: int) -> tuple[int, bool]:
         """How many of so many bytes go on, and whether that was the last."""

@@ -84,7 +84,7 @@ def forget_replica(world: World, fault: Fault) -> Sequence[str]:
     with world.alone, _guest(world, fault) as guest:
         guest.publish(a=ROWS)
         guest.expect()
-        world.links.on_loop(world.link(guest.name).close())
+        world.links[guest.name].close()
         world.settle(lambda admin: admin.forget_replica(guest.name, "guest"))
         lag = world.lag(guest.name)
         if lag is not None and lag["replicas"]:

@@ -14,35 +14,34 @@ _LONGEST_DELAY_SECONDS = 0.3
 def cut(world: World, fault: Fault) -> Sequence[str]:
     """Connections end, with what is under way."""
     name, models = _link_of(world, fault)
-    world.links.on_loop(world.link(name).cut())
+    world.links[name].cut()
     return models
 
 
 def half_open(world: World, fault: Fault) -> Sequence[str]:
     """Nothing passes for a while, and nobody is told."""
     name, models = _link_of(world, fault)
-    link = world.link(name)
-    world.links.on_loop(link.silence(True))
+    world.links[name].stall()
     time.sleep(2 * fault.seconds)
-    world.links.on_loop(link.silence(False))
+    world.links[name].go_on()
     return models
 
 
 def delay(world: World, fault: Fault) -> Sequence[str]:
     """Everything arrives later for a while."""
     name, models = _link_of(world, fault)
-    world.link(name).delay_seconds = _LONGEST_DELAY_SECONDS * fault.pick
+    world.links[name].delay_seconds = _LONGEST_DELAY_SECONDS * fault.pick
     time.sleep(fault.seconds)
-    world.link(name).delay_seconds = 0.0
+    world.links[name].delay_seconds = 0.0
     return models
 
 
 def slow_reader(world: World, fault: Fault) -> Sequence[str]:
     """A replica is sent a few bytes a second for a while."""
     name = one_of(followers(world), fault)
-    world.link(name).bytes_per_second = _SLOW_BYTES_PER_SECOND
+    world.links[name].bytes_per_second = _SLOW_BYTES_PER_SECOND
     time.sleep(2 * fault.seconds)
-    world.link(name).bytes_per_second = None
+    world.links[name].bytes_per_second = None
     return model_of(world, name)
 
 

@@ -1,96 +1,80 @@
-"""Processes that are killed, frozen, or away for a while."""
+"""Processes that are killed, frozen, or away for a while: what is done, and to whom."""
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
-from tests.soak.faults.choice import (
-    NotDone,
-    everywhere,
-    followers,
-    model_of,
-    one_of,
-    plain_model,
-    ranks,
-)
+from tests.soak.faults.choice import NotDone, everywhere, followers, model_of, one_of, plain_model, ranks
 from tests.soak.fleet import CLICKS
 from tests.soak.schedule import Fault
 from tests.soak.world import SERVICE, World
 
-
-def kill_service(world: World, _: Fault) -> Sequence[str]:
-    world.crew.kill([SERVICE])
-    return everywhere(world)
+# Processes, and the models whose replicas are to recover.
+Chosen: TypeAlias = Callable[[World, Fault], tuple[Sequence[str], Sequence[str]]]
 
 
-def kill_rank(world: World, fault: Fault) -> Sequence[str]:
+def service(world: World, _: Fault) -> tuple[Sequence[str], Sequence[str]]:
+    return [SERVICE], everywhere(world)
+
+
+def rank(world: World, fault: Fault) -> tuple[Sequence[str], Sequence[str]]:
+    """One of a plain trainer."""
     model = plain_model(world, fault)
-    world.crew.kill([one_of(model.ranks, fault)])
-    return [model.name]
+    return [one_of(model.ranks, fault)], [model.name]
 
 
-def kill_ranks(world: World, _: Fault) -> Sequence[str]:
-    """All ranks of plain trainers are killed at once."""
-    world.crew.kill(ranks(world))
-    return list(world.plain)
+def all_ranks(world: World, _: Fault) -> tuple[Sequence[str], Sequence[str]]:
+    """Those of plain trainers."""
+    return ranks(world), list(world.plain)
 
 
-def kill_torchrec_rank(world: World, fault: Fault) -> Sequence[str]:
-    """A rank of the TorchRec trainer is killed, and its others with it."""
-    world.crew.kill([f"{CLICKS}-rank-{int(fault.pick * world.fleet.clicks)}"])
-    return [CLICKS]
+def torchrec_rank(world: World, fault: Fault) -> tuple[Sequence[str], Sequence[str]]:
+    """Its others end with it."""
+    return [f"{CLICKS}-rank-{int(fault.pick * world.fleet.clicks)}"], [CLICKS]
 
 
-def kill_replica(world: World, fault: Fault) -> Sequence[str]:
+def replica(world: World, fault: Fault) -> tuple[Sequence[str], Sequence[str]]:
     name = one_of(followers(world), fault)
-    world.crew.kill([name])
-    return model_of(world, name)
+    return [name], model_of(world, name)
 
 
-def kill_replicas(world: World, fault: Fault) -> Sequence[str]:
-    """All replicas of a consumer are killed at once."""
+def replicas(world: World, fault: Fault) -> tuple[Sequence[str], Sequence[str]]:
+    """All of a consumer."""
     subscription = one_of(world.fleet.subscriptions, fault)
-    world.crew.kill(each.name for each in subscription.replicas)
-    return [subscription.model]
+    return [each.name for each in subscription.replicas], [subscription.model]
 
 
-def kill_everything(world: World, _: Fault) -> Sequence[str]:
-    world.crew.kill(world.crew.names())
-    return everywhere(world)
+def everything(world: World, _: Fault) -> tuple[Sequence[str], Sequence[str]]:
+    return world.crew.names(), everywhere(world)
 
 
-def freeze_service(world: World, fault: Fault) -> Sequence[str]:
-    """The service stands still for a while."""
-    _freeze([SERVICE], world, fault)
-    return everywhere(world)
+def kill(chosen: Chosen, world: World, fault: Fault) -> Sequence[str]:
+    """They are killed at once, and started again."""
+    names, models = chosen(world, fault)
+    world.crew.kill(names)
+    return models
 
 
-def freeze_rank(world: World, fault: Fault) -> Sequence[str]:
-    """A rank of a plain trainer stands still for a while."""
-    model = plain_model(world, fault)
-    _freeze([one_of(model.ranks, fault)], world, fault)
-    return [model.name]
+def freeze(chosen: Chosen, world: World, fault: Fault) -> Sequence[str]:
+    """They stand still for a while."""
+    names, models = chosen(world, fault)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for name in names:
+            world.crew.send(name, number)
+        if number == signal.SIGSTOP:
+            time.sleep(fault.seconds)
+    return models
 
 
-def freeze_ranks(world: World, fault: Fault) -> Sequence[str]:
-    """All ranks of plain trainers stand still for a while."""
-    _freeze(ranks(world), world, fault)
-    return list(world.plain)
-
-
-def freeze_replica(world: World, fault: Fault) -> Sequence[str]:
-    """A replica reads nothing for a while."""
-    name = one_of(followers(world), fault)
-    _freeze([name], world, fault)
-    return model_of(world, name)
-
-
-def _freeze(names: Sequence[str], world: World, fault: Fault) -> None:
-    for name in names:
-        world.crew.send(name, signal.SIGSTOP)
-    time.sleep(fault.seconds)
-    for name in names:
-        world.crew.send(name, signal.SIGCONT)
+def leave(chosen: Chosen, world: World, fault: Fault) -> Sequence[str]:
+    """One ends in order: a replica says goodbye. It comes back after a while."""
+    (name,), models = chosen(world, fault)
+    try:
+        world.crew.restart(name, between=lambda: time.sleep(fault.seconds))
+    except KeyError as error:
+        raise NotDone(f"{name} has ended before") from error
+    return models
 
 
 def restart_service(world: World, _: Fault) -> Sequence[str]:
@@ -103,24 +87,3 @@ def service_away(world: World, fault: Fault) -> Sequence[str]:
     """The service is killed, and comes back only after a while."""
     world.crew.restart(SERVICE, signal.SIGKILL, lambda: time.sleep(2 * fault.seconds))
     return everywhere(world)
-
-
-def rank_leaves(world: World, fault: Fault) -> Sequence[str]:
-    """A rank of a plain trainer ends in order, and comes back after a while."""
-    model = plain_model(world, fault)
-    _leave(one_of(model.ranks, fault), world, fault)
-    return [model.name]
-
-
-def replica_leaves(world: World, fault: Fault) -> Sequence[str]:
-    """A replica says goodbye, and comes back after a while."""
-    name = one_of(followers(world), fault)
-    _leave(name, world, fault)
-    return model_of(world, name)
-
-
-def _leave(name: str, world: World, fault: Fault) -> None:
-    try:
-        world.crew.restart(name, between=lambda: time.sleep(fault.seconds))
-    except KeyError as error:
-        raise NotDone(f"{name} has ended before") from error
