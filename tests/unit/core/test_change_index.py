@@ -11,7 +11,7 @@ from deltasync.core import change_index
 from deltasync.core.change_index import ChangeIndex
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tables import TableSpec
 from deltasync.kernels import stamps as kernels
 
 _LARGE = 1_000_000
@@ -123,13 +123,3 @@ def test_one_far_behind_reads_the_stamps_of_blocks_that_are_newer() -> None:
         assert table.changed_since(1).tolist() == list(range(5_000, 6_000))
     _, largest, number, found = asked.call_args.args
     assert len(found) == 256 * np.count_nonzero(largest > number) <= 2_000
-
-
-def test_rows_of_a_full_cut_are_not_kept() -> None:
-    table = StampedTable.zeros(TableSpec("t", _LARGE, 1))
-    for start in range(0, _LARGE, 50_000):
-        cut(table, np.arange(start, start + 50_000), 1)
-    assert len(table.changed_since(0)) == _LARGE
-    assert not table.index._notes
-    table.apply(RowBatch.deletes(Shard.whole(table.spec), np.array([3, 999])), 2)
-    assert table.changed_since(1).tolist() == [3, 999]

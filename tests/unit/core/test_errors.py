@@ -12,6 +12,7 @@ from deltasync.wire import error_codes as api
 KINDS = [kind for kind in DeltasyncError.__subclasses__() if kind.__module__ == errors.__name__]
 # Of those below them only one crosses the wire as itself.
 TREE = [each for kind in KINDS for each in ((kind, NotOwner) if kind is ServiceUnavailable else (kind,))]
+TOO_LARGE = "Received message larger than max (2 vs. 1)"
 
 
 class Failed(grpc.RpcError, grpc.Call):
@@ -57,24 +58,22 @@ def test_an_error_comes_back_as_what_it_was(kind: type[DeltasyncError]) -> None:
     assert str(back) == ("host:1: why" if names_the_service else "why")
 
 
-def test_an_error_without_a_name_is_the_first_of_its_code() -> None:
-    back = api.from_rpc_error(failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "why"), "host:1")
-    assert type(back) is errors.StorageFailed
-
-
-def test_other_failures_are_worth_another_try() -> None:
-    for code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL):
-        error = api.from_rpc_error(failed(code, ""), "host:1")
-        assert type(error) is ServiceUnavailable
-        assert str(error) == "host:1: no details"
-        assert not api.is_final(error)
-
-
-def test_a_message_over_the_limit_is_not_sent_again() -> None:
-    details = "Received message larger than max (2 vs. 1)"
-    error = api.from_rpc_error(failed(grpc.StatusCode.RESOURCE_EXHAUSTED, details), "host:1")
-    assert type(error) is InvalidInput
-    assert api.is_final(error)
+@pytest.mark.parametrize(
+    ("code", "details", "kind", "said"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "why", errors.StorageFailed, "why"),  # The first of its code.
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, TOO_LARGE, InvalidInput, TOO_LARGE),  # It is not sent again.
+        (grpc.StatusCode.CANCELLED, "", ServiceUnavailable, "host:1: no details"),
+        (grpc.StatusCode.INTERNAL, "", ServiceUnavailable, "host:1: no details"),
+    ],
+)
+def test_errors_without_a_name_are_told_by_their_code(
+    code: grpc.StatusCode, details: str, kind: type[DeltasyncError], said: str
+) -> None:
+    error = api.from_rpc_error(failed(code, details), "host:1")
+    assert type(error) is kind
+    assert said in str(error)
+    assert api.is_final(error) is (kind is InvalidInput)
 
 
 def test_which_errors_are_final() -> None:

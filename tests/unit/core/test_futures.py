@@ -17,22 +17,15 @@ def first() -> "Future[None]":
     return first
 
 
-def test_it_is_done_by_the_executor_once_the_first_is(first: "Future[None]") -> None:
-    with ThreadPoolExecutor(1, thread_name_prefix="other") as executor:
-        following = after(first, executor, lambda: threading.current_thread().name)
-        assert not following.done()
-        first.set_result(None)
-        assert following.result(WAIT) == "other_0"
-
-
-def test_who_waited_before_is_told_before(first: "Future[None]") -> None:
+def test_it_is_done_by_the_executor_once_the_first_is_and_who_waited_before_is_told(first: "Future[None]") -> None:
     told = list[str]()
     first.add_done_callback(lambda _: told.append("waiter"))
-    with ThreadPoolExecutor(1) as executor:
-        following = after(first, executor, lambda: told.append("follower"))
+    with ThreadPoolExecutor(1, thread_name_prefix="other") as executor:
+        following = after(first, executor, lambda: told.append(threading.current_thread().name))
+        assert not following.done()
         first.set_result(None)
         following.result(WAIT)
-    assert told == ["waiter", "follower"]
+    assert told == ["waiter", "other_0"]
 
 
 def test_nothing_follows_a_failure(first: "Future[None]") -> None:
@@ -45,18 +38,14 @@ def test_nothing_follows_a_failure(first: "Future[None]") -> None:
     assert not done
 
 
-def test_its_own_failure_is_told(first: "Future[None]") -> None:
+@pytest.mark.parametrize(("ended", "error"), [(False, ZeroDivisionError), (True, RuntimeError)])
+def test_its_own_failure_is_told_and_that_the_executor_has_ended(
+    first: "Future[None]", ended: bool, error: type[Exception]
+) -> None:
     with ThreadPoolExecutor(1) as executor:
         following = after(first, executor, lambda: 1 // 0)
+        if ended:
+            executor.shutdown()
         first.set_result(None)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(error):
             following.result(WAIT)
-
-
-def test_an_executor_that_has_ended_is_told_too(first: "Future[None]") -> None:
-    executor = ThreadPoolExecutor(1)
-    following = after(first, executor, lambda: None)
-    executor.shutdown()
-    first.set_result(None)
-    with pytest.raises(RuntimeError):
-        following.result(WAIT)

@@ -10,8 +10,6 @@ from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 
-SMALL = st.integers(-99, 99)
-
 
 @st.composite
 def tables(draw: st.DrawFn) -> TableSpec:

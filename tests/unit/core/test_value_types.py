@@ -189,26 +189,6 @@ def test_bf16_is_what_torch_makes_of_it_and_the_largest_number_where_that_is_inf
 
 
 @pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        (0x3F808000, 0x3F80),  # a tie goes to the even one, downwards
-        (0x3F818000, 0x3F82),  # and upwards
-        (0x3F808001, 0x3F81),
-        (0x7F7FFFFF, 0x7F7F),  # the largest number stays finite
-        (0xFF7FFFFF, 0xFF7F),
-        (0x7F7F8000, 0x7F7F),
-        (0x80000000, 0x8000),  # negative zero
-        (0x00000001, 0x0000),  # the smallest denormal
-        (0x80000001, 0x8000),
-        (0x00018000, 0x0002),
-    ],
-)
-def test_bf16_rounds_to_nearest_and_ties_to_even(pattern: int, expected: int) -> None:
-    value = np.array([[pattern]], np.uint32).view(np.float32)
-    assert ValueType.BF16.encode(value).tolist() == [[expected]]
-
-
-@pytest.mark.parametrize(
     ("value_type", "plain"), [(ValueType.FP16, torch.float16), (ValueType.BF16, torch.bfloat16)]
 )
 def test_numbers_of_two_bytes_are_those_of_torch_and_so_are_those_half_way_between(
@@ -223,13 +203,6 @@ def test_numbers_of_two_bytes_are_those_of_torch_and_so_are_those_half_way_betwe
         values = np.stack([about, -about])
         theirs = torch.from_numpy(values).to(plain).view(torch.int16).numpy()
         assert bits(value_type.encode(values)) == bits(theirs)
-
-
-@given(hnp.arrays(np.float32, (3, 9), elements=floats(FP32)))
-def test_a_bf16_value_comes_back_within_half_a_step(values: Floats) -> None:
-    exact = values.astype(np.float64)
-    back = there_and_back(values, ValueType.BF16).astype(np.float64)
-    assert (np.abs(back - exact) <= np.maximum(np.abs(exact) * 2.0**-8, 2.0**-134)).all()
 
 
 @given(hnp.arrays(np.float32, (3, 9), elements=floats(FP32) | floats(FP32, 70000.0)))
@@ -305,32 +278,13 @@ def test_the_widest_rows_there_are_can_be_sent_as_int8() -> None:
     assert (encoded.dim, encoded.dtype) == (MAX_DIM + 8, np.dtype("u1"))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "dim", "wanted", "sent"),
-    [
-        (FP32, 2, ValueType.INT8, ValueType.FP32),  # 10 bytes against 8
-        (FP32, 3, ValueType.INT8, ValueType.INT8),  # 11 against 12
-        (FP32, 1, ValueType.BF16, ValueType.BF16),
-        (FP32, 1, ValueType.FP16, ValueType.FP16),
-        (FP16, 8, ValueType.INT8, ValueType.FP16),  # 16 against 16
-        (FP16, 9, ValueType.INT8, ValueType.INT8),  # 17 against 18
-        (FP16, 64, ValueType.BF16, ValueType.FP16),
-        (FP16, 64, ValueType.FP32, ValueType.FP16),
-    ],
-)
-def test_rows_too_narrow_to_gain_are_sent_as_they_are(
-    dtype: np.dtype[np.generic], dim: int, wanted: ValueType, sent: ValueType
-) -> None:
-    assert sent_as(TableSpec("t", 1, dim, dtype), wanted) is sent
-
-
 @given(tables(), st.sampled_from(ValueType))
 def test_no_type_is_chosen_that_takes_more_bytes(table: TableSpec, wanted: ValueType) -> None:
-    sent = sent_as(table, wanted)
-    assert sent in (wanted, own_type(table))
-    if not wanted.tbe_bits:
-        assert sent.row_bytes(table) == min(wanted.row_bytes(table), own_type(table).row_bytes(table))
-    assert own_type(table).row_bytes(table) == table.dim * table.dtype.itemsize
+    """But for a TBE, which takes no other: two values of fp32 are sent as 8 bytes, for int8 would take 10."""
+    own = own_type(table)
+    assert own.row_bytes(table) == table.dim * table.dtype.itemsize
+    gains = wanted.tbe_bits or wanted.row_bytes(table) < own.row_bytes(table) or wanted.dtype == table.dtype
+    assert sent_as(table, wanted) is (wanted if gains else own)
 
 
 @pytest.mark.parametrize("dtype", VALUE_TYPES, ids=str)
