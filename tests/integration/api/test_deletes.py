@@ -10,9 +10,10 @@ from urllib.error import HTTPError
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests.integration.api.conftest import publish_everything
 from tests.support.fleet import admin_of
 from tests.support.server import TOKEN, RunningService
-from tests.support.wire import ITEM, USER, WHOLE, RankStream, full_part, part, random_rows
+from tests.support.wire import ITEM, USER, RankStream, part, random_rows
 
 from deltasync.cli.rows import rows
 from deltasync.client import Endpoint
@@ -24,9 +25,7 @@ from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, NotPer
 def rank(running: RunningService) -> Iterator[RankStream]:
     """A rank that takes deletes, and has published everything."""
     with RankStream(running.grpc, takes_deletes=True) as stream:
-        assert not stream.opened().deletes
-        stream.send(*full_part(1, random_rows(0), WHOLE))
-        stream.sealed()
+        publish_everything(stream, random_rows(0))
         yield stream
 
 
@@ -92,14 +91,11 @@ def test_over_http(running: RunningService, rank: RankStream) -> None:
         "reason": "run run-1 is asked, and deletes them with one of its next cuts",
     }
     assert post(running, wanted, token="wrong")[0] == 403  # noqa: S106
+    with pytest.raises(NotPermitted):
+        Admin(Endpoint(running.http, "wrong")).delete_rows("clicks", USER.name, [1])
     assert post(running, wanted | {"model": "bids"})[0] == 404
     assert post(running, wanted | {"ids": [40]})[0] == 400
     assert len(running.get_json("/deletes")) == 1
-
-
-def test_the_tables_say_of_which_kind_they_are(running: RunningService, rank: RankStream) -> None:
-    kinds = {line["table"]: line["kind"] for line in running.get_json("/tables")}
-    assert kinds == {USER.name: "embedding", ITEM.name: "embedding"}
 
 
 WANTED = {"model": "clicks", "table": USER.name, "ids": [1]}
@@ -152,12 +148,6 @@ def test_what_is_refused(
     assert admin_of(running).pending_deletes() == []
 
 
-def test_it_needs_the_token(running: RunningService, rank: RankStream) -> None:
-    with pytest.raises(NotPermitted):
-        Admin(Endpoint(running.http, "wrong")).delete_rows("clicks", USER.name, [1])
-    assert Admin(running.http).pending_deletes() == [], "a look needs none"
-
-
 def test_by_the_command_line(running: RunningService, rank: RankStream) -> None:
     service = ["--service", running.http]
     arguments = ["delete", "clicks", USER.name, "5", "1", *service]
@@ -175,9 +165,7 @@ def test_by_the_command_line(running: RunningService, rank: RankStream) -> None:
 
 def test_a_request_outlives_a_restart(tmp_path: Path) -> None:
     with RunningService(tmp_path / "data") as service, RankStream(service.grpc) as stream:
-        stream.opened()
-        stream.send(*full_part(1, random_rows(0), WHOLE))
-        stream.sealed()
+        publish_everything(stream, random_rows(0))
         number = admin_of(service).delete_rows("clicks", USER.name, [1])["asked_unix_ns"]
     with RunningService(tmp_path / "data") as service:
         assert admin_of(service).pending_deletes()[0]["asked_unix_ns"] == number

@@ -102,7 +102,8 @@ def test_one_consumer_and_one_table_have_a_route_of_their_own(service: RunningSe
         assert service.get_json("/consumers/predictors")["connected"] == 1
         (table,) = service.get_json("/tables/item")
         (rank,) = service.get_json("/trainers")
-    assert (table["table"]["model"], table["table"]["rows"]) == ("clicks", ITEM.rows)
+    found = table["table"]
+    assert (found["model"], found["rows"], found["kind"]) == ("clicks", ITEM.rows, "embedding")
     assert {each["consumer"] for each in table["consumers"]} == {"predictors", "probes"}
     assert (rank["model"], rank["rank"], rank["ranks"], rank["connected"]) == ("clicks", 0, 1, True)
     for nothing in ("/tables/nothing", "/tables/no/thing", "/tables/..%2Fitem"):

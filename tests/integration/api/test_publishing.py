@@ -1,12 +1,14 @@
 """Cuts and runs, as the service takes them from raw streams."""
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from tests.integration.api.conftest import publish_everything, published
 from tests.support.server import RunningService
 from tests.support.state import rows_of
 from tests.support.wire import (
@@ -36,6 +38,22 @@ def expect(service: RunningService, rows: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(found[table.name], expected, strict=True)
 
 
+def refused(stream: RankStream, expected: grpc.StatusCode, said: str) -> None:
+    code, details = stream.refusal()
+    assert code is expected
+    assert said in details
+
+
+@contextmanager
+def pair(service: RunningService, shards: list[list[Shard]], **fields: Any) -> Iterator[list[RankStream]]:
+    """The streams of two ranks that hold such shards."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(RankStream(service.grpc, shards=held, world_size=2, rank=rank, **fields))
+            for rank, held in enumerate(shards)
+        ]
+
+
 def head_of(service: RunningService) -> int:
     head: int = service.get_json("/consumers/predictors/lag")["head"]
     return head
@@ -49,10 +67,7 @@ def test_shards_of_all_kinds_make_one_cut(running: RunningService) -> None:
         [Shard(USER, 25, 15, 0, 4), Shard(ITEM, 0, 30, 2, 4), Shard.whole(REPLICATED)],
     ]
     rows = random_rows(1, tables)
-    with (
-        RankStream(running.grpc, tables=tables, shards=shards[0], world_size=2) as first,
-        RankStream(running.grpc, tables=tables, shards=shards[1], world_size=2, rank=1) as second,
-    ):
+    with pair(running, shards, tables=tables) as (first, second):
         for step, version in ((10, 1), (20, 2)):
             for stream, held in ((first, shards[0]), (second, shards[1])):
                 changes = [
@@ -78,11 +93,7 @@ def test_a_run_of_other_ranks_goes_on_with_the_same_rows(running: RunningService
         [Shard(USER, 0, 40, first, columns), Shard(ITEM, 10 * rank, 10, 0, 6)]
         for rank, (first, columns) in enumerate([(0, 2), (2, 1), (3, 1)])
     ]
-    with ExitStack() as stack:
-        streams = [
-            stack.enter_context(RankStream(running.grpc, shards=held, world_size=2, rank=rank))
-            for rank, held in enumerate(by_rows)
-        ]
+    with pair(running, by_rows) as streams:
         for stream, held in zip(streams, by_rows, strict=True):
             stream.opened()
             stream.send(*full_part(1, rows, held))
@@ -104,10 +115,7 @@ def test_a_run_of_other_ranks_goes_on_with_the_same_rows(running: RunningService
 def test_a_whole_part_is_its_chunks_and_their_close(running: RunningService) -> None:
     """Also beside ranks that send these one by one."""
     rows, shards = random_rows(1), [[WHOLE[0]], [WHOLE[1]]]
-    with (
-        RankStream(running.grpc, shards=shards[0], world_size=2) as first,
-        RankStream(running.grpc, shards=shards[1], world_size=2, rank=1) as second,
-    ):
+    with pair(running, shards) as (first, second):
         first.opened(), second.opened()
         first.send(whole_part(1, [(0, range(USER.rows), rows[0])], full=True))
         second.send(*full_part(1, rows, shards[1]))
@@ -122,10 +130,7 @@ def test_a_whole_part_is_its_chunks_and_their_close(running: RunningService) -> 
 def test_a_cut_is_visible_only_when_both_ranks_have_closed(running: RunningService) -> None:
     shards = [[Shard(USER, 0, 20, 0, 4), WHOLE[1]], [Shard(USER, 20, 20, 0, 4)]]
     rows = random_rows(1)
-    with (
-        RankStream(running.grpc, shards=shards[0], world_size=2) as first,
-        RankStream(running.grpc, shards=shards[1], world_size=2, rank=1) as second,
-    ):
+    with pair(running, shards) as (first, second):
         first.opened()
         second.opened()
         first.send(*full_part(1, rows, shards[0]))
@@ -170,9 +175,7 @@ def test_a_part_begun_anew_replaces_what_came_before(running: RunningService) ->
     """What a broken stream had sent of a part must not come through with the part's second try."""
     rows = random_rows(1)
     with RankStream(running.grpc) as stream:
-        stream.opened()
-        stream.send(*full_part(1, rows, WHOLE))
-        stream.sealed()
+        publish_everything(stream, rows)
         stream.send(
             chunk(2, 0, [1, 2], np.full((2, 4), 7, "<f4")), chunk(2, 0, [3], np.full((1, 4), np.nan, "<f4"))
         )
@@ -188,15 +191,12 @@ def test_a_part_begun_anew_replaces_what_came_before(running: RunningService) ->
 def test_a_part_sent_again_gets_the_same_version(running: RunningService) -> None:
     """The answer to a close was lost, and the cut had been sealed."""
     rows = random_rows(1)
-    with RankStream(running.grpc) as stream:
-        stream.opened()
-        stream.send(*full_part(3, rows, WHOLE))
-        first = stream.sealed()
+    first = published(running, rows)
     with RankStream(running.grpc) as again:
         assert again.opened().continues
-        again.send(*full_part(3, rows, WHOLE))
+        again.send(*full_part(1, rows, WHOLE))
         assert again.sealed() == first
-        again.send(*part(4, []))
+        again.send(*part(2, []))
         assert again.sealed().number == 2
     assert head_of(running) == 2
 
@@ -207,10 +207,7 @@ def test_a_part_closed_on_an_earlier_stream_counts(running: RunningService) -> N
     with RankStream(running.grpc, shards=held[0], world_size=2) as lost:
         lost.opened()
         lost.send(*full_part(3, rows, held[0]))
-        with (
-            RankStream(running.grpc, shards=held[0], world_size=2) as again,
-            RankStream(running.grpc, shards=held[1], world_size=2, rank=1) as other,
-        ):
+        with pair(running, held) as (again, other):
             again.send(*full_part(3, rows, held[0]))
             other.send(*full_part(3, rows, held[1]))
             again.opened()
@@ -226,9 +223,7 @@ def test_a_newer_stream_of_a_rank_replaces_the_older(running: RunningService) ->
         with RankStream(running.grpc) as newer:
             newer.opened()
             older.send(chunk(1, 0, [0], rows[0][:1]))
-            code, details = older.refusal()
-            assert code is grpc.StatusCode.ABORTED
-            assert "a newer stream of rank 0" in details
+            refused(older, grpc.StatusCode.ABORTED, "a newer stream of rank 0")
             newer.send(*full_part(1, rows, WHOLE))
             newer.sealed()
     expect(running, rows)
@@ -237,9 +232,7 @@ def test_a_newer_stream_of_a_rank_replaces_the_older(running: RunningService) ->
 def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningService) -> None:
     rows = random_rows(1)
     with RankStream(running.grpc, started=10) as older:
-        older.opened()
-        older.send(*full_part(1, random_rows(0), WHOLE))
-        older.sealed()
+        publish_everything(older, random_rows(0))
         older.send(chunk(2, 0, [0], np.full((1, 4), 9, "<f4")))
         with RankStream(running.grpc, run="run-2", started=11) as newer:
             opened = newer.opened()
@@ -248,9 +241,7 @@ def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningServ
             older.send(close(2, 1))
             assert older.refusal()[0] is grpc.StatusCode.ABORTED
             with RankStream(running.grpc, started=10) as zombie:
-                code, details = zombie.refusal()
-                assert code is grpc.StatusCode.FAILED_PRECONDITION
-                assert "run run-1 began before run run-2" in details
+                refused(zombie, grpc.StatusCode.FAILED_PRECONDITION, "run run-1 began before run run-2")
             newer.send(*full_part(1, rows, WHOLE))
             assert newer.sealed().number == 2
     expect(running, rows)
@@ -290,9 +281,8 @@ def test_only_a_run_that_holds_the_head_continues(
 ) -> None:
     rows = random_rows(1)
     with RankStream(running.grpc) as first:
-        first.opened()
-        first.send(*full_part(1, rows, WHOLE), *part(2, []))
-        first.sealed()
+        publish_everything(first, rows)
+        first.send(*part(2, []))
         head = first.sealed()
     with RankStream(running.grpc, run="run-2", started=2, continues=claim(head)) as second:
         opened = second.opened()
@@ -303,18 +293,13 @@ def test_only_a_run_that_holds_the_head_continues(
             assert second.sealed().number == 3
             rows[0][4] = 6
         else:
-            code, details = second.refusal()
-            assert code is grpc.StatusCode.DATA_LOSS
-            assert "publish every row first" in details
+            refused(second, grpc.StatusCode.DATA_LOSS, "publish every row first")
     expect(running, rows)
 
 
 def test_a_run_may_bring_further_tables(running: RunningService) -> None:
     rows = random_rows(1)
-    with RankStream(running.grpc, tables=[USER], shards=[WHOLE[0]]) as first:
-        first.opened()
-        first.send(*full_part(1, rows, [WHOLE[0]]))
-        position = first.sealed()
+    position = published(running, rows, tables=[USER], shards=[WHOLE[0]])
     with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:
         assert second.opened().continues, "as far as there are tables"
         second.send(*part(2, [(1, np.arange(30), rows[1])]))
@@ -326,16 +311,12 @@ def test_a_run_may_bring_further_tables(running: RunningService) -> None:
 
 def test_a_run_that_leaves_out_rows_of_a_further_table_has_to_publish_every_row(running: RunningService) -> None:
     rows = random_rows(1)
-    with RankStream(running.grpc, tables=[USER], shards=[WHOLE[0]]) as first:
-        first.opened()
-        first.send(*full_part(1, rows, [WHOLE[0]]))
-        position = first.sealed()
+    position = published(running, rows, tables=[USER], shards=[WHOLE[0]])
     with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:
         second.opened()
         second.send(*part(2, [(1, np.arange(29), rows[1][:29])]))
-        code, details = second.refusal()
-        assert code is grpc.StatusCode.DATA_LOSS
-        assert f"29 of its 30 rows of table {ITEM.name!r} that were never published" in details
+        said = f"29 of its 30 rows of table {ITEM.name!r} that were never published"
+        refused(second, grpc.StatusCode.DATA_LOSS, said)
     with RankStream(running.grpc, run="run-2", started=2, continues=position) as second:
         second.opened()
         second.send(*full_part(2, rows, WHOLE))
@@ -346,10 +327,7 @@ def test_a_run_that_leaves_out_rows_of_a_further_table_has_to_publish_every_row(
 def test_a_run_may_do_without_a_table(running: RunningService) -> None:
     """Its rows stay as they are."""
     rows = random_rows(1)
-    with RankStream(running.grpc) as first:
-        first.opened()
-        first.send(*full_part(1, rows, WHOLE))
-        first.sealed()
+    published(running, rows)
     rows[0] += 1
     with RankStream(running.grpc, run="run-2", started=2, tables=[USER], shards=[WHOLE[0]]) as second:
         assert not second.opened().continues
@@ -362,22 +340,14 @@ def test_a_run_may_do_without_a_table(running: RunningService) -> None:
 
 def test_a_run_of_the_future_locks_nobody_out(running: RunningService) -> None:
     with RankStream(running.grpc, run="run-2", started=time.time_ns() + 10**12) as stream:
-        code, details = stream.refusal()
-        assert code is grpc.StatusCode.FAILED_PRECONDITION
-        assert "ahead of the service's clock" in details
-    with RankStream(running.grpc) as stream:
-        stream.opened()
-        stream.send(*full_part(1, random_rows(0), WHOLE))
-        assert stream.sealed().number == 1
+        refused(stream, grpc.StatusCode.FAILED_PRECONDITION, "ahead of the service's clock")
+    assert published(running, random_rows(0)).number == 1
 
 
 def test_a_rank_of_a_restored_service_publishes_everything_once(running: RunningService) -> None:
     """What it claims to hold is from the future until then, and no longer after."""
     rows = random_rows(1)
-    with RankStream(running.grpc) as stream:
-        stream.opened()
-        stream.send(*full_part(1, rows, WHOLE))
-        head = stream.sealed()
+    head = published(running, rows)
     with RankStream(running.grpc, continues=Position(head.history, 9)) as stream:
         assert not stream.opened().continues
         stream.send(*full_part(2, rows, WHOLE))

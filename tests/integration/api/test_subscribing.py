@@ -1,7 +1,6 @@
 """Releases, credit and acks, as a raw replica sees them."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -9,18 +8,17 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from tests.integration.api.conftest import publish_everything
 from tests.support.fleet import admin_of
 from tests.support.server import RunningService
 from tests.support.state import lag_of, rows_of
 from tests.support.wire import (
     ITEM,
     USER,
-    WHOLE,
     RankStream,
     ReplicaStream,
     Stream,
     ack,
-    full_part,
     part,
     pieces,
     random_rows,
@@ -32,8 +30,6 @@ from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.frozen_release import FrozenRelease, freeze
-from deltasync.feeds.model import Model
-from deltasync.feeds.releases import Releases
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire import row_messages as wire_rows
 from deltasync.wire.messages import position_from_message
@@ -46,9 +42,7 @@ EVERYTHING = USER.rows * USER.row_bytes + ITEM.rows * ITEM.row_bytes
 def rank(running: RunningService) -> Iterator[RankStream]:
     """A rank that has published version 1."""
     with RankStream(running.grpc) as rank:
-        rank.opened()
-        rank.send(*full_part(1, random_rows(0), WHOLE))
-        assert rank.sealed().number == 1
+        assert publish_everything(rank, random_rows(0)).number == 1
         yield rank
 
 
@@ -148,8 +142,7 @@ def test_a_replica_that_comes_before_the_model_waits(running: RunningService) ->
         progress = replica.until("progress")
         assert (progress.head.history, progress.head.version) == ("", 0)
         with RankStream(running.grpc) as rank:
-            rank.opened()
-            rank.send(*full_part(1, random_rows(0), WHOLE))
+            publish_everything(rank, random_rows(0))
             assert replica.until("opened").head.history
             assert replica.release()[1].position.version == 1
 
@@ -419,40 +412,6 @@ def test_bytes_may_be_acknowledged_before_what_they_are_of(running: RunningServi
         while (line := lag_of(running)["replicas"][0])["offset"] != 1:
             pass
         assert line["unacked"] == 0
-
-
-def test_a_repair_that_a_pause_has_dropped_comes_when_it_is_over(
-    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was made of a version that came while it was asked for, and that the replica is kept from."""
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
-    began, asked = threading.Event(), threading.Event()
-    apply, get = Model._apply_and_release, Releases.get
-
-    def apply_once_asked(self: Model, *arguments: Any) -> Any:
-        began.set()
-        assert asked.wait(20)
-        return apply(self, *arguments)
-
-    def get_and_say(self: Releases, *arguments: Any) -> Any:
-        found = get(self, *arguments)
-        asked.set()
-        return found
-
-    with ReplicaStream(running.grpc) as replica:
-        _, end = replica.release()
-        admin_of(running).pause_consumer("predictors")
-        monkeypatch.setattr(Model, "_apply_and_release", apply_once_asked)
-        monkeypatch.setattr(Releases, "get", get_and_say)
-        rank.send(*part(2, [(0, [2], ONE)]))
-        assert began.wait(20)
-        replica.send(wrong_ack(position_from_message(end.position)))
-        rank.sealed()
-        while lag_of(running)["head"] != 2:
-            pass
-        admin_of(running).resume_consumer("predictors")
-        rows, end = replica.release()
-        assert (len(ids_of(rows)), end.position.version) == (USER.rows, 2)
 
 
 def test_a_repeated_ack_is_harmless(running: RunningService, rank: RankStream) -> None:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import torch
@@ -23,14 +22,13 @@ from tests.support.fleet import (
     checked_ack,
     follow,
     wait_for_lag,
-    wait_until_delivered,
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream, ack
 from torch import nn
 
-from deltasync.client import NumpyTarget, Position, Release, Target
+from deltasync.client import Position, Release
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.digests import checksum_of
 from deltasync.core.policy import Policy
@@ -123,20 +121,6 @@ def test_a_row_changed_behind_its_back_that_is_released_again_is_right_again(
         assert not any(release.whole for release in target.releases)
         assert {"user": [9]} in [rows_sent(release) for release in target.releases], "sent again, and nothing else"
         assert damages(caplog) == [damaged(consumer, " (row 9)")]
-
-
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_a_row_changed_behind_its_back_is_found_in_the_end_though_only_others_are_released(
-    service: RunningService, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
-    target = target_of(kind)
-    with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
-        wait_until_in_sync(service, "top", trainer.publish_all())
-        damage(target, 7)
-        for step in range(4):  # Two blocks, one of each table; the sweep may be in the middle.
-            wait_until_in_sync(service, "top", trainer.set(USER, 8, 1.5 + step))
-        assert damages(caplog) == [damaged("top", " (row 7)")]
-        assert target.bytes() == expected(trainer, "top")
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -300,23 +284,6 @@ def test_rows_that_a_table_does_not_have_are_no_rows_to_repair(
         wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
 
 
-def test_one_that_stays_damaged_is_repaired_again_and_again(
-    service: RunningService, raw: Raw, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.api.replica_audit._PAUSE_SECONDS", 0.0)
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        position, right, whole = raw.take()
-        for _ in range(5):
-            raw.say(position, {0: right[0], 1: right[1] ^ 4})
-            position, right, whole = raw.take()
-            assert whole == [1]
-            lag = service.get_json("/consumers/top/lag")
-            assert (lag["state"], lag["offset"]) == ("damaged", 0)
-        raw.say(position, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
-
-
 def test_the_same_ack_twice_is_as_good_as_once(service: RunningService, raw: Raw) -> None:
     with Trainer(service.grpc) as trainer:
         trainer.publish_all()
@@ -335,20 +302,6 @@ def test_the_same_ack_twice_is_as_good_as_once(service: RunningService, raw: Raw
         raw.say(position, right)
         raw.say(position, right)
         wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
-
-
-def test_an_ack_without_checksums_moves_the_offset_unchecked(service: RunningService, raw: Raw) -> None:
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        position, right, _ = raw.take()
-        raw.says_nothing_of_rows(position)
-        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
-        assert not lag["replicas"][0]["checked"]
-        trainer.change(5)
-        position, right, _ = raw.take()
-        raw.say(position, {1: right[1]})
-        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
-        assert lag["replicas"][0]["checked"]
 
 
 def test_what_is_acked_before_it_came_is_not_checked(service: RunningService, raw: Raw) -> None:
@@ -388,17 +341,6 @@ def test_acks_of_older_releases_change_nothing(service: RunningService, raw: Raw
         wait_for_lag(service, "top", lambda lag: lag["offset"] == third.number)
 
 
-def test_a_checksum_of_no_table_is_refused(service: RunningService) -> None:
-    with Trainer(service.grpc) as trainer, ReplicaStream(service.grpc, consumer="top") as stream:
-        trainer.publish_all()
-        raw = Raw(stream)
-        position, _, _ = raw.take()
-        raw.say(position, {99: 1})
-        code, said = stream.refusal()
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert "99" in said
-
-
 def test_a_replica_that_comes_back_damaged_is_repaired(service: RunningService) -> None:
     with Trainer(service.grpc) as trainer:
         trainer.publish_all()
@@ -431,17 +373,3 @@ def test_checksums_are_of_what_values_stand_for(service: RunningService) -> None
             _, sums, _ = Raw(stream).take()
         held = [as_sent(table, trainer.rows[table.name], ValueType.INT8) for table in trainer.tables]
         assert sums == {slot: checksum_of(np.arange(len(rows)), rows) for slot, rows in enumerate(held)}
-
-
-def test_a_target_without_checksums_is_served_unchecked(service: RunningService) -> None:
-    class Plain:
-        def __init__(self) -> None:
-            self._inner = NumpyTarget()
-
-        def apply(self, release: Release) -> None:
-            self._inner.apply(release)
-
-    plain: Target = Plain()
-    with Trainer(service.grpc) as trainer, follow(service, "top", "a", plain):
-        lag = wait_until_delivered(service, "top", trainer.publish_all())
-        assert not lag["replicas"][0]["checked"]

@@ -121,40 +121,36 @@ def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
 )
 def test_an_answer_that_drips_is_not_waited_for_for_ever(begin: bytes, piece: bytes, said: str) -> None:
     """Each byte comes in time; the answer does not."""
-    given_up = threading.Event()
-
-    def drip(listener: socket.socket) -> None:
-        peer, _ = listener.accept()
-        with peer, suppress(OSError):
-            peer.sendall(begin)
-            while not given_up.wait(0.02):
-                peer.sendall(piece)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=drip, args=(listener,))
-        thread.start()
-        endpoint = Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_seconds=0.5)
-        with pytest.raises(ServiceUnavailable, match=said):
-            fetch_lag(endpoint, "c")
-        given_up.set()
-        thread.join()
+    with answering(begin, piece, 0.02) as address, pytest.raises(ServiceUnavailable, match=said):
+        fetch_lag(Endpoint(address, timeout_seconds=0.5), "c")
 
 
 def test_an_answer_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.client.http_answer._MOST_BYTES", 1 << 20)
+    with (
+        answering(b"HTTP/1.1 200 OK\r\n\r\n", bytes(1 << 16), 0) as address,
+        pytest.raises(ServiceUnavailable, match="more than 1048576 bytes"),
+    ):
+        fetch_lag(address, "c")
 
-    def flood(listener: socket.socket) -> None:
+
+@contextmanager
+def answering(begin: bytes, piece: bytes, pause: float) -> Iterator[str]:
+    """A server whose answer to one call begins in some way, and then goes on piece by piece."""
+    given_up = threading.Event()
+
+    def answer(listener: socket.socket) -> None:
         peer, _ = listener.accept()
         with peer, suppress(OSError):
-            peer.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-            while True:
-                peer.sendall(bytes(1 << 16))
+            peer.sendall(begin)
+            while not given_up.wait(pause):
+                peer.sendall(piece)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=flood, args=(listener,))
+        thread = threading.Thread(target=answer, args=(listener,))
         thread.start()
-        with pytest.raises(ServiceUnavailable, match="more than 1048576 bytes"):
-            fetch_lag(f"http://127.0.0.1:{listener.getsockname()[1]}", "c")
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        given_up.set()
         thread.join()
 
 

@@ -18,11 +18,10 @@ from tests.support.metrics import samples_of
 from tests.support.process import environment
 from tests.support.proxy import Proxy
 from tests.support.server import RunningService
-from tests.support.wire import RankStream, ReplicaStream, ack, chunk, close, subscribe_open
+from tests.support.wire import RankStream, ReplicaStream, chunk, close, subscribe_open
 
 from deltasync.client import Contradiction, NumpyTarget, Release, Shard, Subscriber, TableSpec
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
-from deltasync.wire.messages import position_from_message
 
 _DIES_IN_A_RELEASE = """
 import os, signal, sys
@@ -116,18 +115,6 @@ def test_a_replica_that_says_goodbye_is_forgotten(tmp_path: Path) -> None:
         assert events(service, "replica_left") == 3
     with RunningService(tmp_path / "data") as service:
         assert service.get_json("/consumers/predictors/lag")["replicas"] == []
-
-
-def test_one_that_is_lost_counts_as_away(running: RunningService, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "deltasync.events")
-    with Trainer(running.grpc) as trainer:
-        trainer.publish_all()
-        with ReplicaStream(running.grpc, replica="lost") as replica:
-            _, end = replica.release()
-            replica.send(ack(0, position_from_message(end.position)))
-            wait_for_lag(running, "predictors", lambda lag: lag["replicas"][0]["offset"] == 1)
-        lag = wait_for_lag(running, "predictors", lambda lag: not lag["replicas"][0]["connected"])
-        assert lag["state"] == "away"
 
 
 def test_one_that_dies_in_the_middle_of_a_release_is_a_line_with_a_reason(

@@ -17,7 +17,7 @@ and has shown so by checksums. Each way in which it could be false:
 14. buffers and maps of raw ids do not travel: they are tables like others, see there and test_torch_collision.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from tests.support.fleet import (
     checked_ack,
     follow,
     lost,
-    release_at_once,
     wait_for_lag,
     wait_until_delivered,
     wait_until_in_sync,
@@ -55,21 +54,10 @@ from deltasync.client import (
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.rows import Ids, Values
 
+pytestmark = pytest.mark.usefixtures("watchful")
+POLICIES = {"top": Policy(top_k=0.5)}
 CONSUMERS = ["top", "predictors"]
 SHOP = TableSpec("shop", 20, 4)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left goes out at once, and idle streams are looked after often."""
-    release_at_once(monkeypatch)
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[RunningService]:
-    with RunningService(tmp_path / "data", policies={"top": Policy(top_k=0.5)}) as running:
-        yield running
 
 
 def until(service: RunningService, consumer: str, state: str, head: Position) -> dict[str, Any]:
@@ -146,12 +134,6 @@ def test_who_follows_only_a_part_is_never_in_sync(
             assert "a lacks item" in lag["reason"]
 
 
-def test_nothing_but_what_a_consumer_follows_is_asked_of_a_target(service: RunningService) -> None:
-    admin_of(service).create_consumer("users", "clicks", Policy(tables=("us*",)))
-    with Trainer(service.grpc) as trainer, follow(service, "users", "a", TorchTarget(bags(USER))):
-        assert wait_until_in_sync(service, "users", trainer.publish_all())["replicas"][0]["unbound"] == []
-
-
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("later", [[*TABLES, SHOP], [USER, TableSpec("item", 70, 16, ITEM.dtype)]])
 def test_a_table_that_comes_or_grows_later_makes_a_predictor_partial_and_the_rest_goes_on(
@@ -178,10 +160,10 @@ def test_a_table_that_comes_or_grows_later_makes_a_predictor_partial_and_the_res
 
 def test_a_consumer_that_follows_more_makes_its_replicas_partial(service: RunningService) -> None:
     target = TorchTarget(bags(USER))
-    admin_of(service).create_consumer("users", "clicks", Policy(tables=("user",)))
+    admin_of(service).create_consumer("users", "clicks", Policy(tables=("us*",)))
     with Trainer(service.grpc) as trainer, follow(service, "users", "a", target):
         head = trainer.publish_all()
-        wait_until_in_sync(service, "users", head)
+        assert wait_until_in_sync(service, "users", head)["replicas"][0]["unbound"] == []
         admin_of(service).update_consumer("users", Policy())
         lag = wait_for_lag(service, "users", lambda lag: lag["state"] == "partial")
         assert lag["replicas"][0]["unbound"] == ["item"]
@@ -285,17 +267,6 @@ def test_checksums_that_are_missing_later_count(service: RunningService) -> None
         position, sums = take()
         stream.send(checked_ack(received, position, {0: sums[0]}))
         assert until(service, "top", "partial", head)["replicas"][0]["unbound"] == ["item"]
-
-
-def test_a_table_that_is_not_held_and_not_there_is_refused(service: RunningService) -> None:
-    with Trainer(service.grpc) as trainer, ReplicaStream(service.grpc, consumer="top", replica="raw") as stream:
-        trainer.publish_all()
-        _, end = stream.release()
-        message = ack(0, Position(end.position.history, end.position.version))
-        message.ack.unbound.append(9)
-        stream.send(message)
-        code, said = stream.refusal()
-    assert (code.name, said) == ("INVALID_ARGUMENT", "an ack of table 9, but there are only 2")
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)

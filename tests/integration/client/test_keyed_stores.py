@@ -19,7 +19,7 @@ from tests.support.fleet import (
 from tests.support.redis_server import PROGRAM, RedisServer
 from tests.support.server import RunningService
 
-from deltasync.client import Contradiction, Policy, Position, Release, TableKind, TableSpec, ValueType
+from deltasync.client import Policy, Position, Release, TableKind, TableSpec, ValueType
 from deltasync.client.keyed.keyed_target import KeyedTarget
 from deltasync.client.redis_rows import RedisRows
 from deltasync.client.redis_target import RedisTarget
@@ -122,22 +122,3 @@ def test_a_store_goes_on_where_it_was(
         assert not any(release.resync for release in releases)
         assert sum(len(each) for release in releases for each in release.rows) <= 10
         assert client.hget("clicks:meta", "model") == b"clicks"
-
-
-@needs_redis
-def test_another_model_s_store_is_left_alone(service: RunningService, trainer: Trainer, tmp_path: Path) -> None:
-    (tmp_path / "redis").mkdir()
-    with RedisServer(tmp_path / "redis") as server, server.client() as client:
-        target = RedisTarget(client, "clicks")
-        with follow(service, "predictors", "a", target) as subscriber:
-            subscriber.wait_for(1, WAIT)
-        client.hset("clicks:meta", "model", "ads")
-        other = RedisTarget(client, "clicks")
-        hand_over(trainer)
-        said = "has rows of model 'ads', the consumer follows 'clicks'"
-        options = {"held": other.position}
-        with (
-            follow(service, "predictors", "a", other, **options) as subscriber,
-            pytest.raises(Contradiction, match=said),
-        ):
-            subscriber.wait_for(2, WAIT)

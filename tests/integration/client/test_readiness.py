@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -35,7 +34,6 @@ from tests.support.fleet import (
     admin_of,
     follow,
     lost,
-    release_at_once,
     wait_for_lag,
 )
 from tests.support.process import environment
@@ -64,6 +62,7 @@ POLICIES = {
     "top": Policy(top_k=0.5, ready_within_seconds=LIMIT),
     "quick": Policy(ready_within_seconds=1),
 }
+pytestmark = pytest.mark.usefixtures("watchful")
 EVERY = ["predictors", "limited", "top"]
 WITH_LIMIT = ["limited", "top"]
 
@@ -78,13 +77,6 @@ class Clock:
 
     def move_on(self, seconds: float) -> None:
         self.ahead_ns += int(seconds * 1e9)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left goes out at once, and idle streams are looked after often."""
-    release_at_once(monkeypatch)
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -102,12 +94,6 @@ def service_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in ("feeds.model", "views.view", "views.store"):
         monkeypatch.setattr(f"deltasync.{module}.steady_ns", clock)
     return clock
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[RunningService]:
-    with RunningService(tmp_path / "data", policies=POLICIES) as running:
-        yield running
 
 
 class Told:
@@ -190,8 +176,11 @@ def test_a_replica_is_ready_once_it_holds_the_newest_and_not_before(
         assert told.next().yes
         assert replica.ready, replica.readiness
         assert target.ready[0] is False
-    assert told.next() == Decision(False, "its subscriber was closed")
+    assert told.next() == replica.readiness == Decision(False, "its subscriber was closed")
     assert told.decisions.empty()
+    with pytest.raises(TimeoutError, match="replica 'a' is not ready: its subscriber was closed"):
+        replica.wait_until_ready(WAIT)
+    assert not [thread for thread in threading.enumerate() if thread.name == "deltasync-readiness"]
 
 
 def test_a_replica_of_a_model_that_does_not_exist_says_so(service: RunningService) -> None:
@@ -434,16 +423,6 @@ def test_a_replica_that_cannot_apply_a_release_is_not_ready(service: RunningServ
         with pytest.raises(Contradiction, match="no room for it"):
             replica.wait_until_ready(WAIT)
     assert replica.readiness.reason == "its subscriber has stopped: no room for it"
-
-
-def test_a_closed_replica_is_not_ready_and_leaves_no_thread(service: RunningService) -> None:
-    with Trainer(service.grpc) as trainer, follow(service, "limited", "a", NumpyTarget()) as replica:
-        trainer.publish_all()
-        replica.wait_until_ready(WAIT)
-    assert replica.readiness == Decision(False, "its subscriber was closed")
-    with pytest.raises(TimeoutError, match="replica 'a' is not ready: its subscriber was closed"):
-        replica.wait_until_ready(WAIT)
-    assert not [thread for thread in threading.enumerate() if thread.name == "deltasync-readiness"]
 
 
 class Part(NumpyTarget):

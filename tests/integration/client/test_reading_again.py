@@ -20,15 +20,12 @@ from tests.support.fleet import (
     follow,
     lost,
     wait_for_lag,
-    wait_until_delivered,
     wait_until_in_sync,
 )
 from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream
-from torch import nn
 
-from deltasync.client import CallbackTarget, Position
-from deltasync.client.torch_target import TorchTarget
+from deltasync.client import Position
 from deltasync.consumers.verification import Verification
 from deltasync.core.errors import Contradiction, NotFound, ServiceUnavailable
 from deltasync.core.policy import Policy
@@ -149,24 +146,6 @@ def test_nothing_else_is_sent_between_two_slices(service: RunningService, monkey
     assert questions[-1] - questions[0] == slices - 1
 
 
-def test_what_shows_nothing_is_not_called_equal(service: RunningService) -> None:
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", CallbackTarget(lambda _: None)):
-        wait_until_delivered(service, "predictors", trainer.publish_all())
-        assert statuses(verified(service)) == {"user": "not shown", "item": "not shown"}
-
-
-def test_a_table_that_is_left_out_is_not_called_equal(service: RunningService) -> None:
-    module = nn.Module()
-    module.user = nn.EmbeddingBag(USER.rows, USER.dim)
-    with (
-        Trainer(service.grpc) as trainer,
-        follow(service, "predictors", "a", TorchTarget(module, leave_out=["item"])),
-    ):
-        head = trainer.publish_all()
-        wait_for_lag(service, "predictors", lambda lag: lag["offset"] == head.number)
-        assert statuses(verified(service)) == {"user": "equal", "item": "not held"}
-
-
 def test_who_cannot_be_asked_is_an_error(service: RunningService) -> None:
     with pytest.raises(NotFound, match="consumer 'nobody'"):
         verified(service, "nobody")
@@ -231,20 +210,6 @@ def test_numbers_of_questions_do_not_come_again() -> None:
     assert len(set(numbers)) == 300
     assert all(0 < number < 2**63 for number in numbers)
     assert all(one < other for one, other in pairwise(numbers[:3]))
-
-
-@pytest.mark.usefixtures("unswept", "in_slices")
-def test_a_replica_begins_anew_where_its_stream_does(service: RunningService) -> None:
-    """What was found on the stream before is not known any more, and may be repaired by now."""
-    target = Recorder()
-    with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
-        wait_until_in_sync(service, "predictors", trainer.publish_all())
-        checksums = replica._checksums
-        assert checksums
-        rows = USER.rows + ITEM.rows
-        assert [checksums.read_again(1, 0.0) for _ in range(2)] == [rows - 4, rows - 8]
-        checksums.forget_question()
-        assert checksums.read_again(1, 0.0) == rows - 4
 
 
 def test_two_that_ask_at_once_both_hear(service: RunningService) -> None:

@@ -153,9 +153,7 @@ def test_a_process_killed_before_any_command_loses_nothing(
     with single_commands(monkeypatch):
         while True:
             store.flushall()
-            feed = Feed()
-            feed.change(_SCENARIO[0])
-            target_of(server).apply(feed.release(0))
+            feed, _ = first(server)
             feed.change(_SCENARIO[1], resync=resync)
             signal_ = _run_in_a_process_that_dies(server, feed.release(1), killed)
             if signal_ == 0:
@@ -375,23 +373,6 @@ def test_a_copy_that_was_brought_back_is_found(server: RedisServer, store: Any) 
     again = target_of(server)
     again.apply(feed.release(again.position.number))
     check_equal(store, feed.model)
-
-
-def test_rows_that_are_written_to_during_a_release_by_another_target_are_not_told(
-    server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    feed, target = first(server)
-    feed.change(Change(users=frozenset({1})))
-    write = target._write
-
-    def interrupted(*arguments: Any, **options: Any) -> None:
-        write(*arguments, **options)
-        store.hset("clicks:meta", "writer", "somebody")
-
-    monkeypatch.setattr(target, "_write", interrupted)
-    with pytest.raises(Contradiction, match="taken over"):
-        target.apply(feed.release(1))
-    assert store.hget("clicks:meta", "number") == b"1"
 
 
 def test_a_target_that_was_replaced_writes_nothing_more(

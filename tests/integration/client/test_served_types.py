@@ -1,17 +1,15 @@
 """Predictors whose tables are not as the trainer's, over a real service: quantised, or of half precision."""
 
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.support.fleet import WAIT, Trainer, admin_of, follow, release_at_once, wait_until_in_sync
+from tests.support.fleet import Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.quantised_model import TYPES, Model, outputs, quantised, tbe_bytes
 from tests.support.server import RunningService
 from torch import nn
 
-from deltasync.client import Contradiction, Policy, TableKind, TableSpec
+from deltasync.client import Policy, TableKind, TableSpec
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.value_types import ValueType
 
@@ -25,15 +23,11 @@ TABLES = [
     TableSpec("over.bias", 1, 1, kind=TableKind.PARAMETER),
 ]
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-
-
-@pytest.fixture
-def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningService]:
-    release_at_once(monkeypatch)
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
-    with RunningService(tmp_path / "data") as running:
-        yield running
+pytestmark = [
+    pytest.mark.usefixtures("watchful"),
+    pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
+]
+POLICIES: dict[str, Policy] = {}
 
 
 def as_trained(trainer: Trainer) -> Model:
@@ -56,16 +50,6 @@ def test_a_predictor_of_half_precision_is_in_sync(service: RunningService, value
             expected = as_trained(trainer).to(HALVES[value_type]).state_dict()
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor, expected[name])
-
-
-def test_a_predictor_of_half_precision_is_refused_what_it_would_round(service: RunningService) -> None:
-    model = Model().half()
-    with (
-        Trainer(service.grpc, TABLES) as trainer,
-        follow(service, "predictors", "a", TorchTarget(model)) as replica,
-        pytest.raises(Contradiction, match="let the consumer's policy say value_type fp16"),
-    ):
-        replica.wait_for(trainer.publish_all(), WAIT)
 
 
 @pytest.mark.parametrize("bits", TYPES)

@@ -1,8 +1,7 @@
 """Replicas that begin with a snapshot: the service sends what has changed since, and they end as all others."""
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +20,9 @@ from tests.support.fleet import (
 from tests.support.server import RunningService
 
 from deltasync.client import CallbackTarget, Mode, Policy, Position, Release, TableSpec, ValueType
-from deltasync.service.snapshots import SnapshotOptions
 
 # All rows come with each release, so that who is up to date holds what the trainer has.
+SNAPSHOTS = True
 POLICIES = {
     "plain": Policy(),
     "ranked": Policy(top_k=10_000, min_interval_seconds=0.01),
@@ -31,15 +30,6 @@ POLICIES = {
     "ids": Policy(mode=Mode.IDS),
 }
 SINCE = 3
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[RunningService]:
-    service = RunningService(tmp_path / "data", policies=POLICIES)
-    snapshots = SnapshotOptions(url=str(tmp_path / "snapshots"), seconds=3600)
-    service.options = replace(service.options, snapshots=snapshots)
-    with service:
-        yield service
 
 
 @pytest.fixture

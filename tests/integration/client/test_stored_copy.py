@@ -3,7 +3,6 @@
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +35,13 @@ from deltasync.client.torch_checkpoint import checkpoint_copy
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.errors import Contradiction, InvalidInput, NotFound, StorageFailed
 from deltasync.core.verified import VerifiedTable
-from deltasync.service.snapshots import SnapshotOptions
 
+SNAPSHOTS = True
 POLICIES = {
     "ranked": Policy(top_k=10_000, min_interval_seconds=0.01),
     "int8": Policy(top_k=10_000, value_type=ValueType.INT8),
     "ids": Policy(mode=Mode.IDS),
 }
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[RunningService]:
-    service = RunningService(tmp_path / "data", policies=POLICIES)
-    snapshots = SnapshotOptions(url=str(tmp_path / "snapshots"), seconds=3600)
-    service.options = replace(service.options, snapshots=snapshots)
-    with service:
-        yield service
 
 
 @pytest.fixture
@@ -231,11 +221,8 @@ def test_weights_of_a_checkpoint_that_cannot_be_read_are_an_error_of_one_line(
         piece.write_bytes(content[:100] if harm == "cut short" else b"x" * 100 + content[100:])
         if harm == "missing":
             piece.unlink()
-    code, shown, said = verify(service, "--checkpoint", str(folder))
-    assert (code, shown) == (1, "")
-    (error,) = [line for line in said.splitlines() if line.startswith("Error: ")]
+    error = error_of(service, folder)
     assert f"checkpoint {folder}: model.sparse.user.weight cannot be read: " in error
-    assert "Traceback" not in said
     assert ("No such file" in error) is (harm == "missing")
 
 
@@ -247,10 +234,7 @@ def test_weights_of_another_type_are_an_error_of_one_line(
     weights = weights_of(trainer)["sparse.user.weight"]
     other = weights.to_sparse() if kind == "sparse" else weights.to(getattr(torch, kind))
     torch.save({"user.weight": other}, tmp_path / "m.pt")
-    code, _, said = verify(service, "--checkpoint", str(tmp_path / "m.pt"))
-    (error,) = [line for line in said.splitlines() if line.startswith("Error: ")]
-    assert code == 1
-    assert "Traceback" not in said
+    error = error_of(service, tmp_path / "m.pt")
     assert f"has {'sparse ' * (kind == 'sparse')}rows of " in error
     assert f"in table 'user', replicas hold {USER.dim} float32" in error
     assert kind in error
@@ -260,6 +244,14 @@ def verify(service: RunningService, *arguments: str) -> tuple[int, str, str]:
     subscribes = {"--snapshot", "--checkpoint"} & set(arguments)
     address = service.grpc if subscribes else service.http
     return deltasync("verify", "predictors", "--service", address, *arguments, token="secret")  # noqa: S106
+
+
+def error_of(service: RunningService, checkpoint: Path) -> str:
+    """The one line that is said of a checkpoint, and nothing else."""
+    code, shown, said = verify(service, "--checkpoint", str(checkpoint))
+    assert (code, shown, "Traceback" in said) == (1, "", False)
+    (error,) = [line for line in said.splitlines() if line.startswith("Error: ")]
+    return error
 
 
 @pytest.mark.usefixtures("quick")

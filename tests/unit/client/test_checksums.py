@@ -203,6 +203,18 @@ def test_rows_that_a_target_does_not_write_as_they_came_are_named(by: int, said:
     assert checksums.damaged["user"].tolist() == [3]
 
 
+def test_a_question_that_was_forgotten_is_answered_from_the_beginning() -> None:
+    """As on another stream: what was found on the one before may be repaired by now."""
+    target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
+    target.apply(release)
+    with blocks_of(4):
+        checksums = TargetChecksums(target)
+        checksums.after(release)
+        assert [checksums.read_again(1, 0.0) for _ in range(2)] == [5, 1]
+        checksums.forget_question()
+        assert checksums.read_again(1, 0.0) == 5
+
+
 def test_of_a_target_that_rounds_every_row_that_loses_something_is_named() -> None:
     class Rounding(NumpyTarget):
         def apply(self, release: Release) -> None:
