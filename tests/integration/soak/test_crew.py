@@ -29,27 +29,11 @@ def supervised_until(crew: Crew, done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_what_is_killed_is_started_again(crew: Crew) -> None:
-    crew.start("a", FOR_EVER)
-    first = crew.pid("a")
-    crew.kill(["a"])
-    supervised_until(crew, lambda: crew.starts["a"] == 2 and crew.runs("a"))
-    assert crew.pid("a") != first
-    supervised_until(crew, lambda: crew.memory["a"] > 1_000_000)
-    assert not crew.troubles
-
-
 def test_what_ends_by_itself_with_an_error_is_a_trouble(crew: Crew) -> None:
     crew.start("a", WITH_AN_ERROR)
     supervised_until(crew, lambda: bool(crew.troubles))
     assert "a ended with status" in crew.troubles[0]
     assert "nowhere" in crew.troubles[0]
-
-
-def test_what_has_done_its_part_is_not_started_again(crew: Crew) -> None:
-    crew.start("a", AT_ONCE)
-    supervised_until(crew, lambda: not crew.names())
-    assert (crew.starts["a"], crew.troubles) == (1, [])
 
 
 def test_what_is_dismissed_stays_away_though_it_was_frozen(crew: Crew) -> None:
@@ -95,12 +79,6 @@ def test_a_restart_may_change_what_runs_and_of_two_processes_none_waits_for_the_
     crew.dismiss(["b"])
     with pytest.raises(KeyError):
         crew.restart("b")
-
-
-def test_what_runs_once_may_end_as_it_likes(crew: Crew) -> None:
-    assert crew.run("a", WITH_AN_ERROR) == 2
-    crew.supervise()
-    assert (crew.names(), crew.troubles) == ([], [])
 
 
 def test_once_it_is_closed_nothing_is_started(crew: Crew) -> None:

@@ -49,36 +49,28 @@ def test_every_step_is_there_under_its_name(places: dict[str, str]) -> None:
         assert callable(getattr(owner, attribute))
 
 
-def test_nothing_happens_until_it_is_asked_for(tmp_path: Path, steps: SimpleNamespace) -> None:
-    Fuse(tmp_path / "a.fuse").put_into({"x": "m:called"})
-    steps.called()
-    (tmp_path / "a.fuse").write_text("before y")
-    steps.called()
-    assert steps.done == ["called", "called"]
-
-
-@pytest.mark.parametrize(("when", "done"), [("before", []), ("after", ["called"])])
-def test_it_kills_once_at_the_moment_asked_for(
-    tmp_path: Path, steps: SimpleNamespace, when: str, done: list[str]
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", ["called", "awaited"])
+def test_it_kills_once_at_the_moment_asked_for_and_not_before(
+    tmp_path: Path, steps: SimpleNamespace, step: str, when: str
 ) -> None:
+    def do() -> None:
+        if step == "called":
+            steps.called()
+        else:
+            asyncio.run(steps.awaited())
+
     file = tmp_path / "a.fuse"
-    Fuse(file).put_into({"x": "m:called"})
+    Fuse(file).put_into({"x": f"m:{step}"})
+    do()
+    file.write_text(f"{when} y")
+    do()
     file.write_text(f"{when} x")
     with pytest.raises(Killed):
-        steps.called()
-    assert steps.done == done
+        do()
+    assert steps.done == [step] * (2 + (when == "after"))
     assert blown(file).exists()
-    steps.called()  # As in the process that is started in its place.
-
-
-@pytest.mark.parametrize(("when", "done"), [("before", []), ("after", ["awaited"])])
-def test_it_kills_at_what_is_awaited(tmp_path: Path, steps: SimpleNamespace, when: str, done: list[str]) -> None:
-    file = tmp_path / "a.fuse"
-    Fuse(file).put_into({"x": "m:awaited"})
-    file.write_text(f"{when} x")
-    with pytest.raises(Killed):
-        asyncio.run(steps.awaited())
-    assert steps.done == done
+    do()  # As in the process that is started in its place.
 
 
 def test_only_what_writes_is_slow_and_only_while_a_file_says_so(

@@ -17,15 +17,11 @@ def test_the_same_seed_gives_the_same_schedule_and_another_one_another() -> None
 
 @pytest.mark.parametrize("seed", range(200))
 def test_in_five_minutes_every_kind_comes(seed: int) -> None:
-    assert {fault.kind for fault in schedule(seed, 300, EVERYTHING, GAP)} == set(KINDS)
-
-
-def test_faults_come_in_order_within_the_time() -> None:
-    times = [fault.at for fault in schedule(1, 60, EVERYTHING, GAP)]
+    faults = schedule(seed, 300, EVERYTHING, GAP)
+    assert {fault.kind for fault in faults} == set(KINDS)
+    times = [fault.at for fault in faults]
     assert times == sorted(times)
-    assert times[0] > 0
-    assert times[-1] <= 60
-    assert all(0 <= fault.pick < 1 for fault in schedule(1, 60, EVERYTHING, GAP))
+    assert 0 < times[0] <= times[-1] <= 300
 
 
 def test_some_faults_begin_before_the_one_before_them_is_over() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.soak.lineage import TrainingRun, read_runs, stretches, write_runs
-from tests.soak.rank import all_rows, rows_of_update, shards_of, some_rows
+from tests.soak.lineage import TrainingRun, stretches
+from tests.soak.rank import shards_of, some_rows
 from tests.soak.training import FIRST_TABLES, Training, beacons
 
 from deltasync.core.rows import RowBatch
@@ -26,12 +26,6 @@ def trained(runs: Sequence[TrainingRun], last_step: int) -> Training:
     return training
 
 
-def test_steps_after_a_checkpoint_are_no_more() -> None:
-    runs = [FIRST, later(FIRST, 51), later(later(FIRST, 51), 40)]
-    found = [(run.number, steps.start, steps.stop) for run, steps in stretches(runs, 60)]
-    assert found == [(0, 1, 40), (2, 40, 61)]
-
-
 @given(st.lists(st.integers(1, 30), max_size=5), st.integers(0, 10))
 def test_every_step_is_done_once_by_the_newest_run_that_was_there(firsts: list[int], more: int) -> None:
     runs = [FIRST]
@@ -41,9 +35,6 @@ def test_every_step_is_done_once_by_the_newest_run_that_was_there(firsts: list[i
     done = [(step, run) for run, steps in stretches(runs, last) for step in steps]
     assert [step for step, _ in done] == list(range(1, last + 1))
     for step, run in done:
-        assert run == max((each for each in runs if each.first_step <= step), key=lambda each: each.number) or any(
-            each.number > run.number and each.first_step > step for each in runs
-        )
         assert run.first_step <= step
         assert all(each.first_step > step for each in runs[run.number + 1 :])
 
@@ -61,26 +52,6 @@ def test_every_version_says_in_all_tables_of_which_step_it_is() -> None:
     training = trained([FIRST, later(FIRST, 8, extra3=50)], 14)
     for name, rows in training.tables.rows.items():
         assert (rows[beacons(name)] == 14).all()
-
-
-def test_ranks_publish_each_row_that_has_changed_once() -> None:
-    training = Training("m", [FIRST])
-    for step in range(1, 15):
-        updates = training.step(FIRST, step, {})
-        for name, update in updates.items():
-            shards = [shard for rank in range(2) for shard in shards_of(FIRST, rank) if shard.table.name == name]
-            rows = [each for shard in shards for each in rows_of_update(shard, update)]
-            assert ids_of(rows, deleted=False) == update.ids.tolist()
-            assert ids_of(rows, deleted=True) == update.deleted.tolist()
-
-
-def test_a_full_part_has_all_rows_but_the_deleted_ones() -> None:
-    training = trained([FIRST], 14)
-    shard = shards_of(FIRST, 1)[0]
-    rows = all_rows(shard, training.tables)
-    there = np.flatnonzero(training.tables.there["users"])
-    assert ids_of(rows, deleted=False) == there[there >= 1000].tolist()
-    assert not training.tables.there["users"].all(), "step 14 deletes some"
 
 
 def test_rows_that_are_asked_for_are_published_as_they_are_now_or_deleted() -> None:
@@ -103,15 +74,6 @@ def test_a_table_may_grow_in_a_step_that_deletes_some_of_its_new_rows() -> None:
     there = training.tables.there["users"]
     assert len(there) == 6000
     assert not there[2000:].all()
-
-
-def test_runs_come_back_from_their_file(tmp_path: object) -> None:
-    from pathlib import Path
-
-    file = Path(str(tmp_path)) / "m.runs.json"
-    runs = [FIRST, later(FIRST, 8)]
-    write_runs(file, runs)
-    assert read_runs(file) == runs
 
 
 def ids_of(rows: list[RowBatch], *, deleted: bool) -> list[int]:
