@@ -1,11 +1,13 @@
-"""Options that are refused when they are made, with the field and its value."""
+"""Options that are refused when they are made, with the field and its value, and what follows of others."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from deltasync.core.errors import InvalidInput
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions
 from deltasync.trainer.pipelines import PipelineOptions
 from deltasync.trainer.sync import SyncOptions
@@ -58,7 +60,43 @@ def test_a_name_in_the_place_of_several_is_refused(options: Callable[..., Any], 
         options(**{name: "abc"})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_type_that_is_no_half_float_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(InvalidInput, match=f"amp_dtype: {dtype}, expected torch.bfloat16 or torch.float16"):
+        PipelineOptions(amp_dtype=dtype)
+
+
 def test_a_mode_that_is_only_its_name_is_refused() -> None:
     with pytest.raises(ValueError, match="mode: 'embedding', expected a TrackingMode"):
         TrackerOptions(mode="embedding")  # type: ignore[arg-type]
     assert TrackerOptions(mode=TrackingMode.EMBEDDING).mode is TrackingMode.EMBEDDING
+
+
+FLOAT16 = {"enable_amp": True, "amp_dtype": torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("options", "scales_loss", "defers_tables"),
+    [
+        ({}, False, False),
+        ({"grad_accum": 4}, False, False),
+        ({"accumulate_tables": True}, False, False),  # One micro-batch: its backward is the step's.
+        ({"grad_accum": 2, "accumulate_tables": True}, False, True),
+        ({"enable_amp": True}, False, False),
+        ({"enable_amp": True, "grad_accum": 2}, False, False),
+        ({"amp_dtype": torch.float16}, False, False),
+        (FLOAT16, True, True),
+        (FLOAT16 | {"grad_accum": 4}, True, True),
+    ],
+)
+def test_what_follows_of_the_options_of_a_pipeline(
+    options: dict[str, Any], scales_loss: bool, defers_tables: bool
+) -> None:
+    chosen = PipelineOptions(**options)
+    assert (chosen.scales_loss, chosen.defers_tables) == (scales_loss, defers_tables)
+
+
+def test_defaults_of_a_pipeline() -> None:
+    chosen = PipelineOptions()
+    assert (chosen.grad_accum, chosen.accumulate_tables, chosen.enable_amp) == (1, False, False)
+    assert (chosen.amp_dtype, chosen.loss_scale) == (torch.bfloat16, 65_536)

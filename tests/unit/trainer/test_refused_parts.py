@@ -148,18 +148,6 @@ def play(service: Service, monkeypatch: pytest.MonkeyPatch, story: Callable[[Del
             each.result()
 
 
-def test_of_a_part_that_is_refused_for_good_the_others_hear(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = []
-
-    def story(sync: DeltaSync, _: nn.Linear) -> None:
-        with pytest.raises(DeltasyncError) as error:
-            sync.flush(20)
-        heard.append(str(error.value))
-
-    play(Service(InvalidInput("a row of NaN")), monkeypatch, story)
-    assert sorted(heard) == ["a row of NaN", "another rank cannot publish: its log says why"]
-
-
 def test_where_one_must_publish_every_row_all_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service(ResyncRequired("publish every row first"))
 

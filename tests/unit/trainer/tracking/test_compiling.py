@@ -1,5 +1,7 @@
 """What the tracker needs compiled is compiled when it is made."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.support.embedding_parameters import embedding_parameters
@@ -8,12 +10,6 @@ from torch import nn
 from deltasync.kernels import changes, digests, id_maps, marks
 from deltasync.kernels.compiled import Kernel
 from deltasync.trainer.tracking import Tracker, TrackerOptions
-
-
-class Rows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.t = nn.Parameter(torch.ones(4, 2))
 
 
 def refuse(kernel: object) -> None:
@@ -25,7 +21,7 @@ def test_no_step_and_no_read_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatc
         for kernel in vars(room).values():
             if isinstance(kernel, Kernel):
                 monkeypatch.setattr(kernel, "_compiled", None)
-    model = Rows()
+    model: Any = nn.ParameterDict({"t": torch.ones(4, 2)})
     with embedding_parameters():
         tracker = Tracker(model, TrackerOptions(dense=True))
     monkeypatch.setattr(Kernel, "compile", refuse)

@@ -17,12 +17,6 @@ from deltasync.trainer.tracking.row_reset import reset_rows
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
 
-class Rows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.t = nn.Parameter(torch.arange(1.0, 9.0).view(4, 2))
-
-
 def ids(delta: Delta) -> tuple[list[int], list[int]]:
     """Of rows and of deletes."""
     rows, deletes = delta.rows.get("t"), delta.deletes.get("t")
@@ -30,19 +24,19 @@ def ids(delta: Delta) -> tuple[list[int], list[int]]:
 
 
 @pytest.fixture
-def model() -> Rows:
-    return Rows()
+def model() -> Any:
+    return nn.ParameterDict({"t": torch.arange(1.0, 9.0).view(4, 2)})
 
 
 @pytest.fixture
-def tracker(model: Rows) -> Iterator[Tracker]:
+def tracker(model: Any) -> Iterator[Tracker]:
     with embedding_parameters():
         tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True))
     yield tracker
     tracker.close()
 
 
-def test_a_delete_is_offered_until_it_is_acknowledged(model: Rows, tracker: Tracker) -> None:
+def test_a_delete_is_offered_until_it_is_acknowledged(model: Any, tracker: Tracker) -> None:
     tracker.delete("t", torch.tensor([3, 1, 3], dtype=torch.int32))
     assert model.t.tolist() == [[1.0, 2.0], [0.0, 0.0], [5.0, 6.0], [0.0, 0.0]]
     delta = tracker.get_delta()
@@ -66,7 +60,7 @@ def test_a_row_that_is_to_be_sent_again_stays_deleted(tracker: Tracker) -> None:
     assert ids(tracker.get_delta()) == ([0], [1])
 
 
-def test_a_row_that_comes_back_is_a_new_row(model: Rows, tracker: Tracker) -> None:
+def test_a_row_that_comes_back_is_a_new_row(model: Any, tracker: Tracker) -> None:
     tracker.delete("t", torch.tensor([1]))
     model.t.data[1] = 7.0
     delta = tracker.get_delta()
@@ -83,7 +77,7 @@ def test_a_row_that_comes_back_is_a_new_row(model: Rows, tracker: Tracker) -> No
     assert (first.tolist(), values.tolist()) == ([[0.0, 0.0]], [[7.0, 7.0]]), "zeros are what the consumer has"
 
 
-def test_no_delete_is_left_for_later(model: Rows, tracker: Tracker) -> None:
+def test_no_delete_is_left_for_later(model: Any, tracker: Tracker) -> None:
     model.t.data[0] += 1.0
     model.t.data[2] += 2.0
     tracker.delete("t", torch.tensor([1, 3]))
@@ -119,7 +113,7 @@ def test_clearing_forgets_deletes(tracker: Tracker) -> None:
     ],
 )
 def test_what_cannot_be_deleted(
-    model: Rows, tracker: Tracker, table: str, wrong: torch.Tensor, error: type[Exception], message: str
+    model: Any, tracker: Tracker, table: str, wrong: torch.Tensor, error: type[Exception], message: str
 ) -> None:
     before = model.t.detach().clone()
     with pytest.raises(error, match=message):
@@ -128,7 +122,7 @@ def test_what_cannot_be_deleted(
     assert ids(tracker.get_delta()) == ([], [])
 
 
-def test_copies_that_another_rank_reports_are_reset_too(model: Rows) -> None:
+def test_copies_that_another_rank_reports_are_reset_too(model: Any) -> None:
     with embedding_parameters():
         tracker = Tracker(model, TrackerOptions(dense=True, replicas=False))
     tracker.delete("t", torch.tensor([2]))
@@ -146,7 +140,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_dense_optimizer_forgets_a_deleted_row(
-    model: Rows, tracker: Tracker, make: Callable[[Any], torch.optim.Optimizer]
+    model: Any, tracker: Tracker, make: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
     """Otherwise momentum would bring it back."""
     optimizer = make(model.parameters())

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from deltasync.core.errors import InvalidInput
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.trainer.tracking import Delta, DeltaRows, Token, Tracker, TrackerOptions, TrackingMode
-from deltasync.trainer.tracking.cursors import ConsumerCursor
-from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
 TABLE = TableSpec("t", 20, 9, np.dtype("<f4"))
 WITHOUT_ROWS = sorted(set(TrackingMode) - {TrackingMode.EMBEDDING, TrackingMode.EMBEDDING_LAST}, key=str)
@@ -96,18 +94,3 @@ def test_bytes_are_counted_without_joining() -> None:
     assert delta.nbytes == 3 * 8 + 3 * 3 * 4
     assert "values" not in vars(rows)
     assert [batch.shard for batch in delta.batches()] == rows.shards
-
-
-@given(WIDTHS)
-def test_acknowledged_rows_become_the_first_values(widths: list[int]) -> None:
-    held = [TrackedShard(shard, torch.randn(10, shard.cols)) for shard in column_shards(widths)]
-    table = TrackedTable(TABLE, held, [], fused=True, replicated=False)
-    cursor = ConsumerCursor.at(1, "c", TrackingMode.EMBEDDING, [table])
-    before = cursor.first_values["t"].clone()
-    rows = column_rows(widths, TrackingMode.EMBEDDING)
-    assert cursor.advance(Token("c", 2, {"t": rows}, {}, {}, cursor))
-    assert rows.values is not None
-    changed = rows.ids - table.row_offset
-    assert torch.equal(cursor.first_rows(table, changed), rows.values)  # type: ignore[arg-type]
-    before[changed] = rows.values
-    assert torch.equal(cursor.first_values["t"], before)

@@ -264,21 +264,6 @@ def test_maps_of_skipped_tables_are_not_tracked() -> None:
     assert [table.name for table in Tracker(model, TrackerOptions(dense=True)).tables] == [TABLE]
 
 
-def test_a_checkpoint_knows_the_map() -> None:
-    collisions = sorted_ids()
-    tracked = tracker(model_of(collisions))
-    fill(collisions, {10: 3, 20: 0})
-    changed(tracked)
-    fill(collisions, {10: 3, 25: 0})
-    saved = tracked.state_dict()
-    other = sorted_ids()
-    fill(other, {10: 3, 25: 0})
-    restored = tracker(model_of(other))
-    restored.load_state_dict(saved)
-    assert changed(restored)[RAW_IDS] == {0: [26]}
-    assert not changed(restored)
-
-
 MAPS = st.dictionaries(st.integers(-3, 12).filter(lambda raw: raw != -1), st.integers(0, ROWS - 2)).map(
     lambda rows: {raw: row for row, raw in {row: raw for raw, row in rows.items()}.items()}
 )

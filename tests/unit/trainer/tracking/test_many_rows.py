@@ -9,15 +9,11 @@ from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 ROWS = 2_097_152 + 3
 
 
-class Large(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.t = nn.Parameter(torch.zeros(ROWS, 1))
-
-
 def test_more_than_two_million_touched_rows_are_all_offered() -> None:
     with embedding_parameters():
-        tracker = Tracker(Large(), TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True))
+        tracker = Tracker(
+            nn.ParameterDict({"t": torch.zeros(ROWS, 1)}), TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True)
+        )
     tracker.acknowledge(tracker.get_delta().token)
     tracker.mark("t", torch.arange(ROWS))
     for _ in range(2):  # Until it is acknowledged.

@@ -118,53 +118,39 @@ def test_first_values_find_their_columns(
 
 
 RANGES = TableSpec("t.id_ranges", ROWS, 3, np.dtype("<i8"), TableKind.ID_RANGES, "t")
-
-
-def ranges_of(rows: tuple[int, int]) -> TrackedTable:
-    shard = Shard(RANGES, rows[0], rows[1] - rows[0], 0, 3)
-    weight = torch.zeros(shard.rows, 3, dtype=torch.int64)
-    return TrackedTable(RANGES, [TrackedShard(shard, weight)], [], fused=False, replicated=False)
-
-
-@given(cuts(ROWS), cuts(ROWS))
-def test_ranges_of_other_ranks_have_changed(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> None:
-    """Only where a shard ends, or ended, is a row that is not zero."""
-    states = []
-    for rows in before:
-        stamps = RowStamps([ranges_of(rows)])
-        consumer = ConsumerCursor.at(stamps.tick(), "c", TrackingMode.EMBEDDING_LAST, [])
-        states.append(save([ranges_of(rows)], stamps, [consumer]) | {"steps": 1})
-    due = set[int]()
-    for rows in after:
-        table = ranges_of(rows)
-        stamps = RowStamps([table])
-        consumer = load([table], stamps, states)["c"]
-        due |= {row + rows[0] for row in consumer.due(table, stamps, 0).tolist()}
-    assert due == {end - 1 for _, end in (*before, *after)}
-
-
 MAP = TableSpec("t.raw_ids", ROWS, 1, np.dtype("<i8"), TableKind.ID_MAP, "t")
 
 
-def map_of(rows: tuple[int, int]) -> TrackedTable:
-    shard = Shard(MAP, rows[0], rows[1] - rows[0], 0, 1)
-    weight = torch.zeros(shard.rows, 1, dtype=torch.int64)
-    return TrackedTable(MAP, [TrackedShard(shard, weight)], [], fused=False, replicated=False)
+def resharded(spec: TableSpec, before: list[tuple[int, int]], after: list[tuple[int, int]]) -> list[set[int]]:
+    """The rows of a table that are due on each rank, where others than before hold its rows."""
+
+    def table_of(rows: tuple[int, int]) -> TrackedTable:
+        shard = Shard(spec, rows[0], rows[1] - rows[0], 0, spec.dim)
+        weight = torch.zeros(shard.rows, spec.dim, dtype=torch.int64)
+        return TrackedTable(spec, [TrackedShard(shard, weight)], [], fused=False, replicated=False)
+
+    states, due = [], []
+    for rows in before:
+        stamps = RowStamps([table_of(rows)])
+        consumer = ConsumerCursor.at(stamps.tick(), "c", TrackingMode.EMBEDDING_LAST, [])
+        states.append(save([table_of(rows)], stamps, [consumer]) | {"steps": 1})
+    for rows in after:
+        table = table_of(rows)
+        stamps = RowStamps([table])
+        consumer = load([table], stamps, states)["c"]
+        due.append({row + rows[0] for row in consumer.due(table, stamps, 0).tolist()})
+    return due
 
 
 @given(cuts(ROWS), cuts(ROWS))
-def test_maps_of_other_ranks_have_changed(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> None:
-    """Raw ids may be looked up elsewhere then, so that rows have none, or have one again."""
-    states = []
-    for rows in before:
-        stamps = RowStamps([map_of(rows)])
-        consumer = ConsumerCursor.at(stamps.tick(), "c", TrackingMode.EMBEDDING_LAST, [])
-        states.append(save([map_of(rows)], stamps, [consumer]) | {"steps": 1})
-    for rows in after:
-        stamps = RowStamps([map_of(rows)])
-        consumer = load([map_of(rows)], stamps, states)["c"]
-        due = consumer.due(map_of(rows), stamps, 0)
-        assert len(due) == (0 if rows in before else rows[1] - rows[0])
+def test_maps_and_ranges_of_other_ranks_have_changed(
+    before: list[tuple[int, int]], after: list[tuple[int, int]]
+) -> None:
+    """Only where a shard ends, or ended, is a row of ranges that is not zero. Raw ids may be looked up elsewhere,
+    so that rows have none, or have one again.
+    """
+    assert set().union(*resharded(RANGES, before, after)) == {end - 1 for _, end in (*before, *after)}
+    assert resharded(MAP, before, after) == [set() if rows in before else set(range(*rows)) for rows in after]
 
 
 def momentum_of(columns: tuple[int, int]) -> float:
@@ -190,14 +176,12 @@ def test_one_value_per_shard_fits_the_same_shard_only(before: list[Piece], after
                 assert value == momentum_of(columns) if (row, columns) in known else math.isnan(value)
 
 
-class Rows(nn.Module):
-    def __init__(self, rows: int = 3) -> None:
-        super().__init__()
-        self.t = nn.Parameter(torch.zeros(rows, 2))
+def rows_of(count: int = 3) -> nn.Module:
+    return nn.ParameterDict({"t": torch.zeros(count, 2)})
 
 
 def tracker(rows: int = 3) -> Tracker:
-    return Tracker(Rows(rows), TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True))
+    return Tracker(rows_of(rows), TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +261,7 @@ def test_rows_and_tables_come_and_go() -> None:
     grown.load_state_dict(state)
     assert shrunk.get_delta().ids["t"].tolist() == [1]
     assert grown.get_delta().ids["t"].tolist() == [1, 4, 5, 6]
-    other = Tracker(nn.Sequential(Rows(2)), TrackerOptions(dense=True))
+    other = Tracker(nn.Sequential(rows_of(2)), TrackerOptions(dense=True))
     other.load_state_dict(state)
     assert other.get_delta().ids["0.t"].tolist() == [0, 1], "a new table has changed"
 
@@ -298,7 +282,7 @@ def test_consumers_are_those_of_the_checkpoint() -> None:
 
 class TestDeltaSync:
     def sync(self) -> DeltaSync:
-        return DeltaSync(Rows(), SyncOptions(service="localhost:1", model="m"))
+        return DeltaSync(rows_of(), SyncOptions(service="localhost:1", model="m"))
 
     @pytest.mark.parametrize(
         ("saved", "got"),
