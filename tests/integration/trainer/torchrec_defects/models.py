@@ -1,6 +1,6 @@
 """Small sharded models, and batches for them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,15 +10,22 @@ from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -48,13 +55,34 @@ def bags(*tables: str | EmbeddingBagConfig) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=configs, device=META)
 
 
-def sequence(name: str) -> EmbeddingConfig:
-    return EmbeddingConfig(name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name])
+def sequence(name: str, *, dim: int = DIM, **options: Any) -> EmbeddingConfig:
+    return EmbeddingConfig(name=name, num_embeddings=ROWS, embedding_dim=dim, feature_names=[name], **options)
 
 
 def sequences(*tables: str | EmbeddingConfig) -> EmbeddingCollection:
     configs = [sequence(table) if isinstance(table, str) else table for table in tables]
     return EmbeddingCollection(tables=configs, device=META)
+
+
+def collided(
+    *tables: EmbeddingBagConfig | EmbeddingConfig,
+    policy: Callable[[], Any] = DistanceLFU_EvictionPolicy,
+    every: int = 1,
+) -> nn.Module:
+    """Tables of one kind behind managed collision, which may evict ids every so many batches."""
+    remappings = {
+        table.name: MCHManagedCollisionModule(
+            zch_size=table.num_embeddings, device=CPU, eviction_policy=policy(), eviction_interval=every
+        )
+        for table in tables
+    }
+    collisions = ManagedCollisionCollection(remappings, list(tables))
+    module: nn.Module = (
+        ManagedCollisionEmbeddingBagCollection(bags(*tables), collisions)
+        if isinstance(tables[0], EmbeddingBagConfig)
+        else ManagedCollisionEmbeddingCollection(sequences(*tables), collisions)
+    )
+    return module
 
 
 class Model(nn.Module):
@@ -112,7 +140,9 @@ def distributed(
 ) -> DistributedModelParallel:
     fused = {"optimizer": optimizer, "learning_rate": 0.5} | fused
     plain = {kind: sharder(fused_params=fused) for kind, sharder in _SHARDERS.items()}
-    sharders = plain | {
+    of_bags = FeatureProcessedEmbeddingBagCollectionSharder(plain[EmbeddingBagCollection])
+    sharders = plain | {FeatureProcessedEmbeddingBagCollection: of_bags}
+    sharders |= {
         kind: sharder(inner)
         for (kind, sharder), inner in zip(_COLLISION_SHARDERS.items(), plain.values(), strict=True)
     }

@@ -1,6 +1,11 @@
-"""All scenarios: importing this registers them."""
+"""The scenarios of rows that are reset: evicted, or deleted."""
 
-from tests.integration.trainer.deletes.registry import SCENARIOS
-from tests.integration.trainer.deletes.scenarios import evictions, published, resets
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = ["SCENARIOS", "evictions", "published", "resets"]
+from tests.support.scenarios import Scenarios
+
+SCENARIOS = Scenarios(__name__)
+
+for _module in iter_modules(__path__):  # Which register theirs.
+    import_module(f"{__name__}.{_module.name}")

@@ -1,42 +1,30 @@
 """Evictions of managed collision on a CPU: rows and momentum of slots that change hands are new."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.deletes.registry import SCENARIOS
-from tests.integration.trainer.torchrec_defects.copies import Copy
+from tests.integration.trainer.deletes.scenarios import SCENARIOS
+from tests.integration.trainer.torchrec_defects.copies import followed
 from tests.integration.trainer.torchrec_defects.models import (
     ROWS,
     bag,
     bags,
+    collided,
     kernels_of,
     lookups,
-    sequences,
+    sequence,
     sharded,
     train,
 )
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    LFU_EvictionPolicy,
-    LRU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, LFU_EvictionPolicy, LRU_EvictionPolicy
 
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.row_reset import evict_on_cpu
 
-POLICIES: list[Callable[[], Any]] = [LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy]
 # With two ranks, ids from here on have their rows on the second one.
 OTHERS_FROM = 2**62
 BAGS, SEQUENCES = "collided._embedding_module.embedding_bags.t", "collided._embedding_module.embeddings.t"
@@ -47,28 +35,25 @@ def _first_values(rows: torch.Tensor) -> torch.Tensor:
     return nn.init.constant_(rows, FIRST_VALUE)
 
 
-def _model(policy: Callable[[], Any], optimizer: EmbOptimType, *, pooled: bool) -> DistributedModelParallel:
-    remapping = MCHManagedCollisionModule(
-        zch_size=ROWS, device=torch.device("cpu"), eviction_policy=policy(), eviction_interval=1
-    )
-    module: nn.Module
-    if pooled:
-        bagged = bag("t", init_fn=_first_values)
-        collisions = ManagedCollisionCollection({"t": remapping}, [bagged])
-        module = ManagedCollisionEmbeddingBagCollection(bags(bagged), collisions)
-    else:
-        config = EmbeddingConfig(
-            name="t", num_embeddings=ROWS, embedding_dim=4, feature_names=["t"], init_fn=_first_values
-        )
-        collisions = ManagedCollisionCollection({"t": remapping}, [config])
-        module = ManagedCollisionEmbeddingCollection(sequences(config), collisions)
-    return sharded({"collided": module}, {"t": row_wise(compute_kernel="fused")}, optimizer=optimizer)
-
-
 def _models(optimizer: EmbOptimType) -> Iterator[tuple[str, DistributedModelParallel]]:
-    for policy in POLICIES:
-        yield BAGS, _model(policy, optimizer, pooled=True)
-        yield SEQUENCES, _model(policy, optimizer, pooled=False)
+    for policy in (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy):
+        for fqn, table in (BAGS, bag), (SEQUENCES, sequence):
+            module = collided(table("t", init_fn=_first_values), policy=policy)
+            model = sharded({"collided": module}, {"t": row_wise(compute_kernel="fused")}, optimizer=optimizer)
+            evict_on_cpu(model)
+            yield fqn, model
+
+
+def _fill(model: DistributedModelParallel) -> None:
+    """Fill the slots with trained rows."""
+    for number in range(3):
+        train(model, t=_ids(100 * number, times=number + 1))
+
+
+def _evict(model: DistributedModelParallel) -> None:
+    """Without a backward: what is evicted stays as it is reset."""
+    for number in range(3, 9):
+        model(lookups(t=_ids(1000 * number, times=9)))
 
 
 def _ids(first: int, *, times: int = 2) -> list[int]:
@@ -79,20 +64,15 @@ def _ids(first: int, *, times: int = 2) -> list[int]:
 @SCENARIOS.scenario("evictions", ranks=2)
 def rows_and_momentum_of_evicted_slots_are_reset() -> None:
     for fqn, model in _models(EmbOptimType.EXACT_ROWWISE_ADAGRAD):
-        evict_on_cpu(model)
         tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST))
-        for number in range(3):  # Fills the slots with trained rows.
-            train(model, t=_ids(100 * number, times=number + 1))
-            tracker.step()
+        _fill(model)
+        tracker.step()
         tracker.clear()
         (kernel,) = kernels_of(model)
         weights, momentum = kernel.split_embedding_weights()[0], kernel.split_optimizer_states()[0][0]
         assert momentum.count_nonzero() >= ROWS // 2 - 1
         before = weights.clone()
-        for number in range(3, 9):
-            model(
-                lookups(t=_ids(1000 * number, times=9))
-            )  # Without a backward: what is evicted stays as it is reset.
+        _evict(model)
         tracker.step()
         evicted = tracker.get_delta().ids[fqn] - tracker.shards[0].shard.row_offset
         assert len(evicted)
@@ -106,9 +86,7 @@ def rows_and_momentum_of_evicted_slots_are_reset() -> None:
 def a_copy_follows_evictions() -> None:
     for optimizer in (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_SGD):
         for _, model in _models(optimizer):
-            evict_on_cpu(model)
-            tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST))
-            copy = Copy(model, tracker)
+            tracker, copy = followed(model)
             for number in range(6):
                 train(model, t=_ids(100 * number, times=number + 1))
                 tracker.step()
@@ -119,13 +97,10 @@ def a_copy_follows_evictions() -> None:
 @SCENARIOS.scenario("evictions", ranks=2)
 def other_optimizers_keep_their_state_as_on_a_gpu() -> None:
     for _, model in _models(EmbOptimType.EXACT_ADAGRAD):
-        evict_on_cpu(model)
-        for number in range(3):
-            train(model, t=_ids(100 * number, times=number + 1))
+        _fill(model)
         (kernel,) = kernels_of(model)
         before = [state.clone() for state in kernel.split_optimizer_states()[0]]
-        for number in range(3, 9):
-            model(lookups(t=_ids(1000 * number, times=9)))
+        _evict(model)
         assert all(map(torch.equal, kernel.split_optimizer_states()[0], before))
         assert (kernel.split_embedding_weights()[0] == FIRST_VALUE).all(dim=1).any()
 

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.deletes.registry import SCENARIOS
-from tests.integration.trainer.torchrec_defects.copies import weights
+from tests.integration.trainer.deletes.scenarios import SCENARIOS
+from tests.integration.trainer.rewrites.replica import on_all_ranks, whole
 from tests.integration.trainer.torchrec_defects.models import bag, bags, sharded, train
+from tests.integration.trainer.tracking.rows import weights
 from tests.support.fleet import wait_for_lag
 from tests.support.server import TOKEN, RunningService
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
@@ -62,12 +63,7 @@ class Training:
 
     def tables(self) -> dict[str, np.ndarray]:
         """All tables as all ranks hold them: a copy is that of rank 0."""
-        found = {}
-        for fqn, mine in weights(self.model).items():
-            parts = [torch.empty_like(mine) for _ in range(2)]
-            dist.all_gather(parts, mine)
-            found[fqn] = torch.where(parts[0].isnan(), parts[1], parts[0]).numpy()
-        return found
+        return {fqn: rows.numpy() for fqn, rows in whole(self.model).items()}
 
     @contextmanager
     def replica(self, consumer: str, target: Any, held: Position | None = None) -> Iterator[Subscriber]:
@@ -85,9 +81,13 @@ class Training:
             subscriber.wait_for(head, WAIT)
         return target
 
-    def admin(self) -> Admin:
-        assert self.service
-        return Admin(Endpoint(self.service.http, TOKEN))
+    def check(self, head: Position, expected: dict[str, np.ndarray], *consumers: str) -> None:
+        """Replicas of these consumers, or else of the plain one, hold the same as the model at `head`."""
+        if self.service:
+            for consumer in consumers or ("predictors",):
+                with self.follow(consumer, head).reading() as reading:
+                    for fqn, rows in expected.items():
+                        np.testing.assert_array_equal(reading.tables[fqn], rows, strict=True)
 
 
 @contextmanager
@@ -112,12 +112,6 @@ def training() -> Iterator[Training]:
             service.stop()
 
 
-def check_equal(target: NumpyTarget, expected: dict[str, np.ndarray]) -> None:
-    with target.reading() as reading:
-        for fqn, rows in expected.items():
-            np.testing.assert_array_equal(reading.tables[fqn], rows, strict=True)
-
-
 def deleted(tables: dict[str, np.ndarray], ids: list[int]) -> bool:
     return not any(tables[fqn][ids].any() for fqn in TABLES.values())
 
@@ -129,22 +123,19 @@ def deletes_reach_every_replica() -> None:
         for _ in range(3):
             run.step(list(range(ROWS)))
         before, head = run.tables(), run.sync.flush(WAIT)
-        if run.service:
-            for consumer in ("predictors", "few", "small"):
-                check_equal(run.follow(consumer, head), before)
+        run.check(head, before, "predictors", "few", "small")
         for name in TABLES.values():
             run.sync.delete(name, torch.tensor(ids))
         assert deleted(run.tables(), ids), "the trainer's own rows are zeros"
         run.step([row for row in range(ROWS) if row not in ids])
         now, head = run.tables(), run.sync.flush(WAIT)
         assert deleted(now, ids), "momentum brings no row back"
+        run.check(head, now, "predictors", "late")
         if run.service:
-            check_equal(run.follow("predictors", head), now)
             for consumer in ("few", "small"):
                 tables = run.follow(consumer, head).tables
                 assert deleted(tables, ids), "a delete is not held back"
                 assert any((tables[fqn] != now[fqn]).any() for fqn in now), "other rows are"
-            check_equal(run.follow("late", head), now)
 
 
 @SCENARIOS.scenario("published", ranks=2)
@@ -157,8 +148,7 @@ def a_row_that_comes_back_is_a_new_row() -> None:
         now, head = run.tables(), run.sync.flush(WAIT)
         assert now[TABLES["rows"]][5].any()
         assert not now[TABLES["rows"]][6].any()
-        if run.service:
-            check_equal(run.follow("predictors", head), now)
+        run.check(head, now)
 
 
 @SCENARIOS.scenario("published", ranks=2)
@@ -172,8 +162,7 @@ def one_rank_alone_may_delete_rows_that_it_holds() -> None:
         now, head = run.tables(), run.sync.flush(WAIT)
         assert not now[TABLES["rows"]][ROWS - 1].any()
         assert now[TABLES["rows"]][2].any(), "that row is the other rank's"
-        if run.service:
-            check_equal(run.follow("predictors", head), now)
+        run.check(head, now)
 
 
 @SCENARIOS.scenario("published", ranks=2)
@@ -181,16 +170,14 @@ def a_full_cut_removes_what_it_does_not_name() -> None:
     with training() as run:
         run.step(list(range(ROWS)))
         before, head = run.tables(), run.sync.flush(WAIT)
-        if run.service:
-            check_equal(run.follow("predictors", head), before)
+        run.check(head, before)
         run.sync.delete(TABLES["rows"], torch.tensor([5, 60]))
         run.sync.tracker.clear()  # The delete itself is never published.
         run.sync._resync = True
         now, head = run.tables(), run.sync.flush(WAIT)
+        run.check(head, now, "predictors", "late")
         if run.service:
-            check_equal(run.follow("predictors", head), now)
             assert not run.targets["predictors"].tables[TABLES["rows"]][[5, 60]].any()
-            check_equal(run.follow("late", head), now)
 
 
 @SCENARIOS.scenario("published", ranks=2)
@@ -225,9 +212,10 @@ def an_operator_deletes_rows() -> None:
             run.step(list(range(ROWS)))
         run.sync.flush(WAIT)
         if run.service:
+            admin = Admin(Endpoint(run.service.http, TOKEN))
             for name in TABLES.values():
-                run.admin().delete_rows("clicks", name, ids)
-            assert len(run.admin().pending_deletes()) == len(TABLES)
+                admin.delete_rows("clicks", name, ids)
+            assert len(admin.pending_deletes()) == len(TABLES)
         dist.barrier()
         others = [row for row in range(ROWS) if row not in ids]
         run.step(others)  # Its answer hands the requests over.
@@ -235,10 +223,8 @@ def an_operator_deletes_rows() -> None:
         run.step(others)
         now, head = run.tables(), run.sync.flush(WAIT)
         assert deleted(now, ids)
-        copy = weights(run.model)[TABLES["copies"]]
-        both = [torch.empty_like(copy) for _ in range(2)]
-        dist.all_gather(both, copy)
-        assert torch.equal(*both), "copies are reset after the same step"
+        copies = on_all_ranks(weights(run.model)[TABLES["copies"]])
+        assert torch.equal(*copies), "copies are reset after the same step"
         if run.service:
-            assert run.admin().pending_deletes() == []
-            check_equal(run.follow("predictors", head), now)
+            assert admin.pending_deletes() == []
+        run.check(head, now)

@@ -2,7 +2,7 @@
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.deletes.registry import SCENARIOS
+from tests.integration.trainer.deletes.scenarios import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import ROWS, bag, bags, kernels_of, lookups, sharded, train
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
@@ -26,16 +26,18 @@ def a_deleted_row_is_reset_and_no_other() -> None:
         tracker = Tracker(model, TrackerOptions(verify=True))
         train(model, **dict.fromkeys(SHARDING, everything))
         tracker.step()
-        held = [kernel.split_embedding_weights() for kernel in kernels_of(model)]
+        kernels = list(kernels_of(model))
+        held = [weights for kernel in kernels for weights in kernel.split_embedding_weights()]
         states = [
-            kernel.split_optimizer_states()
-            for kernel in kernels_of(model)
+            state
+            for kernel in kernels
             if hasattr(kernel, "split_optimizer_states")
+            for states_of_table in kernel.split_optimizer_states()
+            for state in states_of_table
         ]
-        tensors = [tensor for kernel in held for tensor in kernel]
-        tensors += [tensor for kernel in states for table in kernel for tensor in table]
+        assert optimizer is EmbOptimType.EXACT_SGD or states
+        tensors = held + states
         before = [tensor.clone() for tensor in tensors]
-        assert optimizer is EmbOptimType.EXACT_SGD or len(tensors) > len([one for some in held for one in some])
         for table in tracker.tables:
             tracker.delete(table.name, ids)
         first = tracker.tables[0].row_offset

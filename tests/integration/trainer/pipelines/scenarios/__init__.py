@@ -1,55 +1,11 @@
-"""All scenarios: importing this registers them."""
+"""The scenarios of the training pipelines."""
 
-from tests.integration.trainer.pipelines.registry import SCENARIOS
-from tests.integration.trainer.pipelines.scenarios import (
-    accumulated_tables,
-    accumulation,
-    backward,
-    changed,
-    deferring,
-    embedding_modules,
-    mixed_features,
-    other_modules,
-    precision,
-    preprocessing,
-    programs,
-    refused,
-    refused_tensordicts,
-    running,
-    state,
-    switching,
-    tensordicts,
-    tensordicts_in_batches,
-    together,
-    tracing,
-    tracked,
-    unequal,
-    weighted_tensordicts,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "SCENARIOS",
-    "accumulated_tables",
-    "accumulation",
-    "backward",
-    "changed",
-    "deferring",
-    "embedding_modules",
-    "mixed_features",
-    "other_modules",
-    "precision",
-    "preprocessing",
-    "programs",
-    "refused",
-    "refused_tensordicts",
-    "running",
-    "state",
-    "switching",
-    "tensordicts",
-    "tensordicts_in_batches",
-    "together",
-    "tracing",
-    "tracked",
-    "unequal",
-    "weighted_tensordicts",
-]
+from tests.support.scenarios import Scenarios
+
+SCENARIOS = Scenarios(__name__, one_by_day=True)
+
+for _module in iter_modules(__path__):  # Which register theirs.
+    import_module(f"{__name__}.{_module.name}")

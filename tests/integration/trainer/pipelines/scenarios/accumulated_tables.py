@@ -1,6 +1,6 @@
 """Tables that are updated once per optimizer step: as by the larger batch that its micro-batches make up."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +9,7 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.pipelines.batches import ROWS
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     ROUNDING,
     Predicting,
@@ -23,13 +23,12 @@ from tests.integration.trainer.pipelines.training import Training, farthest, thr
 from tests.integration.trainer.torchrec_defects.models import META, bag, bags, kernels_of, sequences
 from torch import fx, nn
 from torchrec.distributed.sharding_plan import (
-    ParameterShardingGenerator,
     column_wise,
     data_parallel,
     row_wise,
     table_wise,
 )
-from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -43,24 +42,63 @@ EVERY_WAY = {"rows": BY_ROWS, "whole": SECOND, "columns": BY_COLUMNS, "halves": 
 WIDE = 8
 
 
-def _every_sharding(pooling: PoolingType, *, weighted: bool = False) -> nn.Module:
+def _every_sharding(
+    pooling: PoolingType = PoolingType.SUM,
+    optimizer: EmbOptimType = EmbOptimType.EXACT_SGD,
+    *,
+    weighted: bool = False,
+) -> Training:
     """Tables of each sharding, two with the same feature."""
     features = {"rows": "f", "whole": "f", "columns": "g", "halves": "g"}
     tables = [bag(name, key, dim=WIDE, pooling=pooling) for name, key in features.items()]
-    return Predicting(bags=EmbeddingBagCollection(tables=tables, device=META, is_weighted=weighted))
+    model = Predicting(bags=EmbeddingBagCollection(tables=tables, device=META, is_weighted=weighted))
+    return Training(model, EVERY_WAY, tables=optimizer)
+
+
+def _bags_of(sharding: Mapping[str, Any], *tables: EmbeddingBagConfig) -> Training:
+    return Training(Predicting(bags=bags(*(tables or sharding))), sharding)
 
 
 @SCENARIOS.scenario("accumulated_tables", ranks=2)
 def sums_of_rows_under_every_optimizer() -> None:
     for optimizer in OPTIMIZERS:
-        build = partial(_training_every_sharding, PoolingType.SUM, optimizer)
-        check_as_larger(build, micro_batches(7), steps_of=3)
+        check_as_larger(partial(_every_sharding, optimizer=optimizer), micro_batches(7), steps_of=3)
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def means_and_weighted_rows_and_sequences() -> None:
+    for optimizer in OPTIMIZERS:
+        check_as_larger(partial(_every_sharding, PoolingType.MEAN, optimizer), micro_batches(7), steps_of=3)
+    for pooling in PoolingType.SUM, PoolingType.MEAN:
+        build = partial(_every_sharding, pooling, EmbOptimType.EXACT_ADAGRAD, weighted=True)
+        check_as_larger(build, micro_batches(7, weighted=True), steps_of=3)
+    names = {"a": SECOND, "b": BY_ROWS, "c": BY_COLUMNS, "d": SECOND, "e": BY_ROWS}
+    for optimizer in OPTIMIZERS:
+        check_as_larger(
+            lambda optimizer=optimizer: Training(Predicting(ids=sequences(*names)), names, tables=optimizer),  # type: ignore[misc]
+            micro_batches(7, *names),
+            steps_of=3,
+        )
+
+
+@SCENARIOS.scenario("accumulated_tables", ranks=2)
+def kernels_of_several_tables_beside_others() -> None:
+    widths = [bag("a", "f", dim=4), bag("b", "g", dim=12), bag("c", "f", "g", dim=8)]
+    check_as_larger(lambda: _bags_of(dict.fromkeys("abc", SECOND), *widths), micro_batches(8), steps_of=4)
+    # In one lookup: bags that are added up, such that are averaged, and one whose kernel is not fused.
+    kernels = [bag("a", "f"), bag("b", "g", pooling=PoolingType.MEAN), bag("c", "f", "g")]
+    sharding = {"a": SECOND, "b": SECOND, "c": table_wise(rank=1, compute_kernel="dense")}
+    check_as_larger(lambda: _bags_of(sharding, *kernels), micro_batches(7), steps_of=3)
+    # A table that every rank has.
+    check_as_larger(lambda: _bags_of({"f": data_parallel(), "g": BY_ROWS}), micro_batches(7), steps_of=3)
+    # Bags and sequences of the same features.
+    check_as_larger(_of_both_kinds, micro_batches(8), steps_of=4)
 
 
 @SCENARIOS.scenario("accumulated_tables", ranks=2)
 def gradients_that_are_clipped_are_those_of_the_step() -> None:
     def build() -> Training:
-        training = _training_every_sharding(PoolingType.SUM, EmbOptimType.EXACT_SGD)
+        training = _every_sharding()
         norm = {"clipping": GradientClipping.NORM, "max_gradient": 0.05}
         training.optimizer = GradientClippingOptimizer(training.optimizer, **norm)
         return training
@@ -69,103 +107,24 @@ def gradients_that_are_clipped_are_those_of_the_step() -> None:
 
 
 @SCENARIOS.scenario("accumulated_tables", ranks=2)
-def means_of_rows_under_every_optimizer() -> None:
-    for optimizer in OPTIMIZERS:
-        build = partial(_training_every_sharding, PoolingType.MEAN, optimizer)
-        check_as_larger(build, micro_batches(7), steps_of=3)
-
-
-def _training_every_sharding(pooling: PoolingType, optimizer: EmbOptimType, *, weighted: bool = False) -> Training:
-    return Training(_every_sharding(pooling, weighted=weighted), EVERY_WAY, tables=optimizer)
-
-
-@SCENARIOS.scenario("accumulated_tables", ranks=2)
-def weighted_features() -> None:
-    for pooling in PoolingType.SUM, PoolingType.MEAN:
-        build = partial(_training_every_sharding, pooling, EmbOptimType.EXACT_ADAGRAD, weighted=True)
-        check_as_larger(build, micro_batches(7, weighted=True), steps_of=3)
-
-
-@SCENARIOS.scenario("accumulated_tables", ranks=2)
-def sequences_of_rows_under_every_optimizer() -> None:
-    names = {"a": SECOND, "b": BY_ROWS, "c": BY_COLUMNS, "d": SECOND, "e": BY_ROWS}
-    for optimizer in OPTIMIZERS:
-        build = partial(_training, names, optimizer, lambda: Predicting(ids=sequences(*names)))
-        check_as_larger(build, micro_batches(7, *names), steps_of=3)
-
-
-def _training(
-    sharding: Mapping[str, ParameterShardingGenerator],
-    optimizer: EmbOptimType,
-    make: Callable[[], nn.Module],
-) -> Training:
-    return Training(make(), sharding, tables=optimizer)
-
-
-@SCENARIOS.scenario("accumulated_tables", ranks=2)
-def bags_beside_sequences_of_the_same_features() -> None:
-    def build() -> Training:
-        model = Predicting(bags=bags("f", "g"), ids=sequences("f", "g"))
-        return Training(model, {"f": BY_ROWS, "g": SECOND}, tables=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-
-    check_as_larger(build, micro_batches(8), steps_of=4)
-
-
-@SCENARIOS.scenario("accumulated_tables", ranks=2)
-def tables_of_different_widths_in_one_kernel() -> None:
-    def build() -> Training:
-        tables = [bag("a", "f", dim=4), bag("b", "g", dim=12), bag("c", "f", "g", dim=8)]
-        return Training(Predicting(bags=bags(*tables)), dict.fromkeys("abc", SECOND))
-
-    check_as_larger(build, micro_batches(8), steps_of=4)
-
-
-@SCENARIOS.scenario("accumulated_tables", ranks=2)
-def tables_in_several_kernels_of_one_lookup() -> None:
-    """Bags that are added up and such that are averaged, and one whose kernel is not fused."""
-
-    def build() -> Training:
-        tables = [bag("a", "f"), bag("b", "g", pooling=PoolingType.MEAN), bag("c", "f", "g")]
-        dense = table_wise(rank=1, compute_kernel="dense")
-        return Training(Predicting(bags=bags(*tables)), {"a": SECOND, "b": SECOND, "c": dense})
-
-    check_as_larger(build, micro_batches(7), steps_of=3)
-
-
-@SCENARIOS.scenario("accumulated_tables", ranks=2)
-def copies_on_every_rank_beside_fused_tables() -> None:
-    def build() -> Training:
-        return Training(Predicting(bags=bags("f", "g")), {"f": data_parallel(), "g": BY_ROWS})
-
-    check_as_larger(build, micro_batches(7), steps_of=3)
-
-
-@SCENARIOS.scenario("accumulated_tables", ranks=2)
 def rows_of_float16() -> None:
-    def build() -> Training:
-        tables = [bag(name, dim=WIDE, data_type=DataType.FP16) for name in "fg"]
-        return Training(Predicting(bags=bags(*tables)), {"f": BY_ROWS, "g": SECOND})
-
+    tables = [bag(name, dim=WIDE, data_type=DataType.FP16) for name in "fg"]
+    build = partial(_bags_of, {"f": BY_ROWS, "g": SECOND}, *tables)
     # One step, which rounds once: each rounds a sum in another order, maybe to the neighbouring number.
     check_as_larger(build, micro_batches(4), steps_of=4, tolerance=2**-11)
 
 
 @SCENARIOS.scenario("accumulated_tables", ranks=2)
-def a_rank_that_none_of_the_ids_reach() -> None:
+def micro_batches_without_an_id_on_some_or_all_ranks() -> None:
     """Ids of the first half of the rows: the other rank, which holds the rest, looks nothing up."""
-    for model in _bags_by_rows, _sequences_by_rows:
-        check_as_larger(model, micro_batches(6, below=ROWS // 2), steps_of=3)
-
-
-@SCENARIOS.scenario("accumulated_tables", ranks=2)
-def micro_batches_without_an_id() -> None:
     without, some = micro_batches(6, below=0), micro_batches(6)
-    for model in _bags_by_rows, _sequences_by_rows:
-        check_as_larger(model, [without[0], some[0], some[1], *without[1:4], *some[2:4], without[4]], steps_of=3)
+    for build in _bags_by_rows, _sequences_by_rows:
+        check_as_larger(build, micro_batches(6, below=ROWS // 2), steps_of=3)
+        check_as_larger(build, [without[0], some[0], some[1], *without[1:4], *some[2:4], without[4]], steps_of=3)
 
 
 def _bags_by_rows() -> Training:
-    return Training(Predicting(bags=bags("f", "g")), {"f": BY_ROWS, "g": BY_ROWS})
+    return _bags_of({"f": BY_ROWS, "g": BY_ROWS})
 
 
 def _sequences_by_rows() -> Training:
@@ -231,10 +190,16 @@ def a_collection_that_is_called_twice_in_one_forward() -> None:
 
 
 @SCENARIOS.scenario("accumulated_tables", ranks=2)
-def kernels_count_optimizer_steps_as_iterations() -> None:
+def kernels_count_optimizer_steps_as_iterations_and_no_evaluation() -> None:
     training = _counting()
-    training.pipelined(micro_batches(8), grad_accum=3, accumulate_tables=True)
-    assert iterations(training) == [3] * len(iterations(training)) != []
+    pipeline = training.pipeline(grad_accum=3, accumulate_tables=True)
+    for batch in micro_batches(4):
+        through(pipeline, [batch] * 5)
+        training.model.eval()
+        with torch.no_grad():
+            through(pipeline, [batch])
+        training.model.train()
+    assert iterations(training) == [8] * len(iterations(training)) != []
 
 
 @SCENARIOS.scenario("accumulated_tables", ranks=2)
@@ -247,17 +212,9 @@ def kernels_go_on_counting_where_a_checkpoint_was() -> None:
     assert iterations(training) == [102] * len(iterations(training))
 
 
-@SCENARIOS.scenario("accumulated_tables", ranks=2)
-def kernels_do_not_count_evaluation() -> None:
-    training = _counting()
-    pipeline = training.pipeline(grad_accum=2, accumulate_tables=True)
-    for batch in micro_batches(4):
-        through(pipeline, [batch, batch])
-        training.model.eval()
-        with torch.no_grad():
-            through(pipeline, [batch])
-        training.model.train()
-    assert iterations(training) == [4] * len(iterations(training))
+def _of_both_kinds() -> Training:
+    model = Predicting(bags=bags("f", "g"), ids=sequences("f", "g"))
+    return Training(model, {"f": BY_ROWS, "g": SECOND}, tables=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 
 
 def _counting() -> Training:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.integration.trainer.pipelines.batches import WIDTH, Batch
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     ROUNDING,
     Predicting,
@@ -52,12 +52,6 @@ def micro_batches_train_as_the_larger_batches_that_they_make_up() -> None:
     for count in 1, 2, 3, 4, 8:
         for rest in range(count):
             check_as_larger(training, micro_batches(count + rest), steps_of=count)
-
-
-@SCENARIOS.scenario("accumulation", ranks=2)
-def fewer_batches_than_a_step_takes_are_a_step() -> None:
-    check_as_larger(training, micro_batches(1), steps_of=4)
-    check_as_larger(training, micro_batches(3), steps_of=8)
 
 
 @SCENARIOS.scenario("accumulation", ranks=2)
@@ -104,9 +98,7 @@ def the_loss_that_is_reported_is_that_of_the_micro_batch() -> None:
     batches, untouched = micro_batches(4), training()
     with torch.no_grad():
         expected = [untouched.model(batch)[1] for batch in batches]
-    for options in {}, {"enable_amp": False}:
-        of = training()
-        assert of.pipelined(batches, grad_accum=4, accumulate_tables=True, **options) == expected
+    assert training().pipelined(batches, grad_accum=4, accumulate_tables=True) == expected
 
 
 @SCENARIOS.scenario("accumulation", ranks=2)
@@ -203,10 +195,14 @@ def gradients_are_exchanged_once_for_a_step() -> None:
 
 @SCENARIOS.scenario("accumulation", ranks=2)
 def gradients_are_not_even_exchanged_at_first_where_the_graph_is_not_said_to_be_always_the_same() -> None:
-    with reducing(static_graph=False):
-        of = training()
+    def build() -> Training:
+        with reducing(static_graph=False):
+            return training()
+
+    of = build()
     names = {name for name, _ in reducers(of.model)}
     assert [set(one) for one in exchanges(of, micro_batches(4), 2)] == [set(), names, set(), names]
+    check_as_larger(build, micro_batches(8), steps_of=3)
 
 
 def reducing(**options: bool) -> AbstractContextManager[Any]:
@@ -244,45 +240,28 @@ def parameters_that_are_used_in_some_micro_batches_only() -> None:
     assert equal_on_ranks(accumulated.held()["seldom.weight"])
 
 
-@SCENARIOS.scenario("accumulation", ranks=2)
-def a_graph_that_is_not_said_to_be_always_the_same() -> None:
-    def build() -> Training:
-        with reducing(static_graph=False):
-            return training()
-
-    check_as_larger(build, micro_batches(8), steps_of=3)
-
-
 def set_learning_rate(of: Training, factor: float) -> None:
     for group in of.optimizer.param_groups:
         group["lr"] *= factor
 
 
 @SCENARIOS.scenario("accumulation", ranks=2)
-def learning_rates_that_change_after_a_step_hold_from_the_next_on() -> None:
-    accumulated, plain = training(), training()
-    pipeline, source = accumulated.pipeline(grad_accum=2, accumulate_tables=True), iter(micro_batches(6))
-    for _ in range(6):
-        pipeline.progress(source)
-        if pipeline.stepped:
-            set_learning_rate(accumulated, 0.5)
-    for batch in larger(micro_batches(6), 2):
-        plain.plainly([batch])
-        set_learning_rate(plain, 0.5)
-    assert farthest(accumulated.held(), plain.held()) < ROUNDING
-
-
-@SCENARIOS.scenario("accumulation", ranks=2)
-def learning_rates_that_change_within_a_step_hold_for_all_of_it() -> None:
-    """For tables and for dense parameters alike."""
-    accumulated, plain = training(), training()
-    pipeline, source = accumulated.pipeline(grad_accum=2, accumulate_tables=True), iter(micro_batches(2))
-    pipeline.progress(source)
-    set_learning_rate(accumulated, 0.1)
-    pipeline.progress(source)
-    set_learning_rate(plain, 0.1)
-    plain.plainly(larger(micro_batches(2), 2))
-    assert farthest(accumulated.held(), plain.held()) < ROUNDING
+def learning_rates_that_change_hold_for_all_of_a_step() -> None:
+    """For tables and for dense parameters alike: from the next one on after a step, and within one at once."""
+    for after in 2, 1:
+        accumulated, plain = training(), training()
+        pipeline, source = accumulated.pipeline(grad_accum=2, accumulate_tables=True), iter(micro_batches(6))
+        for number in range(6):
+            pipeline.progress(source)
+            if number % 2 == after - 1:
+                set_learning_rate(accumulated, 0.5)
+        for batch in larger(micro_batches(6), 2):
+            if after == 1:
+                set_learning_rate(plain, 0.5)
+            plain.plainly([batch])
+            if after == 2:
+                set_learning_rate(plain, 0.5)
+        assert farthest(accumulated.held(), plain.held()) < ROUNDING
 
 
 @SCENARIOS.scenario("accumulation", ranks=2)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests.integration.trainer.pipelines.prepared import (
     rich,
     shifted,
 )
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -52,51 +53,39 @@ def an_in_place_operator_between_two_calls() -> None:
 
 
 @scenario
-def an_input_written_to_within_another_module() -> None:
-    def prepare(model: Any, batch: Any) -> Any:
-        model.does(batch)
-        return [batch.sparse]
+def a_batch_that_another_module_changes() -> None:
+    def replace_ids(batch: Rich) -> None:
+        batch.sparse._values = (batch.sparse.values() + 1) % ROWS
 
-    check_like_plain(
-        Prepared(prepare, does(lambda batch: batch.sparse.values().add_(1).remainder_(ROWS))),
-        refused={"bags": "its argument 0._values is written to on the way"},
-    )
-
-
-@scenario
-def an_attribute_of_the_batch_replaced_within_another_module() -> None:
-    def replace(batch: Rich) -> None:
+    def replace_amount(batch: Rich) -> None:
         batch.amount = batch.amount + 1
 
     def prepare(model: Any, batch: Any) -> Any:
         model.does(batch)
-        return [model.shift(batch.sparse, batch.amount)]
-
-    check_like_plain(Prepared(prepare, does(replace)), refused={"bags": "its argument 0 is not the one"})
-
-
-@scenario
-def the_ids_of_a_batch_replaced_within_another_module() -> None:
-    def replace(batch: Rich) -> None:
-        batch.sparse._values = (batch.sparse.values() + 1) % ROWS
-
-    def prepare(model: Any, batch: Any) -> Any:
-        model.does(batch)
         return [batch.sparse]
 
-    check_like_plain(
-        Prepared(prepare, does(replace)), refused={"bags": "its argument 0._values is written to on the way"}
-    )
+    def prepare_by_amount(model: Any, batch: Any) -> Any:
+        model.does(batch)
+        return [model.shift(batch.sparse, batch.amount)]
+
+    written = "its argument 0._values is written to on the way"
+    for how, change, reason in (
+        (prepare, lambda batch: batch.sparse.values().add_(1).remainder_(ROWS), written),
+        (prepare, replace_ids, written),
+        (prepare_by_amount, replace_amount, "its argument 0 is not the one"),
+    ):
+        check_like_plain(Prepared(how, does(change)), refused={"bags": reason})
+
+
+def _written(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    features.values().add_(1).remainder_(ROWS)
+    return features
 
 
 @scenario
 def a_module_that_writes_to_its_input() -> None:
-    def written(features: KeyedJaggedTensor) -> Any:
-        features.values().add_(1).remainder_(ROWS)
-        return features
-
     check_like_plain(
-        Prepared(lambda m, b: [m.shift(b.sparse, b.number), m.does(b.sparse)], does(written), TWO),
+        Prepared(lambda m, b: [m.shift(b.sparse, b.number), m.does(b.sparse)], does(_written), TWO),
         refused={"does": "it writes to its input", "more": "it writes to its input"},
         ahead={"shift": 1},
     )
@@ -104,10 +93,6 @@ def a_module_that_writes_to_its_input() -> None:
 
 @scenario
 def a_module_that_writes_to_what_another_one_has_made() -> None:
-    def written(features: KeyedJaggedTensor) -> Any:
-        features.values().add_(1).remainder_(ROWS)
-        return shifted(features, 1)
-
     class After(PreparedModel):
         def forward(self, batch: Any) -> Any:
             features = self.shift(batch.sparse, batch.amount)
@@ -117,7 +102,7 @@ def a_module_that_writes_to_what_another_one_has_made() -> None:
             return loss, loss.detach()
 
     check_like_plain(
-        lambda: After(Prepared(lambda *_: [], does(written), TWO)),
+        lambda: After(Prepared(lambda *_: [], does(_written), TWO)),
         ahead={"shift": 1},
         refused={"does": "it writes to its input", "more": "it writes to its input"},
     )
@@ -189,11 +174,19 @@ def a_module_that_writes_to_its_input_now_and_then() -> None:
     check_noticed_later(lambda: After(Prepared(lambda *_: [], does(clamped), TWO)), "does", "more")
 
 
-def _check_drawing(draw: Callable[[], int]) -> None:
+def _seeded(count: int) -> Iterator[Rich]:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    yield from rich(count)
+
+
+@scenario
+def random_numbers() -> None:
     """Ids and the loss are changed by numbers drawn in turn from one source."""
 
     class Drawing(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, draw: Callable[[], int]) -> None:
             super().__init__()
             self.inner = Prepared(lambda m, b: [m.does(b.sparse)], does(lambda kjt: shifted(kjt, draw())))()
             self.noise = Does(lambda loss: loss * (1 + draw()))
@@ -203,33 +196,14 @@ def _check_drawing(draw: Callable[[], int]) -> None:
             loss = self.noise(loss)
             return loss, loss.detach()
 
-    check_like_plain(
-        Drawing,
-        refused={"inner.does": "it draws random numbers", "inner.bags": "it draws random numbers"},
-        batches=_seeded,
-    )
-
-
-def _seeded(count: int) -> Iterator[Rich]:
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    yield from rich(count)
-
-
-@scenario
-def random_numbers_of_torch() -> None:
-    _check_drawing(lambda: int(torch.randint(ROWS, (1,))))
-
-
-@scenario
-def random_numbers_of_python() -> None:
-    _check_drawing(lambda: random.randrange(ROWS))
-
-
-@scenario
-def random_numbers_of_numpy() -> None:
-    _check_drawing(lambda: int(np.random.randint(ROWS)))
+    draws = "it draws random numbers"
+    for draw in (
+        lambda: int(torch.randint(ROWS, (1,))),
+        lambda: random.randrange(ROWS),
+        lambda: int(np.random.randint(ROWS)),
+    ):
+        refused = {"inner.does": draws, "inner.bags": draws}
+        check_like_plain(partial(Drawing, draw), refused=refused, batches=_seeded)
 
 
 @scenario

@@ -1,11 +1,13 @@
-"""Tables that are updated once per optimizer step: when trackers are told, what is refused, and how it ends."""
+"""Tables that are updated once per optimizer step: when trackers are told, what is refused, and how it ends.
 
-from functools import partial
+Which features cannot be kept is shown by tests/unit/trainer/pipelines/test_deferred_tables.py.
+"""
+
 from typing import Any
 
 import pytest
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     ROUNDING,
     Predicting,
@@ -17,17 +19,14 @@ from tests.integration.trainer.pipelines.training import Training, farthest, thr
 from tests.integration.trainer.torchrec_defects.copies import Copy, changed, weights
 from tests.integration.trainer.torchrec_defects.models import CPU, bags, lookups_of, sequences
 from tests.integration.trainer.tracking import cases
-from tests.integration.trainer.tracking.batches import Features
-from tests.integration.trainer.tracking.models import Case, build, processed
-from tests.integration.trainer.tracking.models import bags as tracked_bags
+from tests.integration.trainer.tracking.models import build
 from torchrec.distributed.sharding_plan import data_parallel
 
 from deltasync.core.errors import Contradiction, InvalidInput
 from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
-DEFERRED = PipelineOptions(grad_accum=2, accumulate_tables=True)
-rows = partial(cases.table, cases.ROWS)
+DEFERRED: dict[str, Any] = {"grad_accum": 2, "accumulate_tables": True}
 DENSE = ("over.weight", "over.bias")
 
 
@@ -67,7 +66,7 @@ def rows_of_a_read_within_a_step_are_reported_again_after_it() -> None:
     """They were looked up already, and have not changed yet."""
     of = training()
     tracker = Tracker(of.model, TrackerOptions(mode=TrackingMode.ID_ONLY))
-    pipeline, source = of.pipeline(grad_accum=2, accumulate_tables=True), iter(micro_batches(2))
+    pipeline, source = of.pipeline(**DEFERRED), iter(micro_batches(2))
     before = weights(of.model)
     pipeline.progress(source)
     within = tracker.get_delta()
@@ -84,35 +83,14 @@ def managed_collision_is_refused() -> None:
     for case, name in ("collisions", "m"), ("collision-sequences", "m"):
         model, optimizer = build(cases.CASES[case])
         with pytest.raises(InvalidInput, match=f"module '{name}[^']*'.*managed collision"):
-            OnlinePipeline(model, optimizer, CPU, DEFERRED)
-
-
-@SCENARIOS.scenario("deferring", ranks=2)
-def features_of_variable_batch_size_are_refused() -> None:
-    _check_refused(
-        Case({"several": tracked_bags({"a": rows(20, "f"), "b": rows(30, "g")})}, variable=True),
-        r"module 'several'.*\['f', 'g'\] vary in batch size",
-    )
-
-
-@SCENARIOS.scenario("deferring", ranks=2)
-def features_with_weights_that_are_learnt_are_refused() -> None:
-    tables = {"a": rows(20, "f"), "b": rows(30, "f", "g")}
-    _check_refused(Case({"m": processed(tables)}, weighted=True), "module 'm' learns the weights of its features")
-
-
-def _check_refused(case: Case, why: str) -> None:
-    model, optimizer = build(case)
-    batches = Features(case.ids, case.weighted, case.variable).batches(2)
-    with pytest.raises(InvalidInput, match=why):
-        OnlinePipeline(model, optimizer, CPU, DEFERRED).progress(batches)
+            OnlinePipeline(model, optimizer, CPU, PipelineOptions(**DEFERRED))
 
 
 @SCENARIOS.scenario("deferring", ranks=2)
 def a_detached_pipeline_gives_the_model_its_lookups_back() -> None:
     of, plain = training(), training()
     before = forwards(of)
-    pipeline = of.pipeline(grad_accum=2, accumulate_tables=True)
+    pipeline = of.pipeline(**DEFERRED)
     through(pipeline, micro_batches(4))
     assert forwards(of) != before
     pipeline.detach()
@@ -124,21 +102,7 @@ def a_detached_pipeline_gives_the_model_its_lookups_back() -> None:
 
 
 @SCENARIOS.scenario("deferring", ranks=2)
-def what_a_step_had_when_its_pipeline_was_reset_is_forgotten() -> None:
-    of, plain = training(), training()
-    pipeline = of.pipeline(grad_accum=3, accumulate_tables=True)
-    pipeline.progress(iter(micro_batches(3)))
-    pipeline.reset()
-    pipeline.detach()
-    assert pipeline._tables is not None
-    assert pipeline._tables.outputs == []
-    of.plainly(micro_batches(3, seed=1))
-    plain.plainly(micro_batches(3, seed=1))
-    assert farthest(of.held(), plain.held()) < ROUNDING
-
-
-@SCENARIOS.scenario("deferring", ranks=2)
-def a_pipeline_that_is_reset_begins_a_step_anew() -> None:
+def a_pipeline_that_is_reset_begins_a_step_anew_and_leaves_nothing_of_it_to_others() -> None:
     of, plain = training(), training()
     pipeline = of.pipeline(grad_accum=3, accumulate_tables=True)
     pipeline.progress(iter(micro_batches(3)))
@@ -146,21 +110,18 @@ def a_pipeline_that_is_reset_begins_a_step_anew() -> None:
     through(pipeline, micro_batches(3, seed=1))
     plain.plainly(larger(micro_batches(3, seed=1), 3))
     assert farthest(of.held(), plain.held()) < ROUNDING
-
-
-@SCENARIOS.scenario("deferring", ranks=2)
-def a_model_whose_pipeline_was_detached_trains_its_tables() -> None:
-    of, plain = training(), training()
-    of.pipelined(micro_batches(4), grad_accum=2, accumulate_tables=True)
+    pipeline.progress(iter(micro_batches(3)))
+    pipeline.reset()
+    pipeline.detach()
     of.plainly(micro_batches(3, seed=1))
-    plain.plainly([*larger(micro_batches(4), 2), *micro_batches(3, seed=1)])
+    plain.plainly(micro_batches(3, seed=1))
     assert farthest(of.held(), plain.held()) < ROUNDING
 
 
 @SCENARIOS.scenario("deferring", ranks=2)
 def a_pipeline_that_is_attached_again_goes_on_within_a_step() -> None:
     of, plain = training(), training()
-    pipeline, source = of.pipeline(grad_accum=2, accumulate_tables=True), iter(micro_batches(6))
+    pipeline, source = of.pipeline(**DEFERRED), iter(micro_batches(6))
     for _ in range(6):
         pipeline.progress(source)
         pipeline.detach()
@@ -171,10 +132,10 @@ def a_pipeline_that_is_attached_again_goes_on_within_a_step() -> None:
 @SCENARIOS.scenario("deferring", ranks=2)
 def two_pipelines_take_turns_on_one_model() -> None:
     """Whether the second has tables wait for the step as well or not, and whether they are detached in between."""
-    for options in {"grad_accum": 2, "accumulate_tables": True}, {}:
+    for options in DEFERRED, {}:
         for detached in True, False:
             of, plain = training(), training()
-            pipelines = [of.pipeline(grad_accum=2, accumulate_tables=True), of.pipeline(**options)]
+            pipelines = [of.pipeline(**DEFERRED), of.pipeline(**options)]
             for turn in range(4):
                 batches = micro_batches(2, seed=turn)
                 pipeline = pipelines[turn % 2]
@@ -196,15 +157,3 @@ def a_step_that_is_not_complete_is_not_mixed_with_another_pipelines() -> None:
         second.progress(iter(micro_batches(1)))
     first.reset()
     through(second, micro_batches(1))
-
-
-@SCENARIOS.scenario("deferring", ranks=2)
-def evaluation_keeps_nothing() -> None:
-    of = training()
-    pipeline = of.pipeline(grad_accum=2, accumulate_tables=True)
-    through(pipeline, micro_batches(2))
-    of.model.eval()
-    through(pipeline, micro_batches(5))
-    assert pipeline._tables is not None
-    assert pipeline._tables.outputs == []
-    assert not any(deferred.pending for deferred in pipeline._tables._lookups)

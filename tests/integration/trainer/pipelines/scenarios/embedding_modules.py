@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.integration.trainer.pipelines.comparison import check_same, told
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import through
 from tests.integration.trainer.torchrec_defects.models import CPU
 from tests.integration.trainer.tracking.batches import Batch, Features
@@ -71,20 +71,8 @@ def raw_ids_are_mapped_to_rows() -> None:
 
 
 @scenario
-def bags_and_sequences_are_in_one_model() -> None:
+def bags_and_sequences_of_weighted_features_and_of_various_batch_sizes() -> None:
     _check(bags(TABLES), sequences({"s": table(ROWS, 20, "f"), "r": table(FIRST, 20, "g")}))
-
-
-@scenario
-def columns_are_on_both_ranks() -> None:
     _check(bags({"t": table(BOTH, 20, "f")}), sequences({"s": table(BOTH, 20, "f")}))
-
-
-@scenario
-def ids_have_weights() -> None:
     _check(bags(TABLES, weighted=True), weighted=True)
-
-
-@scenario
-def features_differ_in_batch_size() -> None:
     _check(bags({"t": table(FIRST, 20, "f"), "u": table(ROWS, 20, "g")}), variable=True)

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from tests.integration.trainer.pipelines.jagged import (
     ids,
     trained_plainly,
 )
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training, farthest
 from tests.integration.trainer.torchrec_defects.models import bag, bags, sequence, sequences
 from torch import nn
@@ -80,22 +79,10 @@ def bags_begin_with_any() -> None:
 
 
 @SCENARIOS.scenario("mixed features", ranks=2)
-def sequences_begin_with_any() -> None:
-    for forms in _rotations():
-        _train_same_in(forms, _sequences)
-
-
-@SCENARIOS.scenario("mixed features", ranks=2, nightly=True)
-def tables_share_features() -> None:
-    for forms in _rotations():
-        _train_same_in(forms, _shared)
-
-
-@SCENARIOS.scenario("mixed features", ranks=2)
-def every_order_of_one_of_each() -> None:
-    one_of_each = KEYED[0], KEYED[1], KEYED[3], TENSORDICTS[1]
-    for forms in permutations(one_of_each, 3):
-        _train_same_in(forms, _bags)
+def sequences_and_tables_that_share_features_begin_with_any() -> None:
+    for make in (_sequences, _shared):
+        for forms in _rotations():
+            _train_same_in(forms, make)
 
 
 @SCENARIOS.scenario("mixed features", ranks=2)
@@ -142,16 +129,10 @@ def _accepted_after(
 
 
 @SCENARIOS.scenario("mixed features", ranks=2)
-def accepted_after_batches_in_any_order_of_keys() -> None:
-    for keys in ("fgh", "hgf", "ghf"):
+def accepted_after_batches_in_any_order_of_keys_and_others_at_the_end() -> None:
+    for keys in ("fgh", "hgf", "ghf", "fghx"):
         for make in (_bags, _sequences, _shared):
             _accepted_after(make, lambda batch, keys=keys: as_kjt(batch, keys), TENSORDICTS + FORMS)  # type: ignore[misc]
-
-
-@SCENARIOS.scenario("mixed features", ranks=2)
-def accepted_after_batches_with_other_keys_at_the_end() -> None:
-    for make in (_bags, _sequences):
-        _accepted_after(make, lambda batch: as_kjt(batch, "fghx"), TENSORDICTS + FORMS)
 
 
 @SCENARIOS.scenario("mixed features", ranks=2)

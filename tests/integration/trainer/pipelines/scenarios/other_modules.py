@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.integration.trainer.pipelines.jagged import (
     Lookups,
     as_kjt,
@@ -17,82 +16,41 @@ from tests.integration.trainer.pipelines.jagged import (
     train_same,
 )
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
-from tests.integration.trainer.pipelines.registry import SCENARIOS
-from tests.integration.trainer.pipelines.scenarios.weighted_tensordicts import weighted_bags
-from tests.integration.trainer.pipelines.training import Training, farthest, fill, sgd
-from tests.integration.trainer.torchrec_defects.models import CPU, ROWS, bag, bags, sequence, sequences
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios.tensordicts import weighted_bags
+from tests.integration.trainer.pipelines.training import Training, farthest
+from tests.integration.trainer.torchrec_defects.models import ROWS, bag, bags, collided, sequence
 from torch import nn
-from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.pipelines import accept_tensordicts
 
 
-def _collided(kind: str) -> nn.Module:
-    configs: list[Any] = [bag(name) if kind == "bags" else sequence(name) for name in ("f", "g")]
-    remappings = {config.name: _remapping() for config in configs}
-    collisions = ManagedCollisionCollection(remappings, configs)
-    if kind == "bags":
-        return Lookups(collided=ManagedCollisionEmbeddingBagCollection(bags(*configs), collisions))
-    return Lookups(collided=ManagedCollisionEmbeddingCollection(sequences(*configs), collisions))
+def _collided(kind: Any) -> Training:
+    return Training(Lookups(collided=collided(kind("f"), kind("g"), every=1000)), _sharded(BY_ROWS))
 
 
-def _remapping() -> MCHManagedCollisionModule:
-    return MCHManagedCollisionModule(
-        zch_size=ROWS, device=CPU, eviction_policy=DistanceLFU_EvictionPolicy(), eviction_interval=1000
-    )
+def _processed(sharding: Any) -> Training:
+    """Bags whose ids are weighted by their positions."""
+    processors = {name: PositionWeightedModule(max_feature_length=8) for name in ("f", "g")}
+    module = FeatureProcessedEmbeddingBagCollection(weighted_bags("f", "g"), processors)
+    return Training(Lookups(processed=module), _sharded(sharding))
 
 
-class FeatureProcessed(Training):
-    """In training: bags whose ids are weighted by their positions."""
-
-    def __init__(self, sharding: Any) -> None:
-        processors = {name: PositionWeightedModule(max_feature_length=8) for name in ("f", "g")}
-        module = FeatureProcessedEmbeddingBagCollection(weighted_bags("f", "g"), processors)
-        fused = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5})
-        sharder = FeatureProcessedEmbeddingBagCollectionSharder(fused)
-        plan = construct_module_sharding_plan(
-            module, {"f": sharding, "g": sharding}, sharder, local_size=2, world_size=2, device_type="cpu"
-        )
-        self.model = DistributedModelParallel(
-            Lookups(processed=module),
-            env=ShardingEnv.from_process_group(dist.group.WORLD),
-            device=CPU,
-            plan=ShardingPlan(plan={"processed": plan}),
-            sharders=[sharder],
-        )
-        fill(self.model)
-        rest = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, KeyedOptimizerWrapper(rest, sgd)])
+def _sharded(sharding: Any) -> dict[str, Any]:
+    return dict.fromkeys(("f", "g"), sharding)
 
 
+BY_ROWS = row_wise(compute_kernel="fused")
 KINDS: dict[str, Callable[[], Training]] = {
-    "ShardedManagedCollisionEmbeddingBagCollection": lambda: Training(_collided("bags"), _row_wise()),
-    "ShardedManagedCollisionEmbeddingCollection": lambda: Training(_collided("sequences"), _row_wise()),
-    "ShardedFeatureProcessedEmbeddingBagCollection": lambda: FeatureProcessed(table_wise(rank=1)),
+    "ShardedManagedCollisionEmbeddingBagCollection": lambda: _collided(bag),
+    "ShardedManagedCollisionEmbeddingCollection": lambda: _collided(sequence),
+    "ShardedFeatureProcessedEmbeddingBagCollection": lambda: _processed(table_wise(rank=1)),
 }
-
-
-def _row_wise() -> dict[str, Any]:
-    return {name: row_wise(compute_kernel="fused") for name in ("f", "g")}
 
 
 @SCENARIOS.scenario("modules that take no tensordicts", ranks=2)
@@ -107,23 +65,14 @@ def tensordicts_are_refused_eagerly_and_pipelined() -> None:
 
 @SCENARIOS.scenario("modules that take no tensordicts", ranks=2)
 def keyed_jagged_tensors_are_trained_on_as_before() -> None:
-    trainings: list[Callable[[], Training]] = [
-        *KINDS.values(),
-        lambda: FeatureProcessed(row_wise(compute_kernel="fused")),
-    ]
-    for training in trainings:
-        plain = training()
+    for training in (*KINDS.values(), lambda: _processed(BY_ROWS)):
+        plain, eager, pipelined = training(), training(), training()
         expected = plain.plainly(map(as_kjt, ids(4)))
-        for train, held in _accepting(training):
+        accept_tensordicts(eager.model)
+        for one, train in ((eager, eager.plainly), (pipelined, pipelined.pipelined)):
             outputs = train(map(as_kjt, ids(4)))
             assert all(torch.equal(*two) for two in zip(outputs, expected, strict=True))
-            assert farthest(held(), plain.held()) == 0
-
-
-def _accepting(training: Callable[[], Training]) -> list[tuple[Callable[..., list[Any]], Callable[[], Any]]]:
-    eager, pipelined = training(), training()
-    accept_tensordicts(eager.model)
-    return [(eager.plainly, eager.held), (pipelined.pipelined, pipelined.held)]
+            assert farthest(one.held(), plain.held()) == 0
 
 
 # Two of "f" and three of "g", whose four examples share them.

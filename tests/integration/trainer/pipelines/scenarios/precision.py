@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.pipelines.batches import Batch
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     MOVED,
     Predicting,
@@ -18,17 +19,20 @@ from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     state,
 )
 from tests.integration.trainer.pipelines.training import Training, farthest, through
-from tests.integration.trainer.torchrec_defects.models import CPU, bags
+from tests.integration.trainer.torchrec_defects.models import CPU, bag, bags
 from tests.integration.trainer.tracking.batches import Features
 from tests.integration.trainer.tracking.cases import CASES
 from tests.integration.trainer.tracking.models import build
 from tests.integration.trainer.tracking.rows import weights
 from torch import nn
 from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wise
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from deltasync.core.errors import InvalidInput
 from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
 
-FLOAT16 = {"enable_amp": True, "amp_dtype": torch.float16}
+FLOAT16: dict[str, Any] = {"enable_amp": True, "amp_dtype": torch.float16}
 # Of values of float16, which has 11 bits, after a few steps; smallest ones are lost where they are not scaled.
 HALF_ROUNDING = 2e-3
 # Times a gradient that is scaled, this is beyond what float32 holds.
@@ -142,27 +146,19 @@ def check_scale_is_not_seen(sharding: Any, tables: EmbOptimType, *, steps_of: in
 
 @SCENARIOS.scenario("precision", ranks=2)
 def fused_tables_do_not_see_the_scale() -> None:
+    """Nor that of a step that ends early. They are updated once per step, if that is asked for or not."""
     for tables in EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         check_scale_is_not_seen(BOTH_RANKS, tables)
-
-
-@SCENARIOS.scenario("precision", ranks=2)
-def fused_tables_do_not_see_the_scale_of_micro_batches() -> None:
-    """Nor that of a step that ends early. They are updated once per step, if that is asked for or not."""
     for steps_of in 2, 3:
         check_scale_is_not_seen(BOTH_RANKS, EmbOptimType.EXACT_SGD, steps_of=steps_of)
 
 
 @SCENARIOS.scenario("precision", ranks=2)
-def tables_that_every_rank_has_do_not_see_the_scale() -> None:
+def tables_that_every_rank_has_or_whose_kernels_are_not_fused_do_not_see_the_scale() -> None:
+    """Those that are not fused: alone in their lookup, or beside a fused one."""
     for steps_of in 1, 3:
         sharding = BOTH_RANKS | {"f": data_parallel()}
         check_scale_is_not_seen(sharding, EmbOptimType.EXACT_SGD, steps_of=steps_of)
-
-
-@SCENARIOS.scenario("precision", ranks=2)
-def tables_whose_kernels_are_not_fused_do_not_see_the_scale() -> None:
-    """Alone in their lookup, or beside a fused one."""
     unfused = table_wise(rank=1, compute_kernel="dense")
     for other in row_wise(compute_kernel="fused"), table_wise(rank=1, compute_kernel="fused"):
         check_scale_is_not_seen({"f": unfused, "g": other}, EmbOptimType.EXACT_SGD)
@@ -217,13 +213,10 @@ def nan_in_a_label(of: Training, batch: Batch) -> None:
 
 @SCENARIOS.scenario("precision", ranks=2)
 def an_overflow_on_one_rank_leaves_all_ranks_as_they_were() -> None:
+    """And one in a micro-batch leaves its whole step out."""
     for overflow in overflow_in_a_batch, overflow_in_gradients_of_rows, nan_in_a_label:
         for rank in 0, 1:
             _check_left_out(overflow, rank, steps_of=1)
-
-
-@SCENARIOS.scenario("precision", ranks=2)
-def an_overflow_in_one_micro_batch_on_one_rank_leaves_its_step_out() -> None:
     for rank in 0, 1:
         _check_left_out(overflow_in_gradients_of_rows, rank, steps_of=3)
 
@@ -300,3 +293,71 @@ def a_checkpoint_of_another_precision_is_taken_for_what_it_has() -> None:
     other.load_state_dict(of_scaling)
     assert (scaling.trained, scale(scaling)) == (0, 8)
     assert other.state_dict() == {"trained": 1, "loss_scale": {}}
+
+
+# T3: what is updated in backward beside sharded tables.
+
+ELSEWHERE = r"updated in backward, while its gradients are still multiplied by the scale of the loss"
+
+
+def with_fused_tables() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Not under `DistributedModelParallel`, which TorchRec 1.8 cannot put around unsharded ones."""
+    torch.manual_seed(1)
+    model = Predicting(
+        own=FusedEmbeddingBagCollection(
+            tables=[bag("g")], optimizer_type=torch.optim.SGD, optimizer_kwargs={"lr": 0.1}, device=CPU
+        )
+    )
+    return model, torch.optim.SGD(model.over.parameters(), lr=0.1)
+
+
+def with_both() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """And a layer, whose optimizer DDP runs on an accelerator only."""
+    model, _ = with_fused_tables()
+    over = model.get_submodule("over")
+    apply_optimizer_in_backward(torch.optim.SGD, [over.get_parameter("weight")], {"lr": 0.1})
+    return model, torch.optim.SGD([over.get_parameter("bias")], lr=0.1)
+
+
+def with_a_layer_in_backward() -> Training:
+    model = Predicting(bags=bags("f", "g"))
+    apply_optimizer_in_backward(torch.optim.SGD, [model.over.weight], {"lr": 0.1})
+    return Training(model, BOTH_RANKS)
+
+
+@SCENARIOS.scenario("backward", ranks=2)
+def tables_that_are_fused_and_not_sharded_are_refused_under_a_loss_scale() -> None:
+    expected = rf"float16: module 'own' \(FusedEmbeddingBagCollection\): {ELSEWHERE}"
+    with pytest.raises(InvalidInput, match=expected):
+        OnlinePipeline(*with_fused_tables(), CPU, PipelineOptions(**FLOAT16))
+
+
+@SCENARIOS.scenario("backward", ranks=2)
+def layers_whose_optimizer_runs_in_backward_are_refused_under_a_loss_scale() -> None:
+    expected = f"float16: parameter 'over.weight': {ELSEWHERE}"
+    with pytest.raises(InvalidInput, match=expected):
+        with_a_layer_in_backward().pipeline(**FLOAT16)
+
+
+@SCENARIOS.scenario("backward", ranks=2)
+def without_a_loss_scale_both_are_trained_as_without_a_pipeline() -> None:
+    (model, optimizer), (plain, of_plain) = with_both(), with_both()
+    before = [parameter.detach().clone() for parameter in plain.parameters()]
+    through(OnlinePipeline(model, optimizer, CPU), micro_batches(4, "g"))
+    for batch in micro_batches(4, "g"):
+        of_plain.zero_grad()
+        plain(batch)[0].backward()
+        of_plain.step()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+@SCENARIOS.scenario("backward", ranks=2)
+def sharded_tables_with_an_optimizer_each_are_not_refused() -> None:
+    model = Predicting(bags=bags("f", "g"))
+    for table in model.get_submodule("bags.embedding_bags").children():
+        apply_optimizer_in_backward(torch.optim.Adagrad, table.parameters(), {"lr": 0.1})
+    of = Training(model, BOTH_RANKS)
+    before = of.held()
+    of.pipelined(micro_batches(2), **FLOAT16, loss_scale=1024.0)
+    assert farthest(of.held(), before) > MOVED

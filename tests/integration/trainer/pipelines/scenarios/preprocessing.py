@@ -1,8 +1,9 @@
-"""Preprocessing: done ahead of forward, each call with its own result."""
+"""Preprocessing: done ahead of forward, each call with its own result.
+
+Which constants and containers a call may have is shown by tests/unit/trainer/pipelines/lookahead.
+"""
 
 from collections.abc import Callable
-from enum import Enum
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,26 +23,12 @@ from tests.integration.trainer.pipelines.prepared import (
     shifted,
     with_values,
 )
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 scenario = SCENARIOS.scenario("preprocessing", ranks=2)
-
-
-class Kind(Enum):
-    ONE = 1
-    OTHER = 2
-
-
-CONSTANTS: tuple[Any, ...] = (
-    *(0, 1, True, 1.0, 2, -7, 0.5, float("inf"), 1j),
-    *("", "one", "two", None, False),
-    *((), (1, 2), (2, 1), [1, 2], [[1], [2, (3, None)]], {}, {"a": 1}, {"a": [1, {"b": None}]}),
-    *(Kind.ONE, Kind.OTHER),
-    *(slice(1, 2), slice(None), range(3), torch.int64, torch.float32, torch.device("cpu"), torch.strided),
-)
 
 
 def _shifts(*calls: Callable[[Any, Any], KeyedJaggedTensor]) -> Prepared:
@@ -101,11 +88,6 @@ def modules_within_a_module_are_called_ahead_with_it() -> None:
     check_like_plain(
         Prepared(lambda m, b: [m.both(b.sparse)], {"both": Both}), ahead={"both.first": 1, "both.second": 1}
     )
-
-
-@scenario
-def calls_with_different_constants_have_their_own_results() -> None:
-    _check_calls(*(partial(lambda m, b, constant: m.shift(b.sparse, constant), constant=c) for c in CONSTANTS))
 
 
 @scenario
@@ -170,19 +152,6 @@ def items_of_a_keyed_jagged_tensor_are_inputs() -> None:
 
 
 @scenario
-def none_lists_dicts_and_keywords_are_mixed() -> None:
-    _check_calls(
-        lambda m, b: m.shift(b.sparse, None, [b.amount, 1, None], {"a": b.inner.amount, "b": (2, b.listed[1])}),
-        lambda m, b: m.shift(b.sparse, None, [b.amount, 1, None], {"a": b.inner.amount, "b": (2, b.listed[0])}),
-        lambda m, b: m.shift(b.sparse, None, [b.amount, 2, None], {"a": b.inner.amount, "b": (2, b.listed[1])}),
-        lambda m, b: m.shift(b.sparse, one=b.amount, other=[None]),
-        lambda m, b: m.shift(b.sparse, other=b.amount, one=[None]),
-        lambda m, b: m.shift(features=b.sparse, other=b.amount),
-        lambda m, b: m.shift(b.sparse, slice(b.number, 2), (b.number, "x")),
-    )
-
-
-@scenario
 def tensors_of_the_model_are_inputs() -> None:
     class Constant(nn.Module):
         def __init__(self) -> None:
@@ -222,15 +191,6 @@ def outputs_of_other_modules_are_inputs() -> None:
 
 
 @scenario
-def a_module_is_applied_to_its_own_output() -> None:
-    _check_calls(lambda m, b: m.shift(b.sparse, 1), lambda m, b: m.shift(b.sparse, 2))
-    check_like_plain(
-        Prepared(lambda m, b: [m.shift(m.shift(m.shift(b.sparse, 1), 2), b.amount)], {"shift": Shift}),
-        ahead={"shift": 3},
-    )
-
-
-@scenario
 def items_are_taken_from_what_a_module_returns() -> None:
     def prepare(model: Any, batch: Any) -> Any:
         listed, named = model.listed(batch.sparse), model.named(batch.sparse)
@@ -243,15 +203,6 @@ def items_are_taken_from_what_a_module_returns() -> None:
         "together": Together,
     }
     check_like_plain(Prepared(prepare, modules), ahead={"listed": 1, "named": 1, "shift": 1, "together": 1})
-
-
-@scenario
-def a_tuple_of_a_module_is_unpacked() -> None:
-    def prepare(model: Any, batch: Any) -> Any:
-        found = model.several(batch.sparse)
-        return [found[0], found[1]]
-
-    check_like_plain(Prepared(prepare, {"several": Several}, collections=("bags", "more")), ahead={"several": 1})
 
 
 @scenario

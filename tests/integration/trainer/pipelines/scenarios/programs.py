@@ -9,7 +9,7 @@ from tests.integration.trainer.pipelines.batches import Batch, batches
 from tests.integration.trainer.pipelines.comparison import check_same
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.prepared import Prepared, Shift
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training
 
 ACTIONS = 60

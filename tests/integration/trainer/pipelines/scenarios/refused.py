@@ -1,5 +1,9 @@
-"""What cannot be done ahead of forward: it is done in forward, and the reason is logged."""
+"""What cannot be done ahead of forward: it is done in forward, and the reason is logged.
 
+What a trace finds by itself is shown by tests/unit/trainer/pipelines/lookahead/test_plan.py.
+"""
+
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +20,7 @@ from tests.integration.trainer.pipelines.prepared import (
     shifted,
     with_values,
 )
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -26,6 +30,17 @@ from deltasync.core.errors import InvalidInput
 scenario = SCENARIOS.scenario("refused", ranks=2)
 
 TWO = ("bags", "more")
+without_extras = partial(rich, extras=False)
+
+
+def adds_extra(features: KeyedJaggedTensor, extra: torch.Tensor) -> KeyedJaggedTensor:
+    return shifted(features, extra.sum())
+
+
+def with_an_extra_or_else_the_amount(model: Any, batch: Any) -> Any:
+    if batch.extra is not None:
+        return [model.does(batch.sparse, batch.extra)]
+    return [model.shift(batch.sparse, batch.amount)]
 
 
 @scenario
@@ -46,30 +61,6 @@ def a_module_with_parameters_to_train() -> None:
 
 
 @scenario
-def a_parameter_as_an_input() -> None:
-    check_like_plain(
-        Prepared(lambda m, b: [m.shift(b.sparse, m.over.bias)], {"shift": Shift}),
-        refused={"shift": "the parameter 'over.bias'", "bags": "the parameter 'over.bias'"},
-    )
-
-
-@scenario
-def an_input_that_a_function_has_changed() -> None:
-    check_like_plain(
-        Prepared(lambda m, b: [m.shift(b.sparse, b.amount + 1), b.sparse], {"shift": Shift}, TWO),
-        refused={"shift": "changed on the way, by add", "bags": "changed on the way, by add"},
-    )
-
-
-@scenario
-def an_input_that_a_method_has_changed() -> None:
-    check_like_plain(
-        Prepared(lambda m, b: [m.shift(b.sparse, b.amount.neg())], {"shift": Shift}),
-        refused={"shift": "changed on the way, by neg", "bags": "changed on the way, by neg"},
-    )
-
-
-@scenario
 def a_sharded_module_called_twice() -> None:
     class Twice(PreparedModel):
         def forward(self, batch: Any) -> Any:
@@ -80,25 +71,6 @@ def a_sharded_module_called_twice() -> None:
     check_like_plain(
         lambda: Twice(Prepared(lambda m, b: [b.sparse, m.shift(b.sparse, 2)], {"shift": Shift}, TWO)),
         refused={"bags": "it is called 2 times in one forward"},
-    )
-
-
-@scenario
-def a_sharded_module_called_without_anything_of_the_batch() -> None:
-    ids = KeyedJaggedTensor(["f", "g"], torch.tensor([1, 2]), lengths=torch.tensor([1, 0, 0, 0, 0, 1, 0, 0]))
-    check_like_plain(
-        Prepared(lambda m, b: [m.does(), b.sparse], does(lambda: ids), TWO),
-        refused={"does": "is called without arguments", "bags": "is called without arguments"},
-    )
-
-
-@scenario
-def a_forward_that_branches_on_data() -> None:
-    def prepare(model: Any, batch: Any) -> Any:
-        return [model.shift(batch.sparse, 1 if batch.label.sum() > 0 else 2)]
-
-    check_like_plain(
-        Prepared(prepare, {"shift": Shift}), refused={"bags": "can't be traced: .*refused.py:[0-9]+: TraceError"}
     )
 
 
@@ -123,28 +95,12 @@ def a_forward_of_any_arguments() -> None:
 
 
 @scenario
-def an_argument_with_a_default() -> None:
-    class Defaults(PreparedModel):
-        def forward(self, batch: Any, by: int = 3, also: Any = None) -> Any:
-            loss, output = super().forward(batch)
-            return loss, output
-
-    check_like_plain(
-        lambda: Defaults(Prepared(lambda m, b: [m.shift(b.sparse, 1)], {"shift": Shift})), ahead={"shift": 1}
-    )
-
-
-@scenario
 def a_call_that_fails_where_forward_does_not_make_it() -> None:
-    def prepare(model: Any, batch: Any) -> Any:
-        if batch.extra is not None:
-            return [model.does(batch.sparse, batch.extra)]
-        return [model.shift(batch.sparse, batch.amount)]
-
+    failed = "it can't be called ahead: AttributeError"
     check_like_plain(
-        Prepared(prepare, does(lambda features, extra: shifted(features, extra.sum()))),
-        refused={"does": "it can't be called ahead: AttributeError", "bags": "it can't be called ahead"},
-        batches=lambda count: rich(count, extras=False),
+        Prepared(with_an_extra_or_else_the_amount, does(adds_extra)),
+        refused={"does": failed, "bags": failed},
+        batches=without_extras,
     )
 
 
@@ -158,10 +114,10 @@ def a_call_that_fails_beside_one_that_does_not() -> None:
 
     failed = "it can't be called ahead: AttributeError"
     check_like_plain(
-        Prepared(prepare, does(lambda features, extra: shifted(features, extra.sum())), TWO),
+        Prepared(prepare, does(adds_extra), TWO),
         ahead={"shift": 1},
         refused={"does": failed, "bags": failed},
-        batches=lambda count: rich(count, extras=False),
+        batches=without_extras,
     )
 
 
@@ -173,7 +129,7 @@ def an_access_that_fails_where_forward_does_not_make_it() -> None:
     check_like_plain(
         Prepared(prepare),
         refused={"bags": "its features can't be made ahead: AttributeError"},
-        batches=lambda count: rich(count, extras=False),
+        batches=without_extras,
     )
 
 
@@ -195,12 +151,7 @@ def names_that_no_module_has() -> None:
 
 @scenario
 def a_call_that_fails_for_a_later_batch() -> None:
-    def prepare(model: Any, batch: Any) -> Any:
-        if batch.extra is not None:
-            return [model.does(batch.sparse, batch.extra)]
-        return [model.shift(batch.sparse, batch.amount)]
-
-    make = Prepared(prepare, does(lambda features, extra: shifted(features, extra.sum())))
+    make = Prepared(with_an_extra_or_else_the_amount, does(adds_extra))
     with pytest.raises(AttributeError) as failed:
         Training(make(), BOTH_RANKS).pipelined(rich(3))
     assert "module 'does'" in failed.value.__notes__[0]

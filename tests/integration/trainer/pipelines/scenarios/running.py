@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from tests.integration.trainer.pipelines.batches import Batch, batches
 from tests.integration.trainer.pipelines.comparison import check_like_plain, check_same, told
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import Prepared, Shift, rich
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.sources import Failing, Lost, Paused, despite_losses
 from tests.integration.trainer.pipelines.training import Training, sgd, through
 from tests.integration.trainer.torchrec_defects.models import CPU, bags
@@ -88,32 +88,13 @@ def data_pauses_and_comes_back() -> None:
 
 
 @scenario
-def data_pauses_while_batches_are_in_flight() -> None:
-    plain, pipelined = _pair()
-    expected, pipeline = plain.plainly(batches(BATCHES)), pipelined.pipeline()
-    iterator = Paused(batches(BATCHES), 3, ends=True)
-    outputs = [pipeline.progress(iterator) for _ in range(2)]
-    iterator.arrived = BATCHES
-    assert outputs + through(pipeline, iterator) == expected
-    check_same(pipelined.held(), plain.held())
-
-
-@scenario
 def nothing_is_lost_when_the_iterator_fails() -> None:
-    for place in range(5):
-        plain, pipelined = _pair()
-        iterator, pipeline = Failing(batches(BATCHES), [place]), pipelined.pipeline()
-        assert despite_losses(pipeline, iterator) == (plain.plainly(batches(BATCHES)), 1)
-        assert pipeline.trained == BATCHES
-        check_same(pipelined.held(), plain.held())
-
-
-@scenario
-def micro_batches_are_counted_on_when_the_iterator_fails() -> None:
-    for place in range(5):
+    for place, micro_batches in product(range(5), (1, 2)):
         whole, pipelined = _pair()
-        iterator, pipeline = Failing(batches(BATCHES), [place]), pipelined.pipeline(grad_accum=2)
-        assert despite_losses(pipeline, iterator) == (whole.pipelined(batches(BATCHES), grad_accum=2), 1)
+        iterator, pipeline = Failing(batches(BATCHES), [place]), pipelined.pipeline(grad_accum=micro_batches)
+        outputs = whole.pipelined(batches(BATCHES), grad_accum=micro_batches)
+        assert despite_losses(pipeline, iterator) == (outputs, 1)
+        assert pipeline.trained == BATCHES
         check_same(pipelined.held(), whole.held())
 
 

@@ -9,7 +9,7 @@ from tests.integration.trainer.pipelines.batches import ROWS, Batch, batches
 from tests.integration.trainer.pipelines.comparison import check_same
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import rich, shifted, with_values
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training, through
 from tests.integration.trainer.torchrec_defects.models import DIM
 from torch import nn
@@ -66,15 +66,12 @@ class Reused(nn.Module):
         return with_values(features, out)
 
 
-def is_like_plain(make: Callable[[], nn.Module], stream: Callable[[], Iterable[Any]] = lambda: batches(6)) -> None:
+def is_like_plain(
+    make: Callable[[], nn.Module], stream: Callable[[], Iterable[Any]] = lambda: batches(6), **options: Any
+) -> None:
     plain, pipelined = Training(make(), BOTH_RANKS), Training(make(), BOTH_RANKS)
-    assert pipelined.pipelined(stream()) == plain.plainly(stream())
+    assert pipelined.pipelined(stream(), **options) == plain.plainly(stream())
     check_same(pipelined.held(), plain.held())
-
-
-def is_refused(make: Callable[[], nn.Module]) -> None:
-    with pytest.raises(Contradiction, match="not_ahead"):
-        Training(make(), BOTH_RANKS).pipelined(batches(6))
 
 
 @scenario
@@ -91,54 +88,17 @@ def a_buffer_that_is_replaced_in_forward() -> None:
 
 
 @scenario
-def a_buffer_that_is_replaced_after_its_use_is_refused_once_it_is_seen() -> None:
+def a_change_after_its_use_is_refused_once_it_is_seen_unless_the_module_is_not_ahead() -> None:
     def replace(model: Any) -> None:
         model.prepare.offset = model.prepare.offset + 1
 
-    is_refused(lambda: Prepares(Offset(), after=replace))
-
-
-@scenario
-def an_attribute_that_is_changed_after_its_use_is_refused_once_it_is_seen() -> None:
     def salt(model: Any) -> None:
         model.prepare.salt += 1
 
-    is_refused(lambda: Prepares(Offset(), after=salt))
-
-
-class OffsetOfItems(nn.Module):
-    """Adds what is in containers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.salts: dict[str, Any] = {"all": 1, "each": [1, 2], "of": (torch.ones(1, dtype=torch.int64), {3})}
-
-    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        tensor, numbers = self.salts["of"]
-        return shifted(features, self.salts["all"] + sum(self.salts["each"]) + tensor + sum(numbers))
-
-
-@scenario
-def an_item_of_an_attribute_that_is_changed_between_steps_is_refused_once_it_is_seen() -> None:
-    changes: list[Callable[[dict[str, Any]], object]] = [
-        lambda salts: salts.update(all=2),
-        lambda salts: salts["each"].append(3),
-        lambda salts: salts["of"][0].add_(1),
-        lambda salts: salts["of"][1].add(4),
-    ]
-    for change in changes:
-        training = Training(Prepares(OffsetOfItems()), BOTH_RANKS)
-        pipeline, stream = training.pipeline(), batches(6)
-        for _ in range(2):
-            pipeline.progress(stream)
-        change(training.model.module.prepare.salts)
-        with pytest.raises(Contradiction, match=r"module 'bags'.*not_ahead"):
-            pipeline.progress(stream)
-
-
-@scenario
-def items_that_nobody_changes_leave_a_module_ahead() -> None:
-    is_like_plain(lambda: Prepares(OffsetOfItems()))
+    for change in replace, salt:
+        with pytest.raises(Contradiction, match="not_ahead"):
+            Training(Prepares(Offset(), after=change), BOTH_RANKS).pipelined(batches(6))
+        is_like_plain(lambda change=change: Prepares(Offset(), after=change), not_ahead=["prepare"])  # type: ignore[misc]
 
 
 @scenario
@@ -152,22 +112,8 @@ def the_mode_of_a_module_that_is_changed_between_steps_is_refused_once_it_is_see
 
 
 @scenario
-def modules_named_in_not_ahead_may_change_at_any_time() -> None:
-    def salt(model: Any) -> None:
-        model.prepare.salt += 1
-
-    plain, pipelined = (Training(Prepares(Offset(), after=salt), BOTH_RANKS) for _ in range(2))
-    assert pipelined.pipelined(batches(6), not_ahead=["prepare"]) == plain.plainly(batches(6))
-    check_same(pipelined.held(), plain.held())
-
-
-@scenario
-def numbers_of_a_batch_that_are_changed_in_forward() -> None:
+def attributes_of_a_batch_that_are_changed_or_filled_in_forward() -> None:
     is_like_plain(lambda: OfNumbers(number=3), lambda: rich(6))
-
-
-@scenario
-def attributes_of_a_batch_that_are_filled_in_forward() -> None:
     is_like_plain(lambda: OfNumbers(extra=torch.ones(1)), lambda: rich(6, extras=False))
 
 

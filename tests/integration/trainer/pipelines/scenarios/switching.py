@@ -10,7 +10,7 @@ from tests.integration.trainer.pipelines.batches import batches
 from tests.integration.trainer.pipelines.comparison import attributes, calls_of, check_same, told
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import Prepared, PreparedModel, Shift, rich
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training, through
 from tests.integration.trainer.torchrec_defects.models import CPU
 from torch import nn
@@ -154,15 +154,15 @@ class Moded(PreparedModel):
         return loss, loss.detach()
 
 
-def _moded() -> tuple[Training, Training]:
-    return Training(Moded(), BOTH_RANKS), Training(Moded(), BOTH_RANKS)
-
-
 @scenario
 def batches_are_evaluated_while_others_wait_to_be_trained_on() -> None:
-    plain, pipelined = _moded()
+    plain, pipelined = Training(Moded(), BOTH_RANKS), Training(Moded(), BOTH_RANKS)
     torch.manual_seed(3)
-    expected, evaluated = plain.plainly(rich(3)), _evaluated(plain.model, 4)
+    expected = plain.plainly(rich(3))
+    plain.model.eval()
+    with torch.no_grad():
+        evaluated = [plain.model(batch)[1] for batch in rich(4)]
+    plain.model.train()
     expected += plain.plainly(list(rich(BATCHES))[3:])
     pipeline, iterator, seen = pipelined.pipeline(), rich(BATCHES), []
     torch.manual_seed(3)
@@ -177,69 +177,6 @@ def batches_are_evaluated_while_others_wait_to_be_trained_on() -> None:
     outputs += through(pipeline, iterator)
     assert pipeline.trained == BATCHES
     assert (outputs, seen) == (expected, evaluated)
-    check_same(pipelined.held(), plain.held())
-
-
-def _evaluated(model: nn.Module, count: int) -> list[Any]:
-    model.eval()
-    with torch.no_grad():
-        outputs = [model(batch)[1] for batch in rich(count)]
-    model.train()
-    return outputs
-
-
-@scenario
-def evaluation_begins_before_training_and_takes_turns_with_it() -> None:
-    plain, pipelined = _moded()
-    pipeline, order = pipelined.pipeline(), list(rich(8))
-    training, evaluation, outputs, expected = iter(order), iter(order), [], []
-    for turn in range(4):
-        for one in (plain.model, pipelined.model):
-            one.train(bool(turn % 2))
-        places = slice(turn // 2 * 4, turn // 2 * 4 + 4)
-        torch.manual_seed(turn)
-        outputs += [pipeline.progress(training if turn % 2 else evaluation) for _ in range(4)]
-        torch.manual_seed(turn)
-        expected += plain.plainly(order[places]) if turn % 2 else [plain.model(b)[1] for b in order[places]]
-    assert outputs == expected
-    check_same(pipelined.held(), plain.held())
-
-
-@scenario
-def the_model_is_called_while_a_pipeline_is_attached() -> None:
-    for mode in (True, False):
-        plain, pipelined = _pair()
-        pipeline, iterator, order = pipelined.pipeline(), rich(BATCHES), list(rich(BATCHES))
-        outputs, expected = [], []
-        for place in range(BATCHES):
-            outputs.append(pipeline.progress(iterator))
-            expected += plain.plainly([order[place]])
-            for to, training in ((outputs, pipelined), (expected, plain)):
-                training.model.train(mode)
-                with torch.no_grad():
-                    to.append(training.model(order[0])[1])
-                training.model.train()
-        assert outputs == expected
-        check_same(pipelined.held(), plain.held())
-
-
-@scenario
-def another_pipeline_evaluates() -> None:
-    plain, pipelined = _moded()
-    training, evaluating = pipelined.pipeline(), pipelined.pipeline()
-    torch.manual_seed(3)
-    expected = [plain.plainly(rich(3)), _evaluated(plain.model, 4), plain.plainly(list(rich(BATCHES))[3:])]
-    torch.manual_seed(3)
-    iterator, outputs = rich(BATCHES), []
-    outputs.append([training.progress(iterator) for _ in range(3)])
-    pipelined.model.eval()
-    with torch.no_grad(), told() as reasons:
-        outputs.append(through(evaluating, rich(4)))
-    assert reasons == {}
-    pipelined.model.train()
-    outputs.append(through(training, iterator))
-    assert outputs == expected
-    assert (training.trained, evaluating.trained) == (BATCHES, 0)
     check_same(pipelined.held(), plain.held())
 
 

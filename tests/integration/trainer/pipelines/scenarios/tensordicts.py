@@ -1,31 +1,46 @@
 """TensorDicts: trained on as the same ids are in KeyedJaggedTensors, whatever holds them and however they lie."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from tests.integration.trainer.pipelines import jagged
+from tests.integration.trainer.pipelines.batches import Batch
 from tests.integration.trainer.pipelines.jagged import (
     EVERY_SHARDING,
+    ROWS,
     Ids,
     Lookups,
     as_kjt,
     as_tensordict,
+    by_lengths,
     ids,
+    in_both_ways,
     nested,
     train_same,
+    weighted,
 )
 from tests.integration.trainer.pipelines.models import BOTH_RANKS
-from tests.integration.trainer.pipelines.registry import SCENARIOS
-from tests.integration.trainer.torchrec_defects.models import META, bag, bags, sequence, sequences
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
+from tests.integration.trainer.pipelines.training import Training, farthest, through
+from tests.integration.trainer.torchrec_defects.models import CPU, DIM, META, bag, bags, sequence, sequences
 from torch import nn
-from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.pipelines import accept_tensordicts
 
 MEAN = PoolingType.MEAN
+# In which keys come, batch by batch.
+ORDERS = ("fg", "gf", "gf", "fg", "gf")
 
 
 class UnshardedBags(EmbeddingBagCollection):  # type: ignore[misc]  # torchrec's types are not followed
@@ -36,8 +51,8 @@ class UnshardedSequences(EmbeddingCollection):  # type: ignore[misc]
     """Has no sharder, and so is the same on all ranks."""
 
 
-def _bags() -> nn.Module:
-    return Lookups(bags=bags("f", "g"))
+def _bags(of: Callable[[Any], Any] = jagged.itself) -> nn.Module:
+    return Lookups(of, bags=bags("f", "g"))
 
 
 def _both() -> nn.Module:
@@ -63,18 +78,11 @@ def bags_of_every_sharding_type() -> None:
 
 @SCENARIOS.scenario("tensordicts", ranks=2)
 def sequences_of_every_sharding_type() -> None:
-    tables = {
-        "t": table_wise(rank=1, compute_kernel="fused"),
-        "r": row_wise(compute_kernel="fused"),
-        "c": column_wise(ranks=[0, 1], compute_kernel="fused"),
-    }
+    tables = {name: how for name, how in EVERY_SHARDING.items() if name != "d"}
     batches = list(ids(5, *tables))
 
     def make() -> nn.Module:
-        configs = [sequence(name) for name in tables]
-        for config in configs:
-            config.embedding_dim = 8
-        return Lookups(sequences=sequences(*configs))
+        return Lookups(sequences=sequences(*(sequence(name, dim=8) for name in tables)))
 
     train_same(make, tables, map(as_kjt, batches), map(as_tensordict, batches))
 
@@ -82,17 +90,26 @@ def sequences_of_every_sharding_type() -> None:
 @SCENARIOS.scenario("tensordicts", ranks=2)
 def unsharded_modules() -> None:
     batches = list(ids(5))
-    train_same(_unsharded, {}, map(as_kjt, batches), map(as_tensordict, batches))
+    given = [
+        as_tensordict(batch, order, dense=torch.ones(4)) for batch, order in zip(batches, ORDERS, strict=True)
+    ]
+    train_same(_unsharded, {}, map(as_kjt, batches), given)
 
 
 @SCENARIOS.scenario("tensordicts", ranks=2)
-def unsharded_modules_with_keys_in_changing_order_and_others_beside_them() -> None:
-    batches = list(ids(5))
-    orders = [("g", "f"), ("f", "g"), ("g", "f"), ("g", "f"), ("f", "g")]
-    given = [
-        as_tensordict(batch, order, dense=torch.ones(4)) for batch, order in zip(batches, orders, strict=True)
-    ]
-    train_same(_unsharded, {}, map(as_kjt, batches), given)
+def a_tensordict_that_was_cut_out_of_a_larger_one_or_is_locked() -> None:
+    batches = list(ids(4))
+    larger = [{key: [[3, 3], *of_key] for key, of_key in batch.items()} for batch in batches]
+    cut = [as_tensordict(batch, batch_size=[5])[1:] for batch in larger]
+    locked = [as_tensordict(batch, value=by_lengths).lock_() for batch in batches]
+    for given in (cut, locked):
+        train_same(_both, BOTH_RANKS, map(as_kjt, batches), given)
+
+
+@SCENARIOS.scenario("tensordicts", ranks=2)
+def batches_of_different_sizes() -> None:
+    batches = [next(ids(1, size=size, seed=size)) for size in (4, 1, 7, 2, 4)]
+    train_same(_both, BOTH_RANKS, map(as_kjt, batches), map(as_tensordict, batches))
 
 
 @SCENARIOS.scenario("tensordicts", ranks=2)
@@ -101,7 +118,7 @@ def values_that_lie_in_every_way() -> None:
         nested,
         jagged.nested_with_gaps,
         jagged.nested_chunk,
-        jagged.by_lengths,
+        by_lengths,
         jagged.by_offsets,
         jagged.by_both,
         jagged.narrow_integers,
@@ -112,48 +129,6 @@ def values_that_lie_in_every_way() -> None:
 
 
 @SCENARIOS.scenario("tensordicts", ranks=2)
-def values_that_lie_in_different_ways_in_one_batch() -> None:
-    batches = list(ids(4))
-    given = [
-        TensorDict({"f": jagged.narrow_integers(batch["f"]), "g": jagged.nested_with_gaps(batch["g"])})
-        for batch in batches
-    ]
-    train_same(_both, BOTH_RANKS, map(as_kjt, batches), given)
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def integers_of_32_bits_in_all_keys() -> None:
-    batches = list(ids(4))
-    given = [as_tensordict(batch, value=jagged.narrow_integers) for batch in batches]
-    train_same(_both, BOTH_RANKS, map(as_kjt, batches), given)
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def batch_size_that_is_given() -> None:
-    batches = list(ids(4))
-    train_same(_both, BOTH_RANKS, map(as_kjt, batches), [as_tensordict(one, batch_size=[4]) for one in batches])
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def rows_cut_out_of_a_larger_tensordict() -> None:
-    batches = list(ids(4))
-    larger = [{key: [[3, 3], *of_key] for key, of_key in batch.items()} for batch in batches]
-    train_same(_both, BOTH_RANKS, map(as_kjt, batches), [as_tensordict(one, batch_size=[5])[1:] for one in larger])
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def keys_in_another_order_in_each_batch() -> None:
-    batches = list(ids(6, "f", "g", "h"))
-    orders = ["fgh", "hgf", "ghf", "fgh", "hfg", "gfh"]
-    given = [as_tensordict(batch, list(order)) for batch, order in zip(batches, orders, strict=True)]
-
-    def make() -> nn.Module:
-        return Lookups(bags=bags("f", "g", "h"), sequences=sequences("f", "g", "h"))
-
-    train_same(make, BOTH_RANKS, map(as_kjt, batches), given)
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
 def other_keys_hold_anything() -> None:
     batches = list(ids(5))
     others: list[dict[str, Any]] = [
@@ -161,7 +136,7 @@ def other_keys_hold_anything() -> None:
         {"a": "text", "z": nested([[1], [2], [], [77]])},
         {},
         {"z": TensorDict({"f": nested([[99], [], [], []])})},
-        {"a": jagged.by_lengths([[5]]), "z": as_kjt(batches[0])},
+        {"a": by_lengths([[5]]), "z": as_kjt(batches[0])},
     ]
     given = []
     for batch, other in zip(batches, others, strict=True):
@@ -169,24 +144,6 @@ def other_keys_hold_anything() -> None:
         last = {key: value for key, value in other.items() if key > "f"}
         given.append(TensorDict(first | {key: nested(batch[key]) for key in batch} | last))
     train_same(_both, BOTH_RANKS, map(as_kjt, batches), given)
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def a_feature_of_two_tables() -> None:
-    batches = list(ids(5))
-    tables = {
-        "one": table_wise(rank=1, compute_kernel="fused"),
-        "two": row_wise(compute_kernel="fused"),
-        "three": table_wise(rank=0, compute_kernel="fused"),
-    }
-
-    def make() -> nn.Module:
-        return Lookups(bags=bags(bag("one", "g"), bag("two", "f", "g"), bag("three", "g", "f")))
-
-    given = [
-        as_tensordict(batch, keys) for batch, keys in zip(batches, ["fg", "gf", "gf", "fg", "gf"], strict=True)
-    ]
-    train_same(make, tables, map(as_kjt, batches), given)
 
 
 @SCENARIOS.scenario("tensordicts", ranks=2)
@@ -210,26 +167,207 @@ def batches_and_ranks_without_ids() -> None:
         nothing if rank else next(ids(1, seed=2)),
         nothing | {"f": [[], [1, 2], [], []]},
     ]
-    for value in (nested, jagged.by_lengths, jagged.by_offsets):
+    for value in (nested, by_lengths, jagged.by_offsets):
         given = [as_tensordict(batch, value=value) for batch in batches]
         train_same(_both, BOTH_RANKS, map(as_kjt, batches), given)
-
-
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def batches_without_examples() -> None:
-    batches: list[Ids] = [next(ids(1)), {"f": [], "g": []}, next(ids(1, seed=1))]
-    given = [as_tensordict(batch, value=jagged.by_lengths) for batch in batches]
+    batches[1:] = [{"f": [], "g": []}, next(ids(1, seed=1))]  # Not even examples.
+    given = [as_tensordict(batch, value=by_lengths) for batch in batches]
     train_same(_bags, BOTH_RANKS, map(as_kjt, batches), given)
 
 
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def batches_of_different_sizes() -> None:
-    batches = [next(ids(1, size=size, seed=size)) for size in (4, 1, 7, 2, 4)]
-    train_same(_both, BOTH_RANKS, map(as_kjt, batches), map(as_tensordict, batches))
+# Where in a batch a TensorDict is, and how forward comes by it.
 
 
-@SCENARIOS.scenario("tensordicts", ranks=2)
-def locked_tensordicts() -> None:
+def around(sparse: Any) -> Batch:
+    return Batch(sparse=sparse, dense=torch.ones(4, 3), label=torch.ones(4))
+
+
+@SCENARIOS.scenario("tensordicts in batches", ranks=2)
+def a_tensordict_within_the_batch() -> None:
+    batches = list(ids(5))
+
+    def make(of: Callable[[Any], Any] = itemgetter("sparse")) -> nn.Module:
+        return Lookups(of, bags=bags("f", "g"), sequences=sequences("f", "g"))
+
+    for value in (nested, by_lengths):
+        given = [
+            TensorDict({"sparse": as_tensordict(batch, value=value), "f": torch.ones(4)}) for batch in batches
+        ]
+        train_same(make, BOTH_RANKS, [{"sparse": as_kjt(batch)} for batch in batches], given)
+
+
+@SCENARIOS.scenario("tensordicts in batches", ranks=2)
+def other_ways_to_hold_and_to_get_one() -> None:
     batches = list(ids(4))
-    given = [as_tensordict(batch, value=jagged.by_lengths).lock_() for batch in batches]
-    train_same(_both, BOTH_RANKS, map(as_kjt, batches), given)
+    keyed = [as_kjt(batch) for batch in batches]
+    tensordicts = [as_tensordict(batch) for batch in batches]
+    in_dicts = [{"sparse": one} for one in keyed]
+    ways: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = [
+        (itemgetter("sparse"), in_dicts, [TensorDict({"sparse": one, "dense": torch.ones(4)}) for one in keyed]),
+        (lambda batch: batch.get("sparse"), in_dicts, [TensorDict({"sparse": one}) for one in tensordicts]),
+        (attrgetter("sparse"), [*map(around, keyed)], [*map(around, tensordicts)]),
+    ]
+    for of, expected, given in ways:
+        train_same(partial(_bags, of), BOTH_RANKS, expected, given)
+
+
+@SCENARIOS.scenario("tensordicts in batches", ranks=2)
+def a_tensordict_given_by_name() -> None:
+    class ByName(Lookups):
+        def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            found = getattr(self, "bags")(features=batch).values()  # noqa: B009  # Its type says too little.
+            return 0.05 * self.over(found.reshape(-1, DIM)).square().sum(), found.detach()
+
+    batches = list(ids(4))
+    train_same(lambda: ByName(bags=bags("f", "g")), BOTH_RANKS, map(as_kjt, batches), map(as_tensordict, batches))
+
+
+class Next(nn.Module):
+    """Preprocessing: the id after each, in a TensorDict or KeyedJaggedTensor like that which is given."""
+
+    def forward(self, features: Any) -> Any:
+        if isinstance(features, KeyedJaggedTensor):
+            following = (features.values() + 1) % ROWS
+            return KeyedJaggedTensor(features.keys(), following, lengths=features.lengths())
+        return TensorDict({key: (features[key] + 1) % ROWS for key in ("g", "f")})
+
+
+class Preprocessed(Lookups):
+    def __init__(self, **collections: nn.Module) -> None:
+        super().__init__(self.preprocessed, **collections)
+        self.next = Next()
+
+    def preprocessed(self, batch: Any) -> Any:
+        return self.next(batch)
+
+
+@SCENARIOS.scenario("tensordicts in batches", ranks=2)
+def a_tensordict_that_preprocessing_makes() -> None:
+    batches = list(ids(5))
+    train_same(
+        lambda: Preprocessed(bags=bags("f", "g")), BOTH_RANKS, map(as_kjt, batches), map(as_tensordict, batches)
+    )
+
+
+@SCENARIOS.scenario("tensordicts in batches", ranks=2)
+def a_tensordict_that_forward_makes() -> None:
+    """It can't be traced, and so is not sent out ahead."""
+    batches = list(ids(5))
+    make = partial(_bags, lambda batch: TensorDict({"f": batch["a"], "g": batch["b"]}))
+    given = [TensorDict({"a": nested(batch["f"]), "b": nested(batch["g"])}) for batch in batches]
+    train_same(make, BOTH_RANKS, map(as_kjt, batches), given, plain_model=_bags, ahead=False)
+
+
+@SCENARIOS.scenario("tensordicts in batches", ranks=2)
+def a_tensordict_that_forward_changes() -> None:
+    """It has been sent out by then, and has to be sent out again."""
+
+    def changed(batch: Any) -> Any:
+        batch.set("f", batch["g"])
+        return batch
+
+    batches = list(ids(5))
+    plain = Training(_bags(), BOTH_RANKS)
+    expected = plain.plainly(as_kjt({"f": batch["g"], "g": batch["g"]}) for batch in batches)
+    training = Training(_bags(changed), BOTH_RANKS)
+    pipeline = training.pipeline()
+    outputs = through(pipeline, map(as_tensordict, batches))
+    assert all(torch.equal(*two) for two in zip(outputs, expected, strict=True))
+    assert farthest(training.held(), plain.held()) == 0
+    assert not pipeline._pipelined_modules
+
+
+@SCENARIOS.scenario("tensordicts in batches", ranks=2)
+def pipelines_of_torchrec_take_them_too() -> None:
+    def training() -> Training:
+        return Training(_bags(attrgetter("sparse")), BOTH_RANKS)
+
+    batches = list(ids(5))
+    plain = training()
+    expected = plain.plainly(around(as_kjt(batch)) for batch in batches)
+    for kind in (TrainPipelineBase, TrainPipelineSparseDist):
+        given = [around(as_tensordict(batch, order)) for batch, order in zip(batches, ORDERS, strict=True)]
+        one = training()
+        accept_tensordicts(one.model)
+        outputs = through(kind(one.model, one.optimizer, CPU), given)
+        assert all(torch.equal(*two) for two in zip(outputs, expected, strict=True))
+        assert farthest(one.held(), plain.held()) == 0
+
+
+# Weights of ids.
+
+
+def weighted_bags(*names: str) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables=[bag(name, dim=8) for name in names], is_weighted=True, device=META)
+
+
+def _weighted() -> nn.Module:
+    return Lookups(bags=weighted_bags("f", "g"))
+
+
+def _weighted_unsharded() -> nn.Module:
+    return Lookups(bags=UnshardedBags(tables=[bag("f"), bag("g")], is_weighted=True, device=META))
+
+
+@SCENARIOS.scenario("tensordicts with weights", ranks=2)
+def weighted_bags_of_every_sharding_type() -> None:
+    batches = list(ids(5, *EVERY_SHARDING))
+    expected = [as_kjt(batch, weights=True) for batch in batches]
+    orders = ("trcd", "dcrt", "rtdc", "trcd", "ctdr")
+    given = [as_tensordict(batch, keys, weighted) for batch, keys in zip(batches, orders, strict=True)]
+    train_same(lambda: Lookups(bags=weighted_bags(*EVERY_SHARDING)), EVERY_SHARDING, expected, given)
+
+
+@SCENARIOS.scenario("tensordicts with weights", ranks=2)
+def mixed_with_keyed_jagged_tensors() -> None:
+    batches = list(ids(6, "f", "g", "x"))
+    forms = [
+        lambda batch: as_tensordict(batch, "gf", weighted),
+        lambda batch: as_kjt(batch, "xgf", weights=True),
+        lambda batch: as_tensordict(batch, "fxg", weighted),
+    ]
+    for make in (_weighted, _weighted_unsharded):
+        for first in range(len(forms)):
+            given = [forms[(first + number) % len(forms)](batch) for number, batch in enumerate(batches)]
+            train_same(make, BOTH_RANKS, [as_kjt(batch, "fg", weights=True) for batch in batches], given)
+
+
+@SCENARIOS.scenario("tensordicts with weights", ranks=2)
+def who_does_not_weight_leaves_weights_alone_or_refuses_them() -> None:
+    """With a KeyedJaggedTensor, TorchRec's sharded bags weight nevertheless, and its unsharded ones do not."""
+    batches = list(ids(4))
+    given = [as_tensordict(batch, value=weighted) for batch in batches]
+    expected = [as_kjt(batch, weights=True) for batch in batches]
+    train_same(lambda: Lookups(sequences=sequences("f", "g")), BOTH_RANKS, expected, given)
+    _check_refused([_bags, _unsharded], given[0], "'f'", "weights")
+
+
+# Those that cannot be right: which these are is shown by tests/unit/trainer/pipelines/test_tensordict_to_kjt.py.
+
+
+def _check_refused(makes: Iterable[Callable[[], nn.Module]], batch: Any, *told: str) -> None:
+    for make in makes:
+        for train in in_both_ways(lambda make=make: Training(make(), BOTH_RANKS)):  # type: ignore[misc]
+            with pytest.raises(InvalidInput) as refusal:
+                train([batch])
+            assert all(part in str(refusal.value) for part in told), refusal.value
+
+
+@SCENARIOS.scenario("refused tensordicts", ranks=2)
+def a_key_that_is_missing() -> None:
+    batch, examples = next(ids(1)), [[1, 2], [3]]
+    without = TensorDict({"f": nested(examples), "h": nested(examples)})
+    _check_refused([_bags, lambda: Lookups(sequences=sequences("f", "g")), _unsharded], without, "'g'", "f, h")
+    mixed = TensorDict({"f": weighted(batch["f"]), "g": nested(batch["g"])})
+    _check_refused([_weighted, _weighted_unsharded], mixed, "'g'", "weights")
+
+
+@SCENARIOS.scenario("refused tensordicts", ranks=2)
+def no_batch_is_trained_on_with_a_refused_one() -> None:
+    """A pipeline sends ids out before it trains on the batch before: that one has not been trained on either."""
+    good, bad = as_tensordict(next(ids(1))), TensorDict({"f": nested([[1, 2], [3]])})
+    training = Training(_bags(), BOTH_RANKS)
+    pipeline, before = training.pipeline(), training.held()
+    with pytest.raises(InvalidInput):
+        through(pipeline, [bad, good])
+    assert farthest(before, training.held()) == 0

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from tests.integration.trainer.pipelines.comparison import check_like_plain
 from tests.integration.trainer.pipelines.prepared import Prepared, Shift, rich
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from torch import nn
 
 scenario = SCENARIOS.scenario("tracing", ranks=2)
@@ -37,39 +37,27 @@ def _around(change: Any) -> None:
     check_like_plain(Around, ahead={"inner.shift": 1}, batches=seeded)
 
 
-def _counted(model: Any) -> Any:
-    model.seen += 1
-    return model.seen.clone()
-
-
-def _rebound(model: Any) -> Any:
-    model.seen = model.seen + 1
-    return model.seen
-
-
-def _kept(model: Any) -> Any:
-    model.rebound = model.rebound + 1
-    return model.rebound
-
-
 @scenario
 def a_buffer_that_forward_writes_to() -> None:
-    _around(_counted)
+    def counted(model: Any) -> Any:
+        model.seen += 1
+        return model.seen.clone()
+
+    _around(counted)
 
 
 @scenario
-def a_buffer_that_forward_replaces() -> None:
-    _around(_rebound)
+def what_forward_replaces_and_random_numbers_that_it_draws() -> None:
+    def rebound(model: Any) -> Any:
+        model.seen = model.seen + 1
+        return model.seen
 
+    def kept(model: Any) -> Any:
+        model.rebound = model.rebound + 1
+        return model.rebound
 
-@scenario
-def an_attribute_that_forward_replaces() -> None:
-    _around(_kept)
-
-
-@scenario
-def random_numbers_that_forward_draws() -> None:
-    _around(lambda _: torch.rand(1))
+    for change in rebound, kept, lambda _: torch.rand(1):
+        _around(change)
 
 
 @scenario

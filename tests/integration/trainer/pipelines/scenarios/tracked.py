@@ -1,4 +1,7 @@
-"""The tracker in each way to train: copies built from its deltas alone equal the weights."""
+"""The tracker in further ways to train: copies built from its deltas alone equal the weights.
+
+By day, tests/integration/trainer/tracking does the same under every pipeline.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +11,7 @@ from tensordict import TensorDict
 from tests.integration.trainer.pipelines.batches import Batch, batches
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import Prepared, Shift
-from tests.integration.trainer.pipelines.registry import SCENARIOS
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import Training
 from tests.integration.trainer.tracking.follower import Follower
 from tests.integration.trainer.tracking.rows import changed
@@ -57,37 +60,17 @@ def follow(module: nn.Module, stream: Iterable[Any], **options: Any) -> None:
     assert all(changed(first, before).values()), "a table has not changed: the checks would pass anyway"
 
 
-@SCENARIOS.scenario("tracked", ranks=2)
-def micro_batches() -> None:
-    follow(Regression(), batches(10), grad_accum=4)
-
-
-@SCENARIOS.scenario("tracked", ranks=2)
-def micro_batches_for_tables_too() -> None:
-    follow(Regression(), batches(10), grad_accum=4, accumulate_tables=True)
-
-
-@SCENARIOS.scenario("tracked", ranks=2)
-def bfloat16() -> None:
-    follow(Regression(), batches(6), enable_amp=True)
-
-
-@SCENARIOS.scenario("tracked", ranks=2)
+@SCENARIOS.scenario("tracked", ranks=2, nightly=True)
 def float16_with_steps_that_overflow() -> None:
     follow(Regression(), batches(9), enable_amp=True, amp_dtype=torch.float16, loss_scale=2.0**17)
 
 
-@SCENARIOS.scenario("tracked", ranks=2)
+@SCENARIOS.scenario("tracked", ranks=2, nightly=True)
 def preprocessing_called_twice() -> None:
     model = Prepared(lambda m, b: [m.shift(m.shift(b.sparse, 1), 4)], {"shift": Shift})
     follow(model(), batches(6))
 
 
-@SCENARIOS.scenario("tracked", ranks=2)
-def tensordicts() -> None:
-    follow(OfTensorDicts(), map(as_tensordict, batches(6)))
-
-
-@SCENARIOS.scenario("tracked", ranks=2)
+@SCENARIOS.scenario("tracked", ranks=2, nightly=True)
 def all_at_once() -> None:
     follow(OfTensorDicts(), map(as_tensordict, batches(10)), grad_accum=3, accumulate_tables=True, enable_amp=True)

@@ -1,4 +1,7 @@
-"""Ranks whose batches differ in what can be done ahead with them: what one does not do ahead, none does."""
+"""Ranks that do not have equally many batches, or such that differ in what can be done ahead with them.
+
+What one does not do ahead, none does.
+"""
 
 from typing import Any
 
@@ -8,10 +11,12 @@ from tests.integration.trainer.pipelines.batches import ROWS, batches
 from tests.integration.trainer.pipelines.comparison import check_like_plain, check_same
 from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import Does, Prepared, Rich, Shift, rich, shifted
-from tests.integration.trainer.pipelines.registry import SCENARIOS
-from tests.integration.trainer.pipelines.sources import Failing, despite_losses
-from tests.integration.trainer.pipelines.training import Training
+from tests.integration.trainer.pipelines.scenarios import SCENARIOS
+from tests.integration.trainer.pipelines.sources import Failing, Paused, despite_losses
+from tests.integration.trainer.pipelines.training import Training, through
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.trainer.pipelines import LockstepBatches
 
 # Last, since ranks that disagree end up in different collectives.
 REASONS = "it writes to its input|another rank has found that it can't be called ahead"
@@ -103,3 +108,31 @@ def a_rank_that_trains_by_itself_waits_for_no_other() -> None:
         for options in {}, {"enable_amp": True, "amp_dtype": torch.float16}:
             training = Training(prepared(), group=alone)
             assert len(training.pipelined(batches(3), **options)) == 3
+
+
+@SCENARIOS.scenario("together", ranks=2)
+def a_rank_that_has_more_waits_and_nothing_is_lost() -> None:
+    plain, pipelined = Training(Regression(), BOTH_RANKS), Training(Regression(), BOTH_RANKS)
+    arriving = Paused(batches(9), [2, 5][dist.get_rank()], ends=True)
+    pipeline, together = pipelined.pipeline(), LockstepBatches(arriving)
+    assert through(pipeline, together) == plain.plainly(batches(2))
+    arriving.arrived = [9, 7][dist.get_rank()]
+    assert len(through(pipeline, together)) == 5
+    assert through(pipeline, together) == []
+    arriving.arrived = 9
+    assert len(through(pipeline, together)) == 2
+    pipeline.detach()
+    plain.plainly(list(batches(9))[2:])
+    check_same(pipelined.held(), plain.held())
+
+
+@SCENARIOS.scenario("together", ranks=2)
+def a_step_ends_where_ranks_pause() -> None:
+    training = Training(Regression(), BOTH_RANKS)
+    pipeline = training.pipeline(grad_accum=4)
+    together = LockstepBatches(batches([6, 8][dist.get_rank()]))
+    steps = []
+    for _ in range(6):
+        pipeline.progress(together)
+        steps.append(pipeline.stepped)
+    assert steps == [False, False, False, True, False, True]

@@ -1,6 +1,11 @@
-"""All scenarios: importing this registers them."""
+"""The scenarios of rows that change in other ways than by the lookups found at first."""
 
-from tests.integration.trainer.rewrites.registry import SCENARIOS
-from tests.integration.trainer.rewrites.scenarios import loads, optimizers, pipelines, pooling, resharding
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = ["SCENARIOS", "loads", "optimizers", "pipelines", "pooling", "resharding"]
+from tests.support.scenarios import Scenarios
+
+SCENARIOS = Scenarios(__name__)
+
+for _module in iter_modules(__path__):  # Which register theirs.
+    import_module(f"{__name__}.{_module.name}")

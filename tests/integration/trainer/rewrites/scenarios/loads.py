@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.rewrites.registry import SCENARIOS
 from tests.integration.trainer.rewrites.replica import NAME, Replica
+from tests.integration.trainer.rewrites.scenarios import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import (
     BAGS,
     ROWS,

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.tbe.config.optimizer_config import EmainplaceModeDefinition
-from tests.integration.trainer.rewrites.registry import SCENARIOS
 from tests.integration.trainer.rewrites.replica import NAME, Replica
+from tests.integration.trainer.rewrites.scenarios import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bag, bags, kernels_of, sharded, train
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise

@@ -1,7 +1,7 @@
 """Collections of which TorchRec divides some features once too often: told, and only where it is so."""
 
 import torch
-from tests.integration.trainer.rewrites.registry import SCENARIOS
+from tests.integration.trainer.rewrites.scenarios import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import bag, bags, sharded
 from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.modules.embedding_configs import PoolingType

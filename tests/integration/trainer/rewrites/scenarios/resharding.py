@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.rewrites.registry import SCENARIOS
 from tests.integration.trainer.rewrites.replica import NAME, Replica
 from tests.integration.trainer.rewrites.resharded import by_columns, on_rank, reshard
+from tests.integration.trainer.rewrites.scenarios import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import ROWS, bag, bags, sharded, train
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise

