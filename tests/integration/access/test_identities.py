@@ -4,15 +4,19 @@ import json
 import queue
 import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from tests.support.fleet import WAIT, Trainer
 from tests.support.guarded import ROLES, GuardedService, command_line_of, core_limits_of, metadata_of, token_of
 from tests.support.wire import WHOLE, full_part, publish_open, random_rows, subscribe_open
 
+from deltasync.client import Endpoint, NumpyTarget, Subscriber, SubscriberOptions
+from deltasync.core.errors import NotPermitted
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED
@@ -308,3 +312,38 @@ def test_an_admin_token_comes_from_a_file(tmp_path: Path) -> None:
         assert service.get("/tables", token_of("admin token"))[0] == 403
     done = GuardedService(tmp_path, "--admin-token", "x").run_to_end()
     assert (done.returncode, "No such option" in done.stderr) == (2, True)
+
+
+def subscribed(service: GuardedService, token_file: Path) -> Subscriber:
+    endpoint = Endpoint(service.grpc, token_file=token_file)
+    return Subscriber(SubscriberOptions(service=endpoint, consumer="predictors", replica="p0"), NumpyTarget())
+
+
+def wait_until(replica: Subscriber, there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not there():
+        assert time.monotonic() < deadline, replica.connection
+        replica.check()
+        time.sleep(0.01)
+
+
+def test_a_replica_goes_on_with_its_new_token_once_the_old_one_is_revoked(
+    service: GuardedService, tmp_path: Path
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(token_of("predictor"))
+    with subscribed(service, token_file) as replica:
+        wait_until(replica, lambda: replica.connection.connected)
+        service.write_roles({name: roles for name, roles in ROLES.items() if name != "predictor"})
+        wait_until(replica, lambda: bool(replica.connection.last_error))
+        token_file.write_text(token_of("new"))
+        service.write_roles({**ROLES, "new": ROLES["predictor"]})
+        with Trainer(Endpoint(service.grpc, token=token_of("trainer"))) as trainer:
+            replica.wait_for(trainer.publish_all(), WAIT)
+
+
+def test_a_replica_that_never_had_the_right_stops(service: GuardedService, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(token_of("watcher"))
+    with subscribed(service, token_file) as replica, pytest.raises(NotPermitted, match="role subscribe"):
+        replica.wait_for(1, WAIT)

@@ -1,4 +1,4 @@
-"""Both ports over TLS: who is let in, what is said to others, and files that change while everything runs."""
+"""Both ports over TLS: who is let in and as whom, what is said to others, and files that change meanwhile."""
 
 import re
 import socket
@@ -23,7 +23,8 @@ from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
 
 from deltasync.api import certificates
-from deltasync.client import Admin, Endpoint, InvalidInput, ServiceUnavailable
+from deltasync.api.peer_certificates import names_of_auth_context, names_of_certificate
+from deltasync.client import Admin, Endpoint, InvalidInput, NotPermitted, ServiceUnavailable
 from deltasync.client.status import fetch_lag
 
 WAIT = 20.0
@@ -38,10 +39,14 @@ def pki(tmp_path: Path) -> Pki:
 def service(tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningService]:
     """With mutual TLS, and a look at the files ever so often."""
     monkeypatch.setattr(certificates, "LOOK_SECONDS", 0.01)
-    found = RunningService(tmp_path / "data")
-    found.options = replace(found.options, tls=pki.options)
-    with found:
+    with secured(tmp_path, pki) as found:
         yield found
+
+
+def secured(tmp_path: Path, pki: Pki, **settings: Any) -> RunningService:
+    service = RunningService(tmp_path / "data")
+    service.options = replace(service.options, tls=pki.options, **settings)
+    return service
 
 
 def until(said: str, ask: Callable[[], object]) -> None:
@@ -122,9 +127,7 @@ def test_another_ca_is_not_believed(service: RunningService, pki: Pki) -> None:
 
 def test_a_service_of_another_name_is_not_believed_unless_that_name_is_given(tmp_path: Path, pki: Pki) -> None:
     pki.issue_service("elsewhere.example")
-    service = RunningService(tmp_path / "data")
-    service.options = replace(service.options, tls=pki.options)
-    with service:
+    with secured(tmp_path, pki) as service:
         for address in (service.grpc, service.http):
             endpoint = pki.endpoint(address)
             with pytest.raises(ServiceUnavailable, match="its certificate is for another name"):
@@ -136,6 +139,11 @@ def ask(endpoint: Endpoint) -> object:
     if endpoint.address.startswith("https://"):
         return fetch_lag(endpoint, "predictors")
     return checked(endpoint)
+
+
+def ask_both(service: RunningService, pki: Pki) -> None:
+    for address in (service.grpc, service.http):
+        ask(pki.endpoint(address))
 
 
 def checked(endpoint: Endpoint) -> object:
@@ -153,9 +161,7 @@ def asked(pki: Pki, address: str) -> object:
 
 def test_an_expired_certificate_is_said_to_be_on_both_sides(tmp_path: Path, pki: Pki, caplog: Any) -> None:
     pki.issue_service(expired=True)
-    service = RunningService(tmp_path / "data")
-    service.options = replace(service.options, tls=pki.options)
-    with service:
+    with secured(tmp_path, pki) as service:
         for address in (service.grpc, service.http):
             with pytest.raises(ServiceUnavailable, match="has expired, or this machine's clock is wrong"):
                 ask(pki.endpoint(address))
@@ -205,8 +211,7 @@ def test_the_ca_of_the_service_is_renewed_on_both_sides(service: RunningService,
         until("not from the CA that was given", lambda: replica.connection)
         pki.write_cas()
         replica.wait_for(trainer.change(3), WAIT)
-        for address in (service.grpc, service.http):
-            ask(pki.endpoint(address))
+        ask_both(service, pki)
     assert target.bytes() == trainer.expected()
 
 
@@ -217,8 +222,7 @@ def test_the_ca_of_the_clients_and_their_certificates_are_renewed(service: Runni
     for address in (service.grpc, service.http):
         until("may refuse this client's certificate", partial(asked, pki, address))
     pki.issue_client()
-    for address in (service.grpc, service.http):
-        ask(pki.endpoint(address))
+    ask_both(service, pki)
     pki.issue_client(ca=old)
     with pytest.raises(ServiceUnavailable, match="may refuse this client's certificate"):
         ask(pki.endpoint(service.grpc))
@@ -234,8 +238,7 @@ def test_files_that_are_not_sound_leave_the_ones_before_in_use(
     else:
         pki.path("service").write_bytes(content)
     wait_for_event(service, pki, "certificate_refused", 1)
-    for address in (service.grpc, service.http):
-        ask(pki.endpoint(address))
+    ask_both(service, pki)
     pki.path("service").write_bytes(before)
 
 
@@ -253,9 +256,7 @@ def test_when_certificates_expire_is_a_metric_and_an_open_key_a_warning(
     tmp_path: Path, pki: Pki, caplog: Any
 ) -> None:
     pki.path("service-key").chmod(0o644)
-    service = RunningService(tmp_path / "data")
-    service.options = replace(service.options, tls=pki.options)
-    with service:
+    with secured(tmp_path, pki) as service:
         assert events(service, pki)["key_exposed"] == 1
         shown = re.findall(
             r'^deltasync_certificate_expires_seconds\{setting="(\w+)"\} (.+)', metrics(service, pki), re.M
@@ -322,10 +323,8 @@ def test_who_connects_and_does_not_get_to_the_end_of_a_handshake_is_hung_up_on(
     """Otherwise after a minute, and after two: so long each would hold a descriptor."""
     monkeypatch.setattr(certificates, "HANDSHAKE_SECONDS", 0.1)
     monkeypatch.setattr(constants, "SSL_HANDSHAKE_TIMEOUT", 60.0)
-    service = RunningService(tmp_path / "data")
-    service.options = replace(service.options, tls=pki.options)
     hello = b"\x16\x03\x01\x02\x00\x01"
-    with service:
+    with secured(tmp_path, pki) as service:
         for address in (service.grpc, service.http.removeprefix("https://")):
             host, port = address.split(":")
             for begun in (b"", hello):
@@ -364,3 +363,37 @@ def test_a_token_file_is_read_anew_for_each_call(tmp_path: Path, service: Runnin
         admin.pause_consumer("probes")
     path.write_text(f"{TOKEN}\n")
     admin.pause_consumer("probes")
+
+
+def test_names_have_one_order() -> None:
+    alternative = (("DNS", "a.example"), ("IP Address", "10.0.0.1"), ("URI", "spiffe://b"), ("email", "c@d"))
+    subject = ((("organizationName", "o"),), (("commonName", "cn"),))
+    by_http = names_of_certificate({"subjectAltName": alternative, "subject": subject})
+    by_grpc = names_of_auth_context(
+        {
+            "x509_subject_alternative_name": [b"a.example", b"10.0.0.1", b"spiffe://b", b"c@d"],
+            "x509_ip": [b"10.0.0.1"],
+            "x509_common_name": [b"cn"],
+        }
+    )
+    assert by_http == by_grpc == ("a.example", "spiffe://b", "c@d", "cn")
+    assert names_of_certificate(None) == names_of_certificate({}) == names_of_auth_context({}) == ()
+
+
+def test_a_certificate_has_its_roles_on_both_ports(tmp_path: Path, pki: Pki) -> None:
+    roles = tmp_path / "roles.toml"
+    roles.write_text('[certificates."reader.example"]\nroles = ["read"]\n')
+    roles.chmod(0o600)
+    with secured(tmp_path, pki, roles=roles) as service:
+        pki.issue_client("reader.example")
+        reader = pki.endpoint(service.grpc, http=service.http)
+        assert [each["consumer"] for each in Admin(reader).consumers()] == ["predictors", "probes"]
+        assert fetch_lag(reader, "predictors")["state"]
+        with pytest.raises(NotPermitted, match="has no role admin"):
+            Admin(reader).pause_consumer("probes")
+        pki.issue_client("stranger.example")
+        for ask in (lambda: Admin(reader).consumers(), lambda: fetch_lag(reader, "predictors")):
+            with pytest.raises(NotPermitted, match="role read is needed"):
+                ask()
+        with pytest.raises(NotPermitted, match="role read is needed"):
+            fetch_lag(Endpoint(service.http, ca=pki.path("services-ca")), "predictors")
