@@ -76,10 +76,7 @@ def test_one_that_is_refused_is_told_so_before_its_message_is_received(service: 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (
-            {"tables": [TableSpec(f"t{n}", 1, 1) for n in range(3)], "shards": []},
-            "at most 2 .*tables_per_model",
-        ),
+        ({"tables": [TableSpec(f"t{n}", 1, 1) for n in range(3)], "shards": []}, "at most 2 .*tables_per_model"),
         ({"tables": [TABLE], "shards": [Shard.whole(TABLE)] * 4}, "at most 3 .*shards_per_open"),
         ({"tables": [TableSpec("t", 1001, 1)], "shards": []}, "at most 1000 .*rows_per_table"),
         ({"process": "x" * 100_000}, "larger than max"),

@@ -411,9 +411,7 @@ def test_a_part_is_sent_again_until_it_is_sealed() -> None:
     def ends_at_once(requests: Requests) -> Responses:
         yield from ()
 
-    def ends_after_the_open(
-        requests: Requests,
-    ) -> Responses:
+    def ends_after_the_open(requests: Requests) -> Responses:
         yield opened()
 
     def loses_the_answer(requests: Requests) -> Responses:

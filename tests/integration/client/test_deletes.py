@@ -4,15 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.fleet import (
-    USER,
-    WAIT,
-    Recorder,
-    Trainer,
-    follow,
-    wait_for_lag,
-    wait_until_in_sync,
-)
+from tests.support.fleet import USER, WAIT, Recorder, Trainer, follow, wait_for_lag, wait_until_in_sync
 from tests.support.server import RunningService
 
 from deltasync.client import Part, Publisher, PublisherOptions
@@ -53,10 +45,7 @@ def test_everybody_learns_of_deletes(service: RunningService, consumer: str) -> 
         assert len({release.position for release in there.releases[1:] if release.rows}) == 1
         newest = trainer.set(USER, 5, 2.5)  # It comes back: a new row.
         wait_for(service, consumer, "there", newest.number)
-        with (
-            follow(service, consumer, "away", away, held=left.held),
-            follow(service, consumer, "late", late),
-        ):
+        with follow(service, consumer, "away", away, held=left.held), follow(service, consumer, "late", late):
             lag = wait_until_in_sync(service, consumer, newest, replicas=3)
         assert deleted_in(away) == [3, 40]
         assert deleted_in(late) == []

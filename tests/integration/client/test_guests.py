@@ -57,10 +57,7 @@ def test_a_guest_that_holds_nothing_is_not_behind(service: RunningService) -> No
 
 
 def test_a_consumer_that_only_guests_follow_is_empty(service: RunningService) -> None:
-    with (
-        Trainer(service.grpc) as trainer,
-        follow(service, "predictors", "looks", Recorder(), guest=True) as guest,
-    ):
+    with Trainer(service.grpc) as trainer, follow(service, "predictors", "looks", Recorder(), guest=True) as guest:
         guest.wait_for(trainer.publish_all(), 20)
         lag = wait_for_lag(service, "predictors", lambda lag: lag["replicas"][0]["offset"] == 1)
         assert (lag["state"], lag["offset"]) == ("empty", 0)

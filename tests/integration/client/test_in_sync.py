@@ -42,15 +42,7 @@ from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream, ack
 from torch import nn
 
-from deltasync.client import (
-    CallbackTarget,
-    NotFound,
-    NumpyTarget,
-    Policy,
-    Position,
-    Release,
-    TableSpec,
-)
+from deltasync.client import CallbackTarget, NotFound, NumpyTarget, Policy, Position, Release, TableSpec
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.rows import Ids, Values
 
@@ -294,10 +286,7 @@ def test_a_service_that_starts_anew_takes_nobody_for_checked(tmp_path: Path) -> 
         wait_until_in_sync(service, "predictors", head)
     target = Recorder()
     target.tables = {table.name: trainer.rows[table.name].copy() for table in TABLES}
-    with (
-        RunningService(tmp_path / "data") as service,
-        follow(service, "predictors", "a", target, held=first.held),
-    ):
+    with RunningService(tmp_path / "data") as service, follow(service, "predictors", "a", target, held=first.held):
         lag = wait_for_lag(service, "predictors", lambda lag: lag["replicas"][0]["checked"])
         assert lag["state"] == "delivered"
         assert lag["reason"].endswith("held by b; away: b")

@@ -25,17 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from tests.support.fleet import (
-    TABLES,
-    USER,
-    WAIT,
-    Recorder,
-    Trainer,
-    admin_of,
-    follow,
-    lost,
-    wait_for_lag,
-)
+from tests.support.fleet import TABLES, USER, WAIT, Recorder, Trainer, admin_of, follow, lost, wait_for_lag
 from tests.support.process import environment
 from tests.support.programs import killed
 from tests.support.server import RunningService

@@ -226,7 +226,4 @@ def test_an_answer_to_what_was_not_asked_is_refused(stream: ReplicaStream) -> No
     answer.ack.read_again = 1
     stream.send(answer)
     code, text = stream.refusal()
-    assert (code, text) == (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        "an ack of read_again 1, which was not asked",
-    )
+    assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, "an ack of read_again 1, which was not asked")

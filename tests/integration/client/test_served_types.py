@@ -1,6 +1,5 @@
 """Predictors whose tables are not as the trainer's, over a real service: quantised, or of half precision."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -6,17 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.fleet import (
-    ITEM,
-    TABLES,
-    USER,
-    WAIT,
-    Recorder,
-    Trainer,
-    admin_of,
-    follow,
-    wait_until_in_sync,
-)
+from tests.support.fleet import ITEM, TABLES, USER, WAIT, Recorder, Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.server import RunningService
 
 from deltasync.client import CallbackTarget, Mode, Policy, Position, Release, TableSpec, ValueType

@@ -99,10 +99,7 @@ def test_a_snapshot_is_equal_but_for_what_has_changed_since(
 
 
 @pytest.mark.nightly
-@given(
-    st.sets(st.integers(0, USER.rows - 1), max_size=8),
-    st.sets(st.integers(0, USER.rows - 1), max_size=8),
-)
+@given(st.sets(st.integers(0, USER.rows - 1), max_size=8), st.sets(st.integers(0, USER.rows - 1), max_size=8))
 def test_rows_that_differ_are_named_unless_they_have_changed_since(
     tmp_path_factory: pytest.TempPathFactory, wrong: set[int], changed: set[int]
 ) -> None:

@@ -202,10 +202,7 @@ def test_the_compiled_model_follows_a_trainer_of_its_dense_part(visitor: Visitor
         pytest.skip("AOTInductor needs a C++ compiler, g++")
     dense = {"over.0.weight": (32, 64), "over.0.bias": (1, 32), "over.2.weight": (1, 32), "over.2.bias": (1, 1)}
     kind = TableKind.PARAMETER
-    tables = [
-        TableSpec("user", 1000, 64),
-        *(TableSpec(name, *shape, kind=kind) for name, shape in dense.items()),
-    ]
+    tables = [TableSpec("user", 1000, 64), *(TableSpec(name, *shape, kind=kind) for name, shape in dense.items())]
     with Trainer(visitor.service.grpc, tables) as trainer:
         trainer.publish_all()
         user, weight, bias, last, offset = (torch.from_numpy(trainer.rows[each.name]) for each in tables)

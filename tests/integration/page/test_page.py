@@ -226,14 +226,19 @@ def test_that_of_any_process_shows_all_of_them(tmp_path: Path, opened: Open) -> 
         ).to_be_visible()  # The second one has taken it.
 
 
-@pytest.mark.nightly
-def test_it_shows_nothing_that_a_role_may_not_see(tmp_path: Path, opened: Open) -> None:
-    roles = tmp_path / "roles.toml"
+def guarded(folder: Path) -> RunningService:
+    """A service for which token "see" may read and "pub" publish."""
+    roles = folder / "roles.toml"
     roles.write_text(
         f'[tokens.watcher]\nsha256 = "{token_digest("see").hex()}"\nroles = ["read"]\n'
         f'[tokens.publisher]\nsha256 = "{token_digest("pub").hex()}"\nroles = ["publish:clicks"]\n'
     )
-    with RunningService(tmp_path / "data", admin_token=None, roles=roles) as service:
+    return RunningService(folder / "data", admin_token=None, roles=roles)
+
+
+@pytest.mark.nightly
+def test_it_shows_nothing_that_a_role_may_not_see(tmp_path: Path, opened: Open) -> None:
+    with guarded(tmp_path) as service:
         page = opened(service.http)
         unknown, known = (
             "no token and no certificate that the service knows: role read",
@@ -255,15 +260,13 @@ def test_it_shows_nothing_that_a_role_may_not_see(tmp_path: Path, opened: Open) 
 
 @pytest.mark.nightly
 def test_the_token_that_was_shown_last_counts(tmp_path: Path, opened: Open) -> None:
-    roles = tmp_path / "roles.toml"
-    roles.write_text(f'[tokens.watcher]\nsha256 = "{token_digest("see").hex()}"\nroles = ["read"]\n')
     unanswered = list[Route]()
 
     def let_wrong_wait(route: Route) -> None:
         wrong = route.request.headers.get("authorization") == "Bearer wrong"
         unanswered.append(route) if wrong else route.continue_()
 
-    with RunningService(tmp_path / "data", admin_token=None, roles=roles) as service:
+    with guarded(tmp_path) as service:
         page = opened(service.http)
         expect(page.locator("#refusal")).not_to_be_empty()
         page.route("**/status", let_wrong_wait)

@@ -19,11 +19,7 @@ assert FILES
 def protoc(*arguments: str) -> None:
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", *arguments, *FILES]
     done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PATH": str(Path(sys.executable).parent)},
+        command, capture_output=True, text=True, check=False, env={"PATH": str(Path(sys.executable).parent)}
     )
     assert done.returncode == 0, done.stderr
 

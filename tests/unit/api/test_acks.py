@@ -1,13 +1,27 @@
-"""What an ack may say: a message of the largest size is to take no time."""
+"""What an ack may say, which of the releases under way it is of, and what it says of what a replica holds."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
+from tests.support.local_model import LocalModel
+from tests.support.view_scenarios import USER, changed, run
 
 from deltasync.api.acks import check_ack
+from deltasync.api.delivery_times import DeliveryTimes
+from deltasync.api.replica_audit import ReplicaAudit
+from deltasync.api.sent_releases import AHEAD, SentRelease, SentReleases
+from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
+from deltasync.core.rows import Ids
+from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
+from deltasync.feeds.frozen_release import FrozenRelease, Head
+from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.v1 import subscribe_pb2, tables_pb2
 
 DELIVERIES = [Delivery.unchanged(TableSpec(name, 10, 2)) for name in ("user", "item")]
@@ -23,12 +37,237 @@ DELIVERIES = [Delivery.unchanged(TableSpec(name, 10, 2)) for name in ("user", "i
         ({"wanted": [tables_pb2.WantedRows(ids=[1] * 131_073)]}, "131073 rows, at most 131072"),
     ],
 )
-def test_one_of_too_much_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_an_ack_of_too_much_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         check_ack(subscribe_pb2.Ack(**fields), DELIVERIES)
 
 
-def test_one_of_every_table_is_not() -> None:
+def test_an_ack_of_every_table_is_taken() -> None:
     wanted = [tables_pb2.WantedRows(table=0, ids=[1] * 131_072), tables_pb2.WantedRows(table=1)]
     sums = [tables_pb2.Checksum(slot=1), tables_pb2.Checksum(slot=0)]
     check_ack(subscribe_pb2.Ack(wanted=wanted, sums=sums, unbound=[0, 1]), DELIVERIES)
+
+
+def send(sent: SentReleases, number: int, end_bytes: int) -> None:
+    head = Head(number, number + 100, 0, 0)
+    sent.note(FrozenRelease(head, checksums=(number, end_bytes)), head, end_bytes)
+
+
+def test_so_many_are_under_way_until_the_first_is_acknowledged() -> None:
+    replica = Replica("a")
+    sent = SentReleases(replica)
+    for number in range(1, AHEAD + 1):
+        assert not sent.full
+        send(sent, number, 10 * number)
+    assert (sent.full, replica.unacked, replica.unacked_ns > 0) == (True, AHEAD, True)
+    assert sent.take(1, 10)
+    assert (sent.full, replica.unacked) == (False, AHEAD - 1)
+    assert sent.take(AHEAD, 10 * AHEAD)
+    assert (replica.unacked, replica.unacked_ns) == (0, 0)
+
+
+def test_an_ack_is_of_the_last_release_of_its_number_that_its_bytes_hold() -> None:
+    """What repairs a release has its number."""
+    replica = Replica("a")
+    sent = SentReleases(replica)
+    for number, end_bytes in ((1, 10), (2, 20), (2, 50), (2, 60)):
+        send(sent, number, end_bytes)
+    assert sent.take(2, 19) is None
+    assert replica.unacked == 3
+    expected: list[tuple[int, int | None, int]] = [(20, 20, 2), (49, None, 2), (60, 60, 0), (60, None, 0)]
+    for received, found, left in expected:
+        taken = sent.take(2, received)
+        assert (taken and taken.end_bytes) == found
+        assert replica.unacked == left
+    assert sent.acknowledged
+    assert sent.acknowledged.end_bytes == 60
+
+
+RIGHT = {0: 10, 1: 20}
+WRONG = {0: 11, 1: 20}
+WHOLE = Repair(frozenset({0}))
+
+
+class Stream:
+    """What one replica is sent, and says."""
+
+    def __init__(self) -> None:
+        self._sent = SentReleases(Replica("a"))
+        self.audit = ReplicaAudit(self._sent)
+        self._bytes = 0
+
+    def send(self, number: int, repair: Repair = NO_REPAIR, *, now: float = 0.0) -> tuple[int, int]:
+        """Send a release of 50 bytes; returns its number, and how many the stream has carried with it."""
+        self._bytes, head = self._bytes + 50, Head(number, number, 0, 0)
+        self._sent.note(FrozenRelease(head, repair=repair, checksums=(10, 20)), head, self._bytes)
+        self.audit.note_repair(repair, now)
+        return number, self._bytes
+
+    def ack(
+        self,
+        release: tuple[int, int],
+        checksums: Mapping[int, int],
+        rows: Mapping[int, Ids] = MappingProxyType({}),
+    ) -> frozenset[int]:
+        """What differs, where the replica holds a release with such checksums."""
+        return self.audit.check(release[0], self._sent.take(*release), checksums, rows)
+
+    def due(self, now: float = 0.0) -> frozenset[int]:
+        """The slots that are to be repaired."""
+        return self.audit.due_repair(now).slots
+
+
+def test_a_repair_is_due_until_it_was_sent() -> None:
+    """It may be dropped before: the consumer was paused."""
+    stream = Stream()
+    first = stream.send(1)
+    assert stream.ack(first, RIGHT) == stream.due() == frozenset()
+    assert stream.audit.compared
+    stream.ack(stream.send(2), WRONG)
+    assert [stream.due(), stream.due()] == [{0}, {0}]
+    repair = stream.send(2, WHOLE)
+    assert stream.due(1e9) == frozenset()
+    assert [stream.ack(repair, RIGHT) for _ in range(2)] == [frozenset(), frozenset()]
+
+
+def test_what_was_sent_before_the_repair_asks_for_no_other() -> None:
+    stream = Stream()
+    first, second = stream.send(1), stream.send(2)
+    assert stream.ack(first, WRONG) == {0}
+    repair = stream.send(2, WHOLE)
+    assert stream.ack(second, WRONG) == {0}
+    assert stream.due() == frozenset()
+    assert stream.ack(repair, RIGHT) == frozenset()
+
+
+def test_an_ack_that_comes_while_the_repair_is_sent_asks_for_no_other() -> None:
+    """A whole table takes a while."""
+    stream = Stream()
+    first, second = stream.send(1), stream.send(2)
+    assert stream.ack(first, WRONG) == {0}
+    repair = stream.audit.due_repair(0.0)
+    assert stream.ack(second, WRONG) == {0}
+    stream.send(2, repair)
+    assert stream.due() == frozenset()
+
+
+def test_an_ack_that_is_repeated_while_the_repair_is_sent_proves_nothing() -> None:
+    stream = Stream()
+    first = stream.send(1)
+    assert stream.ack(first, WRONG) == {0}
+    assert stream.ack(first, RIGHT) == {0}
+    repair = stream.send(1, WHOLE)
+    assert stream.ack(first, RIGHT) == {0}
+    assert stream.ack(repair, RIGHT) == frozenset()
+
+
+def test_a_repair_that_did_not_help_is_made_again_later() -> None:
+    stream = Stream()
+    assert stream.ack(stream.send(1), WRONG) == {0}
+    assert stream.ack(stream.send(1, WHOLE), {0: 10, 1: 5}) == {1}
+    assert stream.due(4.9) == frozenset()
+    assert stream.due(5.0) == {1}
+    assert stream.ack(stream.send(1, Repair(frozenset({1})), now=5.0), WRONG) == {0}
+    assert stream.due(14.9) == frozenset()
+    assert stream.due(15.0) == {0}
+
+
+def test_a_repair_that_helped_makes_the_next_one_immediate() -> None:
+    stream = Stream()
+    for number in (1, 2):
+        assert stream.ack(stream.send(number), WRONG) == {0}
+        assert stream.due() == {0}
+        assert stream.ack(stream.send(number, WHOLE), RIGHT) == frozenset()
+
+
+def test_an_ack_of_a_later_release_stands_for_those_before() -> None:
+    stream = Stream()
+    first, second, third = (stream.send(number) for number in (1, 2, 3))
+    assert stream.ack(second, RIGHT) == frozenset()
+    assert stream.ack(first, WRONG) == frozenset()
+    assert stream.ack(third, WRONG) == {0}
+
+
+def test_an_ack_that_was_repeated_before_the_repair_arrived_is_none_of_the_repair() -> None:
+    stream = Stream()
+    first = stream.send(1)
+    assert stream.ack(first, WRONG) == {0}
+    repair = stream.send(1, WHOLE)
+    for _ in range(3):
+        stream.ack(first, WRONG)
+    assert stream.due(1e9) == frozenset()
+    assert stream.ack(repair, RIGHT) == frozenset()
+
+
+def test_rows_that_the_replica_knows_to_be_damaged_are_sent_alone_and_the_table_if_that_did_not_help() -> None:
+    stream, rows = Stream(), {0: np.array([3, 7])}
+    assert stream.ack(stream.send(1), {0: 99, 1: 98}, rows) == {0, 1}
+    repair = stream.audit.due_repair(0.0)
+    assert repair.whole == {1}
+    assert repair.rows == rows
+    assert stream.ack(stream.send(1, repair), WRONG, rows) == {0}
+    again = stream.audit.due_repair(5.0)
+    assert again.whole == {0}
+    assert not again.rows
+    helped = stream.send(1, again)
+    assert stream.ack(helped, RIGHT) == frozenset()
+    assert stream.ack(helped, WRONG, rows) == {0}
+    assert stream.audit.due_repair(5.0).rows == rows, "it had helped"
+
+
+def test_what_a_later_release_has_put_right_is_damaged_no_more() -> None:
+    """The damaged rows were in it, and the replica shows the same again while it is kept from more."""
+    stream = Stream()
+    first, second = stream.send(1), stream.send(2)
+    assert stream.ack(first, WRONG) == {0}
+    assert stream.ack(second, RIGHT) == frozenset()
+    assert stream.ack(second, RIGHT) == frozenset()
+    assert stream.due() == frozenset()
+
+
+def test_what_is_right_is_not_damaged_because_a_repair_is_under_way() -> None:
+    stream = Stream()
+    first, second = stream.send(1), stream.send(2)
+    assert stream.ack(first, WRONG) == {0}
+    repair = stream.send(2, WHOLE)
+    for _ in range(2):
+        assert stream.ack(second, RIGHT) == frozenset()
+    assert stream.ack(repair, RIGHT) == frozenset()
+
+
+def test_an_ack_without_checksums_makes_no_repair_immediate() -> None:
+    stream = Stream()
+    assert stream.ack(stream.send(1), WRONG) == {0}
+    assert stream.ack(stream.send(1, WHOLE), WRONG) == {0}
+    stream.ack(stream.send(2), {})
+    assert stream.due(4.9) == frozenset()
+    assert stream.due(5.0) == {0}
+
+
+def test_of_a_table_that_came_after_a_release_was_frozen_there_are_no_rows() -> None:
+    for last, wrong in ((0, frozenset()), (5, {2})):
+        stream = Stream()
+        assert stream.ack(stream.send(1), {**RIGHT, 2: last}) == wrong
+
+
+def test_only_what_came_while_a_replica_was_there_tells_how_long_the_way_is_once_and_not_of_guests(
+    tmp_path: Path,
+) -> None:
+    """Of a trainer that has been idle for an hour a new replica would count as one that took an hour."""
+    consumer, found = Consumer("predictors", "clicks", 0), list[tuple[int, int]]()
+
+    def deliver(times: DeliveryTimes, local: LocalModel, version: int) -> None:
+        times.note_held(SentRelease(version, version, (), frozenset(), 0, steady_ns()), local.model)
+        found.append((sum(consumer.durations.ack.read()[0]), len(consumer.durations.recent)))
+
+    async def scenario(local: LocalModel) -> None:
+        times, of_a_guest = DeliveryTimes(consumer, guest=False), DeliveryTimes(consumer, guest=True)
+        deliver(times, local, 1)
+        await local.cut(changed(1, USER, 3))
+        deliver(of_a_guest, local, 2)
+        for _ in range(2):  # What repairs a release brings no other version.
+            deliver(times, local, 2)
+        assert times.held == 2
+
+    run(tmp_path, scenario)
+    assert found == [(0, 0), (0, 0), (1, 1), (1, 1)]

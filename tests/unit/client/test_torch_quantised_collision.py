@@ -1,15 +1,26 @@
-"""Managed collision in quantised models: rows and map of a version, as in the trainer's model."""
+"""Managed collision in quantised models, whole and sharded for inference: rows and map of a version, as in the
+trainer's model.
+"""
 
 import dataclasses
 import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.quantised_model import TYPES, quantised, tbe_bytes
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.quantised_model import TYPES, collision_sharders, on_cpu, quantised, sharded, tbe_bytes
 from tests.unit.client.test_torch_collision import (
+    DIM,
     FREE,
+    ITEM,
+    LARGEST,
     MAP,
+    MODULE,
+    RANGES,
     ROWS,
     USER,
     as_sequences,
@@ -22,9 +33,14 @@ from tests.unit.client.test_torch_collision import (
     rows_for,
     sorting,
 )
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 from deltasync.client import Release, RowBatch
 from deltasync.client.checksums import TargetChecksums
+from deltasync.client.reading import Reads
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import checksum_of
@@ -32,8 +48,27 @@ from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.ao.quantization is deprecated", "ignore:To copy construct from a tensor"
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:torch.ao.quantization is deprecated", "ignore:To copy construct from a tensor"
+    ),
+    pytest.mark.usefixtures("among_cpus"),
+]
+
+
+@pytest.fixture(scope="module")
+def among_cpus() -> Iterator[None]:
+    with on_cpu():
+        yield
+
+
+def shards_of(model: nn.Module, ranks: int, bits: int = 8) -> nn.Module:
+    """A copy of a model, quantised and sharded by row."""
+    return sharded(quantised(model, bits), "row_wise", collision_sharders(), ranks).eval()
+
+
+each_form = pytest.mark.parametrize(
+    "form", [quantised, lambda model: shards_of(model, 2)], ids=["whole", "shards"]
 )
 
 
@@ -81,32 +116,247 @@ def test_ids_take_the_rows_and_the_values_of_the_model_quantised_anew(
     assert target.bound() == {table.name for table in form(releases[0]).tables}
 
 
-def test_nothing_of_a_quantised_model_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    target = TorchTarget(quantised(model_of(sorting())))
-    with caplog.at_level(logging.WARNING):
+def looked_up(model: Any, raw_ids: Sequence[int], lengths: Sequence[int] = ()) -> list[list[float]]:
+    """What a forward gives for some raw ids of users, `lengths` of them per sample, or one."""
+    features = KeyedJaggedTensor(
+        keys=["user"],
+        values=torch.tensor(raw_ids, dtype=torch.int64),
+        lengths=torch.tensor(lengths or [1] * len(raw_ids), dtype=torch.int32),
+    )
+    found, _ = model["sparse"](features)
+    values = found["user"] if not isinstance(found, dict) else found["user"].values()
+    rows: list[list[float]] = values.tolist()
+    return rows
+
+
+@given(
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([8, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 3]),
+    st.booleans(),
+    st.data(),
+)
+def test_any_releases_give_what_the_model_that_is_not_sharded_gives(
+    hashes: bool, sequences: bool, bits: int, ranks: int, trainers: int, early: bool, data: st.DataObject
+) -> None:
+    """For any number of ranks of the trainer."""
+    size = data.draw(st.sampled_from([30, 4000, LARGEST]))
+    model = model_of(hashing() if hashes else sorting(input_hash_size=size), sequences=sequences)
+    module = shards_of(model, ranks, bits)
+    form = as_sequences if sequences else lambda release: release
+    if early:  # What sends ids to the shards is made in the first forward.
+        looked_up(module, [3])
+    plain, target = TorchTarget(model), TorchTarget(module)
+    held, by_row = TargetChecksums(target), dict[int, int]()
+    some_ids = st.integers(-50, 50) | st.integers(-(2**62), LARGEST - 1)
+    for number in range(1, data.draw(st.integers(2, 4))):
+        changed = dict[int, int]()
+        for row in data.draw(st.sets(st.integers(0, ROWS - 1))):
+            raw = hashed_to(row, by_row.get(row, -1)) if hashes else data.draw(some_ids)
+            free = data.draw(st.booleans()) or raw == FREE or raw in (by_row | changed).values()
+            changed[row] = FREE if free else raw
+        rows = data.draw(st.dictionaries(st.integers(0, ROWS - 1), st.floats(-100, 100, width=32)))
+        ranges = ranges_of(trainers, size) if number == 1 and not hashes else {}
+        release = form(release_of(number, resync=number == 1, ids=changed, rows=rows, ranges=ranges))
+        plain.apply(release)
+        quantised_release = encoded(release, TYPES[bits][0])
+        target.apply(quantised_release)
+        by_row = {row: raw for row, raw in (by_row | changed).items() if raw != FREE}
+        column = np.array([[by_row.get(row, FREE) + 1] for row in range(ROWS)])
+        assert held.after(quantised_release)[MAP.name] == checksum_of(np.arange(ROWS), column)
+        raw_ids = [*by_row.values(), *data.draw(st.lists(some_ids, min_size=4, max_size=9))]
+        # A bag's sum of rows of several shards is rounded otherwise.
+        lengths = [2, *[1] * (len(raw_ids) - 4), 0, 2] if sequences else [0, *[1] * len(raw_ids)]
+        fresh = quantised(model, bits)
+        assert looked_up(module, raw_ids, lengths) == looked_up(fresh, raw_ids, lengths)
+
+
+def test_by_itself_torchrec_sends_raw_ids_to_the_shards_as_if_they_were_rows() -> None:
+    """If that is ever mended, shards may look up their own raw ids again."""
+    module: Any = shards_of(model_of(sorting(input_hash_size=100)), 2)
+    raw_ids = [0, 5, 6, 11, 12, 13, 48, 49, 50, 51]
+    features = KeyedJaggedTensor(
+        keys=["user"], values=torch.tensor(raw_ids), lengths=torch.ones(10, dtype=torch.int32)
+    )
+    sparse = module["sparse"]
+    (sent,) = sparse.input_dist(sparse.create_context(), features)
+    assert [each.values().tolist() for each in sent] == [[0, 5, 12, 48, 50], [6, 11, 13, 49, 51]]
+
+
+def test_shards_of_different_sizes_are_sent_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tests.support.quantised_model.by_rows", lambda _, dim, *__: [(0, 0, 5, dim), (5, 0, 7, dim)]
+    )
+    model = model_of(sorting())
+    module = shards_of(model, 2)
+    release = release_of(1, resync=True, ids={4: 9, 5: 10**6, 11: 7}, rows={row: row + 1 for row in range(ROWS)})
+    TorchTarget(model).apply(release)
+    TorchTarget(module).apply(encoded(release))
+    raw_ids = [9, 10**6, 7, 1, LARGEST - 1]
+    assert looked_up(module, raw_ids) == looked_up(quantised(model), raw_ids)
+
+
+def test_ids_are_hashed_once() -> None:
+    """TorchRec hashes them before it sends them, and in their shard again."""
+    model = model_of(sorting(input_hash_size=1000, input_hash_func=lambda raw, size: (raw * 7 + 3) % size))
+    module = shards_of(model, 2)
+    release = release_of(1, resync=True, ids={4: 10, 8: 73}, rows={4: 1.0, 8: 2.0, 11: 3.0})
+    TorchTarget(model).apply(release)
+    TorchTarget(module).apply(encoded(release))
+    assert looked_up(module, [1, 10, 2]) == looked_up(quantised(model), [1, 10, 2])
+    assert looked_up(module, [1, 10, 2])[0][0] == 1
+
+
+def test_several_tables_and_features_have_maps_of_their_own() -> None:
+    configs = [
+        EmbeddingConfig(name="user", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["user", "friend"]),
+        EmbeddingConfig(name="item", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["item"]),
+    ]
+    collisions = ManagedCollisionCollection({"user": sorting(), "item": sorting()}, configs)
+    managed = ManagedCollisionEmbeddingCollection(
+        EmbeddingCollection(tables=configs), collisions, return_remapped_features=True
+    )
+    model = nn.ModuleDict({"sparse": managed}).eval()
+    module = shards_of(model, 2)
+    user = as_sequences(release_of(1, resync=True, ids={3: 100, 7: 101}, rows={3: 1.0, 7: 2.0, 11: 3.0}))
+    item = as_sequences(release_of(1, resync=True, ids={8: 100, 2: 102}, rows={8: 4.0, 2: 5.0, 11: 6.0}))
+    release = dataclasses.replace(
+        user, tables=[*user.tables, *map(of_item, item.tables)], rows=[*user.rows, *of_items(item)]
+    )
+    TorchTarget(model).apply(release)
+    TorchTarget(module).apply(encoded(release))
+    features = KeyedJaggedTensor(
+        keys=["item", "friend", "user"],
+        values=torch.tensor([100, 101, 102, 5, 101, 100, 5, 100]),
+        lengths=torch.tensor([2, 1, 0, 3, 1, 1], dtype=torch.int32),
+    )
+    found, rows = module.get_submodule("sparse")(features)
+    expected, expected_rows = quantised(model).get_submodule("sparse")(features)
+    for name in ("item", "friend", "user"):
+        assert found[name].values().tolist() == expected[name].values().tolist()
+        assert rows[name].values().tolist() == expected_rows[name].values().tolist()
+
+
+def of_item(table: Any) -> Any:
+    of = table.of and table.of.replace(".user", ".item")
+    return dataclasses.replace(table, name=table.name.replace(".user", ".item"), of=of)
+
+
+def of_items(release: Release) -> list[Any]:
+    return [type(each).of_table(of_item(each.table), each.ids, each.values) for each in release.rows]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
+def test_two_copies_take_turns(sequences: bool, bits: int) -> None:
+    model = model_of(sorting(), sequences=sequences)
+    target, plain = TorchTarget(shards_of(model, 2, bits), reads="copies"), TorchTarget(model)
+    form = as_sequences if sequences else lambda release: release
+    for number in (1, 2, 3, 4):  # Each copy is served twice.
+        changed = {number: 100 + number, 11 - number: 200 + number}
+        ranges = ranges_of(2, 190) if number == 1 else {}
+        rows = {row: float(number) for row in changed} | {5: -1.0, 11: 9.0 + number}
+        release = form(release_of(number, resync=number == 1, ids=changed, rows=rows, ranges=ranges))
+        plain.apply(release)
+        target.apply(encoded(release, TYPES[bits][0]))
+        raw_ids = [101, 201, 102, 202, 103, 203, 7, 150]
+        with target.reading() as reading:
+            assert looked_up(reading.module, raw_ids) == looked_up(quantised(model, bits), raw_ids)
+    rows_of_map = target.read(dataclasses.replace(MAP, of=ITEM.name) if sequences else MAP, np.array([1, 10]))
+    assert rows_of_map is not None
+    assert rows_of_map.tolist() == [[102], [202]]
+
+
+@pytest.mark.parametrize("reads", ["pause", "copies"])
+def test_what_outlived_its_process_is_read_and_gone_on_with(reads: Reads) -> None:
+    model = model_of(sorting())
+    module, plain = shards_of(model, 2), TorchTarget(model)
+    first = release_of(1, resync=True, ids={3: 50, 8: 60}, rows={3: 1.0, 8: 2.0}, ranges=ranges_of(2, 100))
+    TorchTarget(module).apply(encoded(first))
+    target = TorchTarget(module, reads=reads)
+    for table, row, expected in ((MAP, 8, [61]), (RANGES, 5, [0, 50, 0])):
+        rows = target.read(table, np.array([row]))
+        assert rows is not None
+        assert rows.tolist() == [expected]
+    for number in (2, 3):
+        release = release_of(number, resync=number == 2, ids={3: 70 + number}, rows={3: float(number)})
+        target.apply(encoded(release))
+        plain.apply(release)
+        raw_ids = [50, 60, 72, 73, 99]
+        with target.reading() as reading:
+            assert looked_up(reading.module, raw_ids) == looked_up(quantised(model), raw_ids)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("deltasync")]
+
+
+def test_the_collection_alone_is_followed_as_well() -> None:
+    """Its shards' modules are of the table's name, too, and no maps that a table would have to bring."""
+    model = model_of(sorting())
+    module = shards_of(model, 2)
+    release = release_of(1, resync=True, ids={3: 50, 8: 60}, rows={3: 1.0, 8: 2.0})
+    TorchTarget(model).apply(release)
+    TorchTarget(module.get_submodule("sparse")).apply(encoded(release))
+    assert looked_up(module, [50, 60, 70]) == looked_up(quantised(model), [50, 60, 70])
+
+
+def without_preparation(collection: Any) -> None:
+    collection.need_preprocess = False
+
+
+def dropping(collection: Any) -> None:
+    collection._managed_collision_modules["user"]._disable_fallback = True
+
+
+def training(collection: Any) -> None:
+    collection.train()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_preparation, "does not prepare raw ids, which is where they are looked up: make it with"),
+        (dropping, "drops unknown ids .*, and its collection is sharded for inference: serve it unsharded"),
+        (training, "is in training mode"),
+    ],
+)
+def test_what_could_not_be_right_is_refused(change: Any, said: str) -> None:
+    module = shards_of(model_of(hashing()), 2)
+    change(module.get_submodule("sparse._managed_collision_collection"))
+    before = looked_up(module.eval() if change is not training else module, [1])
+    with pytest.raises(Contradiction, match=said):
+        TorchTarget(module).apply(encoded(release_of(1, resync=True, tables=[USER, MAP]), ValueType.INT8_TBE))
+    assert looked_up(module, [1]) == before
+
+
+@each_form
+def test_nothing_of_it_stays_as_it_is_nor_is_in_training(form: Any, caplog: pytest.LogCaptureFixture) -> None:
+    module = form(model_of(sorting()))
+    with caplog.at_level(logging.WARNING, "deltasync"):
+        for number in (1, 2):
+            TorchTarget(module).apply(encoded(release_of(number, resync=True)))
+            looked_up(module, [1, 2])  # Which makes buffers of its own.
+        assert warnings_in(caplog) == []
+        target = TorchTarget(module)
         target.apply(encoded(release_of(1, resync=True)))
-    assert [record.message for record in caplog.records] == []
+        module.train()
+        target.apply(encoded(release_of(2, resync=True)))
+    (said,) = warnings_in(caplog)
+    assert said.endswith(f"follows the trainer: {MODULE}; call eval()")
 
 
-def test_without_the_map_quantised_rows_are_refused() -> None:
-    module = quantised(model_of(sorting()))
-    with pytest.raises(NotFound, match=f"no table brings the map {MAP.name}"):
-        TorchTarget(module).apply(encoded(release_of(1, resync=True, tables=[USER])))
+@each_form
+def test_without_the_map_it_is_refused(form: Any) -> None:
+    with pytest.raises(NotFound, match=f"no table brings the map {MAP.name}: update"):
+        TorchTarget(form(model_of(sorting()))).apply(encoded(release_of(1, resync=True, tables=[USER])))
 
 
-def test_what_a_quantised_model_holds_is_proven() -> None:
-    target = TorchTarget(quantised(model_of(sorting())))
-    held = TargetChecksums(target)
-    release = encoded(release_of(1, resync=True, ids={1: 40, 4: 44}, rows={1: 1.0, 4: 4.0}))
-    target.apply(release)
-    rows: Any = np.zeros((ROWS, release.tables[0].dim), np.uint8)
-    rows[release.rows[0].ids] = release.rows[0].values
-    assert held.after(release)[USER.name] == checksum_of(np.arange(ROWS), rows)
-
-
-def test_a_policy_that_comes_to_send_another_type_is_told_what_it_should_say() -> None:
-    """It was only told that the map is of no use without its table, and not why that has no place any more."""
-    target = TorchTarget(quantised(model_of(sorting())))
+@each_form
+def test_a_policy_that_comes_to_send_another_type_is_told_what_it_should_say(form: Any) -> None:
+    target = TorchTarget(form(model_of(sorting())))
     target.apply(encoded(release_of(1, resync=True, ids={1: 40}, rows={1: 1.0})))
     with pytest.raises(Contradiction, match="let the consumer's policy say value_type int8-tbe"):
         target.apply(release_of(2, resync=True, ids={1: 40}, rows={1: 1.0}))

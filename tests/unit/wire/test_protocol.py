@@ -4,21 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.core.errors import InvalidInput
 from deltasync.wire.protocol import PROTOCOL, check_protocol, protocol_to_metadata
 
 PAGE = Path(__file__).parents[3] / "protos" / "README.md"
 KEY = "deltasync-protocol"
-
-
-def test_a_call_of_this_protocol_may_begin() -> None:
-    check_protocol(dict([protocol_to_metadata()]))
-
-
-def test_a_newer_protocol_is_refused_with_both_numbers() -> None:
-    said = f"^the client speaks protocol 7, the service protocol {PROTOCOL}: update the service$"
-    with pytest.raises(Contradiction, match=said):
-        check_protocol(dict([protocol_to_metadata(7)]))
 
 
 def test_a_call_that_names_no_protocol_is_of_the_first() -> None:
