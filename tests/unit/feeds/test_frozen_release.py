@@ -4,7 +4,6 @@ import weakref
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.mapping import in_a_file, mapping_of
@@ -12,7 +11,6 @@ from tests.support.releases import deleted_rows, frozen_at, live_rows
 from tests.support.stamped import stamped_table
 from tests.support.wire import random_rows
 
-from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableSpec
@@ -73,15 +71,6 @@ def test_a_release_does_not_change_with_its_tables(tmp_path: Path) -> None:
     for table in tables:
         table.apply(RowBatch.of_table(table.spec, np.arange(table.spec.rows), np.zeros_like(table.rows)), 9)
     assert content(frozen) == before
-
-
-def test_no_room_for_a_spilled_release_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(StorageFailed, match=r"a release of 3 tables: cannot reserve .*No space left"):
-        frozen_at(stamped(0, 4), 0, None, tmp_path, 0)
 
 
 def test_deletes_take_no_more_memory_than_is_allowed(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.support.crashes import Crashes
 from tests.support.local_model import LocalModel
 from tests.support.local_service import join, opened, publish, run, send
-from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, random_rows
+from tests.support.wire import ITEM, TABLES, USER, WHOLE, part, random_rows
 from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.core.digests import checksum_of
@@ -26,7 +26,6 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.model import Model
 from deltasync.publish.session import PublishSession
 from deltasync.service.service import Service
-from deltasync.storage.mapped_table import MappedTable
 from deltasync.storage.model_store import ModelStore
 
 pytestmark = pytest.mark.usefixtures("shared_file")
@@ -88,8 +87,7 @@ async def test_what_tables_are_to_replicas_is_found_anew_only_for_those_that_hav
 
 @in_service()
 async def test_old_rows_keep_their_values_and_stamps(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
+    session = await publish(service)
     await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
     await service.coordinators["clicks"].drain()
     model = service.models["clicks"]
@@ -120,8 +118,7 @@ async def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(tmp_path) as service:
-        await send(await join(service), full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].drain()
+        await publish(service)
         await grow_without_seal(service, GROWN, monkeypatch)
     async with opened(tmp_path) as service:
         model = service.models["clicks"]
@@ -150,9 +147,7 @@ async def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_
 )
 @in_service()
 async def test_who_is_refused_harms_nobody(service: Service, tmp_path: Path, tables: list[TableSpec]) -> None:
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
-    await service.coordinators["clicks"].drain()
+    session = await publish(service)
     model = service.models["clicks"]
     before, files = tables_of(model), {path: path.stat().st_size for path in tmp_path.rglob("*")}
     with pytest.raises(
@@ -165,17 +160,8 @@ async def test_who_is_refused_harms_nobody(service: Service, tmp_path: Path, tab
 
 
 @in_service()
-async def test_ranks_of_one_run_have_the_same_tables(service: Service) -> None:
-    await send(await join(service), full_part(1, random_rows(0), WHOLE))
-    await join_later(service, TABLES, world_size=2)
-    with pytest.raises(Contradiction, match="is 40 x 4 float32, the run has 60 x 4 float32"):
-        await join_later(service, GROWN, world_size=2, rank=1)
-
-
-@in_service()
 async def test_a_later_run_without_a_table_leaves_it_as_it_was(service: Service) -> None:
-    await send(await join(service), full_part(1, random_rows(0), WHOLE))
-    await service.coordinators["clicks"].drain()
+    await publish(service)
     model = service.models["clicks"]
     before = tables_of(model)[ITEM.name]
     later = await join_later(service, [USER])
@@ -185,36 +171,12 @@ async def test_a_later_run_without_a_table_leaves_it_as_it_was(service: Service)
     assert model.tables[0].stamps.tolist() == [2] * 40
 
 
-@in_loop()
-async def test_a_flush_meanwhile_does_not_forget_the_new_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between what is written down of a table and what it has in memory."""
-    become = MappedTable._become
-    async with opened(tmp_path) as service:
-        await send(await join(service), full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].drain()
-        model = service.models["clicks"]
-
-        def flushed(table: MappedTable, *arguments: Any) -> None:
-            assert model.store.flush(1)
-            become(table, *arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(MappedTable, "_become", flushed)
-            await publish_later(service, GROWN)
-    async with opened(tmp_path) as service:
-        assert [table.spec for table in service.models["clicks"].tables] == GROWN
-
-
 @in_service()
 async def test_where_there_is_no_room_nothing_has_grown(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise StorageFailed("No space left on device")
 
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
-    await service.coordinators["clicks"].drain()
+    await publish(service)
     before = tables_of(service.models["clicks"])
     for name in ("os.posix_fallocate", "deltasync.storage.model_store.pack_json"):
         with monkeypatch.context() as patch:
@@ -235,9 +197,7 @@ def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
     later = [replace(USER, rows=5000), ITEM, NEW, replace(WHOLE[1].table, name="more")]
 
     async def grow(service: Service) -> None:
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].drain()
+        session = await publish(service)
         await asyncio.to_thread(service.models["clicks"].flush)
         await send(session, part(2, [(0, [39], np.ones((1, 4), "<f4"))]))
         await service.coordinators["clicks"].drain()
@@ -279,9 +239,7 @@ def test_cuts_after_a_table_has_grown_come_back_flushed_or_not(tmp_path: Path) -
         copies.append((copy, tables_of(model)))
 
     async def train(service: Service) -> None:
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].drain()
+        session = await publish(service)
         model = service.models["clicks"]
         assert model.flush()
         for step, rows in enumerate((60, 70, 70), start=2):

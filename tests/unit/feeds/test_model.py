@@ -59,8 +59,7 @@ async def test_a_flush_meanwhile_does_not_forget_a_new_table(
     joining: list[Future[PublishSession]] = []
     async with opened(tmp_path) as service:
         loop = asyncio.get_running_loop()
-        await send(await join(service), full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].drain()
+        await publish(service)
 
         def slow(log: LmdbStore, *arguments: Any) -> Future[None]:
             if not joining:
@@ -81,25 +80,11 @@ async def test_a_flush_meanwhile_does_not_forget_a_new_table(
 @in_loop()
 async def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
+        session = await publish(service)
         await send(session, part(2, [(0, [1], np.ones((1, 4), "<f4"))])[:-1])
     async with opened(tmp_path) as service:
         assert not list(log_of(service).read("cuts/clicks", 2))
         assert service.models["clicks"].position.number == 1
-
-
-@in_service()
-async def test_replicas_that_lack_the_same_share_one_release(service: Service) -> None:
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
-    await service.coordinators["clicks"].drain()
-    model = service.models["clicks"]
-    first, second = model.release(0), model.release(0)
-    assert (await first) is (await second)
-    other = model.release(1)
-    assert (await other).rows == 0
-    assert other is not first
 
 
 @in_loop()
@@ -113,24 +98,6 @@ async def test_two_models_do_not_mix(tmp_path: Path) -> None:
         for model, seed in (("clicks", 0), ("click", 1)):
             for table, expected in zip(service.models[model].tables, random_rows(seed), strict=True):
                 np.testing.assert_array_equal(table.rows, expected)
-
-
-@in_service()
-async def test_a_table_that_finds_no_room_leaves_the_model_as_it_was(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.posix_fallocate", full)
-        with pytest.raises(StorageFailed, match="No space left on device"):
-            await publish(service)
-    assert service.models == {}
-    # Another shape of the same table: nothing of the failed try is in the way.
-    small = TableSpec(WHOLE[0].table.name, 5, 1)
-    await publish(service, tables=[small], run="run-2", started=2)
-    assert [table.spec for table in service.models["clicks"].tables] == [small]
 
 
 @in_loop()
@@ -192,8 +159,7 @@ async def test_releases_share_the_memory_there_is_for_them(
     def spilled(release: FrozenRelease) -> bool:
         return any(in_a_file(chunk.rows.values) for chunk in release.chunks)
 
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
+    session = await publish(service)
     await send(session, full_part(2, random_rows(1), WHOLE))
     await service.coordinators["clicks"].drain()
     model = service.models["clicks"]

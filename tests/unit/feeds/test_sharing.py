@@ -146,8 +146,7 @@ async def test_cuts_of_two_models_are_applied_at_once(service: Service, monkeypa
 
     monkeypatch.setattr(Model, "_apply", meeting)
     for name in ("clicks", "views"):
-        session = await join(service, model=name)
-        await send(session, full_part(1, random_rows(0), WHOLE))
+        await send(await join(service, model=name), full_part(1, random_rows(0), WHOLE))
     for name in ("clicks", "views"):
         await service.coordinators[name].drain()
         assert service.models[name].position.number == 1

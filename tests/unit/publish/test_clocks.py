@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.support.local_service import join, opened, send
+from tests.support.local_service import join, opened, publish, send
 from tests.support.wire import WHOLE, full_part, random_rows
 from tests.unit.support.async_tests import in_loop
 
@@ -18,8 +18,7 @@ async def test_a_trainer_that_comes_back_on_a_machine_an_hour_behind(
 ) -> None:
     """Nobody has to wait for that hour, and the run before cannot come back, also after a restart."""
     async with opened(tmp_path) as service:
-        crashed = await join(service, run="crashed", started=2 * HOUR)
-        await send(crashed, full_part(1, random_rows(0), WHOLE))
+        crashed = await publish(service, run="crashed", started=2 * HOUR)
         with pytest.raises(Contradiction, match="run behind began before run crashed"):
             await join(service, run="behind", started=HOUR)
         crashed.end("it has crashed")
@@ -40,8 +39,7 @@ async def test_a_trainer_that_comes_back_on_a_machine_an_hour_behind(
 @in_loop()
 async def test_after_a_restart_the_run_that_published_has_time_to_come_back(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
-        session = await join(service, run="here", started=2 * HOUR)
-        await send(session, full_part(1, random_rows(0), WHOLE))
+        await publish(service, run="here", started=2 * HOUR)
     async with opened(tmp_path) as service:
         with pytest.raises(ServiceUnavailable, match="by now 0"):
             await join(service, run="behind", started=HOUR)

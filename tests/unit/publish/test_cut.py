@@ -135,13 +135,6 @@ def test_a_part_has_each_row_once_live_and_deletes_by_themselves() -> None:
         part.add(0, RowBatch.deletes(TOP, np.array([4])))
 
 
-def test_a_part_of_changed_rows_is_refused_where_all_are_needed() -> None:
-    cut = cut_of(1)
-    part = cut.begin(0, [TOP], must_be_full=True)
-    with pytest.raises(ResyncRequired, match="rank 0 sent only changed rows"):
-        cut.close(part, rows=0, full=False, step_end_unix_ns=1)
-
-
 @pytest.mark.parametrize("ids", [[5], [4], [0, 6]])
 def test_a_row_that_came_before_is_refused(ids: list[int]) -> None:
     """Else a full part could hold one row twice and another never."""
@@ -197,15 +190,6 @@ def test_shards_of_which_each_has_edges_of_its_own_take_no_room_for_every_pair(r
         tracemalloc.stop()
 
 
-def test_a_gap_is_named() -> None:
-    cut = cut_of(2)
-    cut.announce([TABLE])
-    for rank, shard in enumerate((Shard(TABLE, 0, 12, 0, 2), Shard(TABLE, 0, 9, 2, 2))):
-        cut.begin(rank, [shard], must_be_full=True)
-    with pytest.raises(Contradiction, match="'user': rows 9 to 11, columns 2 to 3 are in no rank's shard"):
-        cut.check_coverage()
-
-
 def test_a_table_that_one_rank_announces_is_the_whole_cuts() -> None:
     cut = cut_of(2)
     for rank, tables in enumerate(([TABLE], [TABLE, TableSpec("bias", 1, 1)])):
@@ -213,14 +197,6 @@ def test_a_table_that_one_rank_announces_is_the_whole_cuts() -> None:
         cut.begin(rank, [TOP, BOTTOM], must_be_full=True)
     with pytest.raises(Contradiction, match="table 'bias': rows 0 to 0"):
         cut.check_coverage()
-
-
-def test_one_rank_that_cannot_continue_is_enough() -> None:
-    cut = cut_of(2)
-    cut.begin(0, [TOP], must_be_full=False)
-    assert not cut.must_be_full
-    cut.begin(1, [BOTTOM], must_be_full=True)
-    assert cut.must_be_full
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 48, 10**6])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, opened, send
+from tests.support.local_service import join, opened, publish, send
 from tests.support.wire import WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_loop, in_service
 
@@ -59,8 +59,7 @@ async def test_a_cut_that_cannot_be_sealed_is_sent_again(
 async def test_a_version_that_cannot_be_applied_is_applied_later_and_before_the_next(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
+    session = await publish(service)
     await becomes(lambda: service.models["clicks"].position.number == 1)
     model = service.models["clicks"]
     with monkeypatch.context() as patch:
@@ -86,8 +85,7 @@ async def test_a_service_that_cannot_apply_a_version_still_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(tmp_path) as service:
-        session = await join(service)
-        await send(session, full_part(1, random_rows(0), WHOLE))
+        session = await publish(service)
         await becomes(lambda: service.models["clicks"].position.number == 1)
         monkeypatch.setattr(Model, "_apply", broken)
         await send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))]))

@@ -1,24 +1,21 @@
 """Cuts that are given up: the log has nothing of them any more, whatever becomes of their ranks."""
 
 import asyncio
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.local_service import join, send
 from tests.support.log import log_of
-from tests.support.wire import WHOLE, chunk, full_part, part, random_rows
+from tests.support.wire import chunk, part
 from tests.unit.support.async_tests import in_service
 
-from deltasync.core.errors import Contradiction, StorageFailed
-from deltasync.core.position import Position
+from deltasync.core.errors import Contradiction
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.publish import coordinator
 from deltasync.publish.log_room import MOST_TRIES, Tries, cut_fits, enough, first_cut_fits, whole_bytes
 from deltasync.publish.session import PublishSession
 from deltasync.service.service import Service
-from deltasync.storage.model_store import ModelStore
 
 WIDE = TableSpec("wide", 1 << 16, 4)
 FIELDS: dict[str, Any] = {"tables": [WIDE], "shards": [Shard.whole(WIDE)]}
@@ -87,26 +84,6 @@ async def test_parts_of_a_step_that_a_later_one_has_overtaken_are_dropped(servic
     ids = range(10)
     await send(first, [chunk(2, 0, ids, np.ones((10, 4), "<f4"))])
     assert 0 < await logged(service) < 1000, "of the later step only"
-
-
-@in_service()
-async def test_a_cut_that_could_not_be_sealed_is_dropped_and_comes_again(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*_: Any) -> Future[None]:
-        failed: Future[None] = Future()
-        failed.set_exception(StorageFailed("the disk is gone"))
-        return failed
-
-    session = await join(service)
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelStore, "seal", refused)
-        with pytest.raises(StorageFailed, match="the disk is gone"):
-            await send(session, full_part(1, random_rows(0), WHOLE))
-    assert await logged(service) == 0
-    again = await join(service)
-    assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(again.sealed.history, 1)
-    assert await logged(service), "a sealed one stays"
 
 
 @in_service()

@@ -40,8 +40,7 @@ async def ask(service: Service, ids: list[int], table: TableSpec = USER) -> int:
 
 @in_service()
 async def test_a_request_is_handed_out_until_a_cut_carries_it(service: Service) -> None:
-    rank = await join(service, takes_deletes=True)
-    await send(rank, full_part(1, random_rows(0), WHOLE))
+    rank = await publish(service, takes_deletes=True)
     first, second = await ask(service, [7, 3, 7]), await ask(service, [2], ITEM)
     assert first < second
     assert numbers(rank) == [first, second]
@@ -60,8 +59,7 @@ async def test_a_request_is_handed_out_until_a_cut_carries_it(service: Service) 
 async def test_a_request_outlives_the_service(tmp_path: Path) -> None:
     asked = []
     async with opened(tmp_path) as service:
-        rank = await join(service, takes_deletes=True)
-        await send(rank, full_part(1, random_rows(0), WHOLE))
+        rank = await publish(service, takes_deletes=True)
         asked.extend([await ask(service, [3]), await ask(service, [4])])
         await send(rank, meeting(part(2, []), asked[0]))
     async with opened(tmp_path) as service:
@@ -136,8 +134,7 @@ async def test_so_many_that_are_done_are_kept_and_none_of_a_table_that_is_no_mor
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(done_deletes, "_MOST_IDS", 3)
-    rank = await join(service, takes_deletes=True)
-    await send(rank, full_part(1, random_rows(0), WHOLE))
+    rank = await publish(service, takes_deletes=True)
     for step, (table, ids) in enumerate(((USER, [1, 2]), (ITEM, [1]), (USER, [3])), start=2):
         await send(rank, meeting(part(step, []), await ask(service, ids, table)))
     done = service.coordinators["clicks"].deletes.done
@@ -167,8 +164,7 @@ async def test_all_ranks_have_to_meet_a_request_with_the_same_cut(service: Servi
 
 @in_service()
 async def test_a_cut_that_is_not_sealed_meets_nothing(service: Service) -> None:
-    rank = await join(service, takes_deletes=True)
-    await send(rank, full_part(1, random_rows(0), WHOLE))
+    await publish(service, takes_deletes=True)
     number = await ask(service, [3])
     other = await join(service, run="run-2", started=2, takes_deletes=True)
     with pytest.raises(DeltasyncError, match="publish every row first"):
@@ -181,8 +177,7 @@ async def test_what_a_request_waits_for_is_said(service: Service) -> None:
     def waits(service: Service, number: int = 0) -> str:
         return service.pending_deletes()[number].reason
 
-    rank = await join(service, run="old", takes_deletes=False)
-    await send(rank, full_part(1, random_rows(0), WHOLE))
+    rank = await publish(service, run="old", takes_deletes=False)
     pending = await service.delete_rows("clicks", USER.name, [1])
     assert pending.reason == "the trainer of run old does not know of deletes: update it"
     assert rank.deletes == []

@@ -48,9 +48,7 @@ async def test_nothing_of_a_cut_is_there_before_it_is_on_disk(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though what replicas will be sent of it is written meanwhile."""
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
-    await service.coordinators["clicks"].drain()
+    session = await publish(service)
     model = service.models["clicks"]
     await model.release(0)  # Somebody follows.
     with monkeypatch.context() as patch:
@@ -80,9 +78,7 @@ async def test_a_cut_that_cannot_be_written_is_not_applied(
         failed.set_exception(StorageFailed("the log is full"))
         return failed
 
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
-    await service.coordinators["clicks"].drain()
+    session = await publish(service)
     model, changes = service.models["clicks"], part(2, [(0, [3], np.full((1, 4), 7, "<f4"))])
     with monkeypatch.context() as patch:
         patch.setattr(ModelStore, "seal", refused)
@@ -90,6 +86,8 @@ async def test_a_cut_that_cannot_be_written_is_not_applied(
             await send(session, changes)
     await model.on_thread(lambda: None)
     assert model.position.number == model.seals.newest_version == 1
+    await asyncio.wrap_future(log_of(service).put("after", b""))
+    assert not list(log_of(service).read("cuts/clicks", 2)), "the log has nothing of it any more"
     assert not (await model.on_thread(lambda: model.tables[0].rows[3].copy()) == 7).any()
     again = await join(service)
     assert await send(again, full_part(2, random_rows(1), WHOLE)) == Position(model.history, 2)

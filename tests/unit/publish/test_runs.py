@@ -3,7 +3,7 @@ from typing import Literal
 import pytest
 from tests.support.seals import sealed
 
-from deltasync.core.position import Position, resume
+from deltasync.core.position import Position
 from deltasync.core.seal import Seal
 from deltasync.publish.runs import MAX_AHEAD_NS, Run, continues, may_publish
 
@@ -141,30 +141,3 @@ def test_who_is_refused_learns_of_whom_and_what_of_itself() -> None:
     assert "run a: process 12 of box-1, begun 2001-09-09T01:46:40Z" in said
     assert "run b: process 7 of box-2, begun 2001-09-09T01:46:41Z" in said
     assert "run a: a process not known" in may_publish(theirs, Run("a", 1, 1), NOW).reason
-
-
-@pytest.mark.parametrize(
-    ("held", "head", "yes", "said"),
-    [
-        (Position(), 5, False, "holds nothing"),
-        (Position("h", 0), 5, False, "holds nothing"),
-        (Position("other", 3), 5, False, "history other"),
-        (Position("", 3), 5, False, "history ,"),
-        (Position("h", 6), 5, False, "the newest one is only 5"),
-        (Position("h", 5), 5, True, "holds version 5"),
-        (Position("h", 1), 5, True, "holds version 1"),
-    ],
-)
-def test_whether_a_replica_goes_on(held: Position, head: int, yes: bool, said: str) -> None:
-    decision = resume(held, "h", head, 0)
-    assert decision.yes is yes
-    assert said in decision.reason
-
-
-def test_the_seal_of_a_position_says_whether_the_past_is_the_same() -> None:
-    assert resume(Position("h", 3, seal=7), "h", 5, 7).yes
-    assert resume(Position("before the restore", 3, seal=7), "h", 5, 7).yes
-    other = resume(Position("h", 3, seal=7), "h", 5, 8)
-    assert not other.yes
-    assert "of a past that this history does not have" in other.reason
-    assert resume(Position("h", 3), "h", 5, 8).yes

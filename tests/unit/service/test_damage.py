@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.local_service import join, opened, send
+from tests.support.local_service import join, opened, publish, send
 from tests.support.releases import deleted_rows, live_rows
 from tests.support.stamped import stamped_table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
@@ -32,16 +32,13 @@ from deltasync.service.housekeeping import housekeeping
 from deltasync.service.inspection import inspect
 from deltasync.service.service import Service
 
-ROWS = random_rows(0)
+ROWS = random_rows(1)  # Those of `publish`.
 SPECS = [TableSpec("a", 9, 2), TableSpec("b", 1, 3), TableSpec("c", 30, 1)]
 
 
 async def published(service: Service) -> tuple[Any, Model]:
     """A session, and its model with version 1."""
-    session = await join(service)
-    await send(session, full_part(1, ROWS, WHOLE))
-    await service.coordinators["clicks"].drain()
-    return session, service.models["clicks"]
+    return await publish(service), service.models["clicks"]
 
 
 def flip(table: StampedTable, *rows: int) -> None:

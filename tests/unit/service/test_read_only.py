@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.support.local_service import join, opened, publish, send
+from tests.support.local_service import opened, publish
 from tests.support.log import log_of
-from tests.support.wire import WHOLE, full_part, random_rows
 from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.api.subscribe import ReplicaStream, Responses
@@ -82,8 +81,7 @@ async def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
     opening = subscribe_pb2.SubscribeOpen(consumer="plain", replica="r")
     stream = ReplicaStream(service, opening).run(silence())
     kinds = [await next_kind(stream)]
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
+    await publish(service)
     while kinds[-1] != "release":
         kinds.append(await next_kind(stream))
     assert kinds == ["progress", "opened", "release"]

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.command import deltasync
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, publish, run, send
 from tests.support.ports import free_port
-from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.support.wire import part
 from tests.unit.support.async_tests import in_loop
 
 from deltasync.api import server
@@ -63,7 +63,7 @@ def data_dir(tmp_path: Path) -> Path:
 
     async def scenario(service: Service) -> None:
         for model in ("slow", "fast"):
-            await send(await join(service, model=model), full_part(1, random_rows(0), WHOLE))
+            await publish(service, model=model)
             await service.coordinators[model].drain()
         await service.create_consumer("top", "slow", TOP)
 

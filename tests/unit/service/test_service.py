@@ -1,7 +1,6 @@
 """Races and failures inside the service, without sockets: what must hold whichever comes first."""
 
 import asyncio
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from tests.support.local_service import join, opened, publish, run, send
 from tests.support.log import log_of
-from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.support.wire import part
 from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.consumers.consumer import ConsumerOptions
@@ -24,7 +23,6 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds import model as models
-from deltasync.feeds.damage import Damage
 from deltasync.service.backups import Backups
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
@@ -39,8 +37,7 @@ from deltasync.storage.records import pack_json, unpack_json
 @in_service()
 async def test_an_ack_while_lag_is_counted_does_no_harm(service: Service) -> None:
     """Nor does a cut or a new table: the report is of one moment."""
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
+    session = await publish(service)
     await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
     coordinator = service.coordinators["clicks"]
     await coordinator.drain()
@@ -157,48 +154,13 @@ async def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
 
     monkeypatch.setattr(LmdbStore, "truncate", full)
     keeper = asyncio.create_task(housekeeping(service))
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
+    session = await publish(service)
     await failed_again.wait()
     assert "failed: model=clicks it is flushed again later: the log is full" in tries[1]
     monkeypatch.setattr(LmdbStore, "truncate", works)
     await flushed.wait()
     keeper.cancel()
     assert (await send(session, part(2, []))) == Position(session.sealed.history, 2)
-
-
-@in_service(flush_bytes=1)
-async def test_a_model_s_busy_thread_keeps_no_model_from_being_flushed(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
-    flushed, looking, idle = asyncio.Event(), asyncio.Event(), threading.Event()
-    sweep = Damage.sweep
-    loop, flush = asyncio.get_running_loop(), models.Model.flush
-
-    def flushing(model: models.Model) -> bool:
-        if model.name == "clicks" and (had := flush(model)):
-            loop.call_soon_threadsafe(flushed.set)
-            return had
-        return False
-
-    async def sweeping(damage: Damage) -> None:
-        looking.set()
-        await sweep(damage)
-
-    monkeypatch.setattr(Damage, "sweep", sweeping)
-    await publish(service, model="busy")
-    busy = asyncio.create_task(service.models["busy"].on_thread(idle.wait))
-    keeper = asyncio.create_task(housekeeping(service))
-    try:
-        await looking.wait()
-        monkeypatch.setattr(models.Model, "flush", flushing)
-        await send(await join(service), full_part(1, random_rows(0), WHOLE))
-        await flushed.wait()
-    finally:
-        idle.set()
-    await busy
-    keeper.cancel()
 
 
 @in_service(log_max_bytes=2 << 20, flush_bytes=1)
@@ -228,26 +190,6 @@ async def test_a_full_log_is_flushed_and_takes_parts_again(
     assert position
     assert position.number == step
     keeper.cancel()
-
-
-def test_an_offset_that_could_not_be_kept_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: Any) -> Future[None]:
-        failed: Future[None] = Future()
-        failed.set_exception(StorageFailed("the disk is gone"))
-        return failed
-
-    async def scenario(service: Service) -> None:
-        consumer = await service.registry.create("c", "clicks", Policy())
-        with monkeypatch.context() as patch:
-            patch.setattr(LmdbStore, "put_all", fails)
-            replica = service.registry.connect(consumer, "p", asyncio.Event())
-            service.registry.acknowledge(consumer, replica, Position("h", 3))
-
-    run(tmp_path, scenario)
-    assert "offset/c/p could not be written" in caplog.text
-    assert "the disk is gone" in caplog.text
 
 
 @in_service()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.support.local_service import join, publish, run, send
 from tests.support.log import log_of
-from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
 from deltasync.client import Policy
@@ -29,16 +29,11 @@ def no_room(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-async def published(service: Service) -> None:
-    await send(await join(service), full_part(1, random_rows(0), WHOLE))
-    await service.coordinators["clicks"].drain()
-
-
 @in_service()
 async def test_no_room_for_the_files_of_a_view_is_trouble_of_the_volume(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await published(service)
+    await publish(service)
     with monkeypatch.context() as patch:
         patch.setattr("os.posix_fallocate", no_room)
         consumer = await service.create_consumer("top", "clicks", Policy(top_k=3))
@@ -74,7 +69,7 @@ async def test_a_consumer_without_replicas_says_too_that_nothing_new_can_come(
 async def test_no_room_for_a_release_in_a_file_is_trouble_of_the_volume(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await published(service)
+    await publish(service)
     monkeypatch.setattr("deltasync.feeds.releases.RELEASES_IN_MEMORY_BYTES", 0)
     with monkeypatch.context() as patch:
         patch.setattr("os.posix_fallocate", no_room)
@@ -89,7 +84,7 @@ async def test_files_that_cannot_be_flushed_are_trouble_of_the_volume_until_they
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
-    await published(service)
+    await publish(service)
     keeper = asyncio.create_task(housekeeping(service))
     with monkeypatch.context() as patch:
         patch.setattr("deltasync.storage.mapping.os.fdatasync", no_room)
@@ -117,7 +112,7 @@ async def test_while_the_disk_is_slow_the_event_loop_goes_on(
         assert go.wait(20)
         commit(log, batch)
 
-    await published(service)
+    await publish(service)
     session, model = await join(service), service.models["clicks"]
     consumer = await service.create_consumer("all", "clicks", Policy())
     replica = service.registry.connect(consumer, "p", asyncio.Event())
@@ -145,7 +140,7 @@ def test_commits_are_counted_and_slow_ones_said_now_and_then(
 
     async def scenario(service: Service) -> None:
         before = sum(log_of(service).commits.read()[0])
-        await published(service)
+        await publish(service)
         assert sum(log_of(service).commits.read()[0]) > before
         said = [each for each in caplog.records if "is slow" in each.getMessage()]
         assert len(said) == 1

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi.routing import APIRoute
-from tests.support.local_service import join, send
-from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.support.local_service import publish, send
+from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
 from deltasync.api.consumer_routes import ConsumerLine, consumer_routes
@@ -31,8 +31,7 @@ EVERYTHING, TOP = Policy(), Policy(top_k=1)
 
 async def published(service: Service, *policies: Policy) -> tuple[PublishSession, Model]:
     """Version 1 of two tables, and consumers, of which a replica has it; they have these policies in turn."""
-    session = await join(service)
-    await send(session, full_part(1, random_rows(0), WHOLE))
+    session = await publish(service)
     coordinator = await service.open_model("clicks")
     await coordinator.drain()
     for number in range(CONSUMERS):

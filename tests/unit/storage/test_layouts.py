@@ -44,21 +44,9 @@ def test_a_layout_is_written_once(log: LmdbStore) -> None:
     assert [bytes(record.payload) for record in log.read("layouts/m", first.number, first.number)] == [RECORDS[0]]
     assert numbers(log) == {first.number, other.number}
     assert layouts.shards(other.number) == SHARDS[1]
-
-
-def test_it_is_known_again_after_a_restart_and_forgotten_at_a_flush(log: LmdbStore) -> None:
-    before = [Layouts(log, "m").use(RECORDS[each], SHARDS[each], 3) for each in range(2)]
-    before[-1].written.result(TIMEOUT)
-    used = [use.number for use in before]
-    layouts = Layouts(log, "m")
-    layouts.recover()
-    assert [layouts.shards(number) for number in used] == SHARDS[:2]
-    assert layouts.use(RECORDS[1], SHARDS[1], 4).log_bytes == 0
-    for forgotten in layouts.forget(3):
-        forgotten.result(TIMEOUT)
-    assert numbers(log) == {used[1]}
-    with pytest.raises(StorageFailed, match=f"the log's layout {used[0]} of model 'm' is missing"):
-        layouts.shards(used[0])
+    layouts.forget(1)
+    with pytest.raises(StorageFailed, match=f"the log's layout {first.number} of model 'm' is missing"):
+        layouts.shards(first.number)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))

@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.mapping import check_noted
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
-from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import TableKind, TableSpec
+from deltasync.core.tables import TableSpec
 from deltasync.storage.mapped_table import MappedTable, TableLayout
-from deltasync.storage.private_memory import PrivateMemory
 from deltasync.storage.table_files import TableFiles, make_tables, open_tables
 from deltasync.storage.unused_files import remove_unused
 
@@ -66,24 +63,6 @@ def test_a_table_comes_back(tmp_path: Path) -> None:
     assert back.changed_since(0).tolist() == [3, 7]
     assert back.rows.sum() == 2 * 4 * 5
     assert (back.rows.dtype, back.rows.shape) == (TABLE.dtype, (10, 4))
-
-
-def test_rows_are_in_memory_before_a_flush(tmp_path: Path) -> None:
-    """The log has them: kill -9 loses nothing."""
-    table = written(tmp_path)
-    table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
-    assert reopened(table).changed_since(0).tolist() == [3, 7]
-    table.flush()
-    assert reopened(table).changed_since(0).tolist() == [3, 7, 9]
-
-
-def test_rows_beyond_memory_are_on_their_way_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.storage.mapping.PRIVATE", PrivateMemory(0))
-    table = written(tmp_path)
-    table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
-    assert reopened(table).changed_since(0).tolist() == [3, 7, 9]
-    table.flush()
-    assert reopened(table).changed_since(0).tolist() == [3, 7, 9]
 
 
 def test_a_new_table_is_zero_whatever_lay_there(tmp_path: Path) -> None:
@@ -168,34 +147,6 @@ def test_many_small_tables_take_one_file_and_one_mapping(tmp_path: Path, monkeyp
     assert [table.mapped.files.place.offset is None for table in tables] == [number == 7 for number in range(50)]
 
 
-def test_a_table_that_has_grown_keeps_its_rows_and_stamps(tmp_path: Path) -> None:
-    table, plain = written(tmp_path), StampedTable.zeros(LARGER)
-    plain.apply(RowBatch.of_table(LARGER, np.array([3, 7]), np.full((2, 4), 5, np.float32)), 2)
-    extended(table, tmp_path)
-    for number, ids in ((3, [7, 10, 2999]), (5, [0, 1500])):
-        rows = RowBatch.of_table(LARGER, np.array(ids), np.full((len(ids), 4), number, np.float32))
-        table.apply(rows, number)
-        plain.apply(rows, number)
-    table.flush()
-    back = reopened(table)
-    for each in (table, back):
-        assert each.spec == LARGER
-        np.testing.assert_array_equal(each.rows, plain.rows)
-        np.testing.assert_array_equal(each.stamps, plain.stamps)
-        assert each.checksum == plain.checksum
-        assert [each.counts.after(number) for number in range(7)] == [plain.counts.after(n) for n in range(7)]
-        assert each.counts.rows == 3000
-
-
-def test_a_table_is_flushed_whole_once_it_has_grown(tmp_path: Path) -> None:
-    table = extended(written(tmp_path), tmp_path)
-    table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
-    table.flush()
-    assert [len(array) for array in table.mapped.files.arrays] == [3000] * 5
-    arrays = table.rows, table.stamps, table.tags, table.digests, table.squares
-    assert all(a is b for a, b in zip(table.mapped.files.arrays, arrays, strict=True))
-
-
 def test_room_that_nobody_has_written_down_is_given_back(tmp_path: Path, shared_file: bool) -> None:
     """The process ended after it had made room, and before the log said so."""
     table = written(tmp_path)
@@ -269,36 +220,6 @@ def test_no_room_to_grow_is_an_error_and_the_table_goes_on(
     assert reopened(table).changed_since(2).tolist() == [9]
 
 
-def test_a_split_table_comes_back_split_also_once_it_has_grown(tmp_path: Path) -> None:
-    table, plain = written(tmp_path), StampedTable.zeros(LARGER)
-    plain.apply(RowBatch.of_table(LARGER, np.array([3, 7]), np.full((2, 4), 5, np.float32)), 2)
-    before = table.mapped
-    for each in (table, plain):
-        each.split(1, 3)
-    table.flush()
-    assert reopened(table).digests.tolist() == table.digests.tolist() == plain.digests[:10].tolist()
-    assert [array is other for array, other in zip(before.plain(), table.mapped.plain(), strict=True)] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert MappedTable(before.layout, before.files).checksum == table.checksum, "until the log names the others"
-    table.remove_stale(table.mapped)
-    extended(table, tmp_path)
-    table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
-    plain.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
-    table.flush()
-    back = reopened(table)
-    assert back.columns == (0, 1, 3, 4)
-    for array, other in zip(
-        back.mapped.plain(), (plain.rows, plain.stamps, plain.tags, plain.digests, plain.squares), strict=True
-    ):
-        np.testing.assert_array_equal(array, other)
-    assert back.checksum == plain.checksum
-
-
 def test_a_table_that_is_split_while_room_is_made_has_digests_that_fit(tmp_path: Path) -> None:
     table = written(tmp_path)
     become = room(table, tmp_path)
@@ -311,41 +232,6 @@ def test_a_table_that_is_split_while_room_is_made_has_digests_that_fit(tmp_path:
     assert table.checksum == checksum
     assert table.norm == pytest.approx(norm)
     assert table.changed_since(0).tolist() == [3, 7, 9]
-
-
-def test_a_table_that_is_split_before_it_is_of_another_kind_stays_where_it_is(tmp_path: Path) -> None:
-    table = written(tmp_path)
-    become = room(table, tmp_path, replace(TABLE, kind=TableKind.PARAMETER))
-    table.split(2)
-    table.apply(RowBatch.of_table(TABLE, np.array([9]), np.ones((1, 4), np.float32)), 3)
-    files = table.mapped.files
-    become()
-    assert (table.spec.kind, table.columns, table.mapped.files) == (TableKind.PARAMETER, (0, 2, 4), files)
-    table.flush()
-    assert reopened(table).changed_since(0).tolist() == [3, 7, 9]
-
-
-def test_files_that_are_removed_while_room_is_made_are_not_part_of_it(tmp_path: Path) -> None:
-    """The table is split meanwhile, and flushed."""
-    table = written(tmp_path)
-    become = room(table, tmp_path)
-    table.split(2)
-    table.flush()
-    table.remove_stale(table.mapped)
-    become()
-    table.apply(RowBatch.of_table(LARGER, np.array([2999]), np.ones((1, 4), np.float32)), 3)
-    table.flush()
-    assert reopened(table).changed_since(0).tolist() == [3, 7, 2999]
-    assert table.fits(np.arange(3000), table.rows).all()
-
-
-def test_rows_are_flushed_whatever_they_are_split_into(tmp_path: Path) -> None:
-    """Digests of many segments take more than the row."""
-    spec = TableSpec("t", 300, 12)
-    (table,) = made(tmp_path, spec)
-    table.apply(RowBatch.of_table(spec, np.array([290]), np.ones((1, 12), np.float32)), 1)
-    table.split(*range(12))
-    check_noted(table.mapped.files, table.mapped.layout.arrays())
 
 
 def test_files_that_the_log_names_stay_while_a_table_is_split(

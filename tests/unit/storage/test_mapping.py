@@ -80,14 +80,6 @@ def test_the_memory_goes_with_the_last_array(tmp_path: Path) -> None:
     assert mapped_times(path) == 0
 
 
-def test_a_file_that_is_removed_can_still_be_read(tmp_path: Path) -> None:
-    path = file_of(tmp_path)
-    rows = map_file(path).array(FP32, (10, 4))
-    path.unlink()
-    rows[:] = 3
-    assert rows.sum() == 120
-
-
 def test_what_cannot_be_mapped_is_an_error_in_words(tmp_path: Path) -> None:
     with (
         file_of(tmp_path).open("r+b") as file,
@@ -99,20 +91,6 @@ def test_what_cannot_be_mapped_is_an_error_in_words(tmp_path: Path) -> None:
         pytest.raises(StorageFailed, match="rows cannot be mapped: Permission"),
     ):
         Mapping(file.fileno(), 5000, "rows")
-
-
-def test_what_is_written_after_a_flush_is_not_in_the_file_before_the_next(tmp_path: Path) -> None:
-    """Though its page was flushed."""
-    path = file_of(tmp_path)
-    mapped = map_file(path)
-    content = mapped.array(np.dtype("u1"), (5000,))
-    content[:] = 1
-    mapped.flush(touched(content))
-    content[:] = 2
-    assert set(path.read_bytes()) == {1}
-    assert set(map_file(path).array(np.dtype("u1"), (5000,))) == {1}
-    mapped.flush(touched(content))
-    assert set(path.read_bytes()) == {2}
 
 
 def test_what_the_disk_refuses_is_an_error_in_words(

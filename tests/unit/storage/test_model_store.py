@@ -132,15 +132,6 @@ def test_a_cut_that_lacks_rows_is_an_error(opened: Callable[[], LogStore], tmp_p
         list(store.rows(seal))
 
 
-def test_what_was_not_sealed_is_dropped(opened: Callable[[], LogStore], tmp_path: Path) -> None:
-    log = opened()
-    store = ModelStore(log, "m", tmp_path)
-    publish(store, 1, rows_of(SHARDS[0], 1))
-    store.append(2, 0, 0, 0, rows_of(SHARDS[0], 1), store.use_layout(LAYOUT, SHARDS, 2).number)
-    store.drop_unsealed(1)
-    assert [record.number for record in log.read("cuts/m")] == [1]
-
-
 @pytest.mark.parametrize("kept", [1, 4, 100])
 def test_seals_outlive_their_rows(
     opened: Callable[[], LogStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
