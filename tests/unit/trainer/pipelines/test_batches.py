@@ -60,21 +60,16 @@ class Batch(Pipelineable):  # type: ignore[misc]  # torchrec's types are not fol
 # To a device.
 
 
-def test_all_of_a_tensordict_is_copied() -> None:
-    copied = to_device(batch(), META)
-    assert devices(copied) == {"meta"}
-    assert [path for path, _ in tensors_in(copied)] == [path for path, _ in tensors_in(batch())]
-    assert copied["text"] == "text"
-
-
-def test_what_was_copied_from_stays_as_it_is() -> None:
+def test_all_of_a_tensordict_is_copied_and_what_it_was_copied_from_stays_as_it_is() -> None:
     given = batch()
-    before = list(tensors_in(given))
-    to_device(given, META)
-    assert all(
-        path == path_before and now is tensor
-        for (path, now), (path_before, tensor) in zip(tensors_in(given), before, strict=True)
-    )
+    before = dict(tensors_in(given))
+    copied = to_device(given, META)
+    assert devices(copied) == {"meta"}
+    assert [path for path, _ in tensors_in(copied)] == list(before)
+    assert copied["text"] == "text"
+    after = dict(tensors_in(given))
+    assert after.keys() == before.keys()
+    assert all(after[path] is tensor for path, tensor in before.items()), "found again as the same"
     assert devices(given) == {"cpu"}
 
 
@@ -95,26 +90,32 @@ def test_a_locked_tensordict_is_copied(device: torch.device) -> None:
     assert locked.is_locked
 
 
-def test_a_keyed_jagged_tensor_in_a_tensordict_is_copied() -> None:
-    copied = to_device(TensorDict({"sparse": keyed(), "more": TensorDict({"sparse": keyed()})}), META)
-    assert copied["sparse"].device() == META
-    assert copied["more"]["sparse"].device() == META
-
-
-def test_a_pipelineable_in_a_tensordict_is_copied() -> None:
-    assert devices(to_device(TensorDict({"inner": Batch(batch())}), META)["inner"].sparse) == {"meta"}
-
-
 @tensorclass
 class Examples:
     jagged: JaggedTensor
     dense: torch.Tensor
 
 
-def test_a_tensorclass_in_a_tensordict_is_copied() -> None:
-    examples = Examples(jagged=jagged(1, 2), dense=torch.ones(2))
-    copied = to_device(TensorDict({"examples": examples}), META)
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2),
+        jagged(1),
+        keyed(),
+        TensorDict({"sparse": keyed(), "more": TensorDict({"sparse": keyed()})}),
+        TensorDict({"examples": Examples(jagged=jagged(1, 2), dense=torch.ones(2))}),
+    ],
+    ids=["tensor", "jagged", "keyed", "keyed in a tensordict", "tensorclass in a tensordict"],
+)
+def test_batches_of_other_types_are_copied(value: Any) -> None:
+    copied = to_device(value, META)
     assert devices(copied) == {"meta"}
+    assert type(copied) is type(value)
+
+
+def test_pipelineables_are_copied() -> None:
+    assert devices(to_device(Batch(batch()), META).sparse) == {"meta"}
+    assert devices(to_device(TensorDict({"inner": Batch(batch())}), META)["inner"].sparse) == {"meta"}
 
 
 def test_a_lazy_stack_is_copied() -> None:
@@ -123,21 +124,10 @@ def test_a_lazy_stack_is_copied() -> None:
     assert (copied.device, copied["f"].device, copied["f"].shape) == (META, META, (2, 2))
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), jagged(1), keyed()], ids=["tensor", "jagged", "keyed"])
-def test_other_batches_are_copied(value: Any) -> None:
-    copied = to_device(value, META)
-    assert devices(copied) == {"meta"}
-    assert type(copied) is type(value)
-
-
 @pytest.mark.parametrize("batch", [(torch.ones(1),), {"f": torch.ones(1)}, None])
 def test_what_is_no_batch_is_refused(batch: Any) -> None:
     with pytest.raises(InvalidInput, match=f"a batch is a {type(batch).__name__}, expected a TensorDict"):
         to_device(batch, CPU)
-
-
-def test_a_pipelineable_copies_itself() -> None:
-    assert devices(to_device(Batch(batch()), META).sparse) == {"meta"}
 
 
 # Streams.
@@ -174,15 +164,10 @@ def test_all_memory_of_a_tensordict_is_kept(recorded: list[tuple[int, Any]]) -> 
 
 
 def test_memory_of_what_is_in_containers_is_kept(recorded: list[tuple[int, Any]]) -> None:
-    first, second, third = torch.ones(1), torch.ones(1), torch.ones(1)
-    record_stream([first, {"a": (second, "text", None)}, SimpleNamespace(), TensorDict({"b": third})], stream())
-    assert {pointer for pointer, _ in recorded} == memory(first, second, third)
-
-
-def test_a_keyed_jagged_tensor_in_a_tensordict_is_kept(recorded: list[tuple[int, Any]]) -> None:
-    kjt = keyed()
-    record_stream(TensorDict({"sparse": kjt}), stream())
-    assert {pointer for pointer, _ in recorded} == memory(kjt.values(), kjt.lengths())
+    first, second, third, kjt = torch.ones(1), torch.ones(1), torch.ones(1), keyed()
+    within = TensorDict({"b": third, "sparse": kjt})
+    record_stream([first, {"a": (second, "text", None)}, SimpleNamespace(), within], stream())
+    assert {pointer for pointer, _ in recorded} == memory(first, second, third, kjt.values(), kjt.lengths())
 
 
 def test_what_is_on_another_kind_of_device_is_not_kept(recorded: list[tuple[int, Any]]) -> None:
@@ -231,11 +216,3 @@ def test_tensors_are_found_with_where_they_are() -> None:
     }
     assert found["dense",] is dense
     assert found["in", "ids", "_values"] is ids.values()
-
-
-def test_tensors_are_found_again_as_the_same() -> None:
-    """Whoever looks whether a batch was changed compares them."""
-    given = batch()
-    once, twice = dict(tensors_in(given)), dict(tensors_in(given))
-    assert once.keys() == twice.keys()
-    assert all(twice[path] is tensor for path, tensor in once.items())

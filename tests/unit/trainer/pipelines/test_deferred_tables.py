@@ -15,7 +15,6 @@ from deltasync.core.errors import InvalidInput
 from deltasync.trainer.pipelines.deferred_tables import (
     DeferredLookup,
     DeferredTables,
-    _feature_by_feature,
     one_batch,
     why_not_deferred,
 )
@@ -68,6 +67,8 @@ def test_one_batch_has_the_examples_of_all(batches: list[Plain], weighted: bool)
     found = one_batch([features(batch, weighted=weighted) for batch in batches])
     expected = together(batches)
     assert as_plain(found) == expected
+    by_key = found.split([1] * len(expected))  # As a lookup with several kernels does.
+    assert [as_plain(one)[0] for one in by_key] == expected
     assert found.keys() == list(KEYS[: len(expected)])
     assert found.stride() == len(expected[0])
     assert found.length_per_key() == [sum(map(len, of_key)) for of_key in expected]
@@ -76,41 +77,6 @@ def test_one_batch_has_the_examples_of_all(batches: list[Plain], weighted: bool)
         assert torch.equal(found.weights(), _weights(found.values()))
     else:
         assert found.weights_or_none() is None
-
-
-@given(BATCHES)
-def test_one_batch_is_taken_apart_by_key_as_any_other(batches: list[Plain]) -> None:
-    """As a lookup with several kernels does."""
-    expected = together(batches)
-    found = one_batch([features(batch, weighted=False) for batch in batches])
-    assert [as_plain(one)[0] for one in found.split([1] * len(expected))] == expected
-
-
-@given(BATCHES)
-def test_one_batch_of_one_is_that(batches: list[Plain]) -> None:
-    assert as_plain(one_batch([features(batches[0], weighted=False)])) == batches[0]
-
-
-@given(BATCHES, st.integers(1, 3))
-def test_values_of_features_stay_with_them(batches: list[Plain], width: int) -> None:
-    """Each id has so many values, as rows of sequences have."""
-    flat = [[one for of_key in batch for example in of_key for one in example] for batch in batches]
-    values = [torch.tensor(ids, dtype=torch.int64).repeat_interleave(width) for ids in flat]
-    sizes = [[width * sum(map(len, of_key)) for of_key in batch] for batch in batches]
-    expected = [one for of_key in together(batches) for example in of_key for one in example]
-    found = _feature_by_feature(values, sizes)
-    assert found.tolist() == torch.tensor(expected, dtype=torch.int64).repeat_interleave(width).tolist()
-
-
-def test_features_that_can_be_kept() -> None:
-    for weighted in False, True:
-        assert not why_not_deferred(features([[[1], []], [[2], [3]]], weighted=weighted))
-
-
-def test_features_whose_weights_are_learnt_cannot_be_kept() -> None:
-    learnt = features([[[1]], [[2]]], weighted=True)
-    learnt.weights().requires_grad_()
-    assert why_not_deferred(learnt) == "the weights of its features ['f', 'g'] are learnt in its backward"
 
 
 def test_features_of_variable_batch_size_cannot_be_kept() -> None:
@@ -172,28 +138,18 @@ def is_as_of_one_batch(lookup: SumOfRows) -> bool:
     return torch.equal(lookup.rows.grad, other.rows.grad)
 
 
-def test_a_kept_lookup_is_updated_as_by_one_batch() -> None:
-    lookup = SumOfRows()
-    deferred = deferring(lookup)
-    for batch in FIRST, SECOND:
-        output = train(deferred, ids_of(batch))
-        assert torch.equal(output, lookup(ids_of(batch)))
-        assert lookup.rows.grad is None
-    deferred.apply()
-    assert is_as_of_one_batch(lookup)
-    assert deferred.pending == []
-
-
-def test_what_is_kept_does_not_change_with_the_batch() -> None:
+def test_a_kept_lookup_is_updated_as_by_one_batch_whatever_is_written_to_a_batch_afterwards() -> None:
     lookup = SumOfRows()
     deferred = deferring(lookup)
     for batch in FIRST, SECOND:
         found = ids_of(batch)
-        train(deferred, found)
+        assert torch.equal(train(deferred, found), lookup(ids_of(batch)))
+        assert lookup.rows.grad is None
         for memory in found.values(), found.weights(), found.lengths():
             memory.fill_(1)
     deferred.apply()
     assert is_as_of_one_batch(lookup)
+    assert deferred.pending == []
 
 
 def test_outputs_without_a_gradient_are_left_out() -> None:
@@ -228,8 +184,10 @@ def test_outside_of_its_forward_a_lookup_is_as_it_was() -> None:
 def test_features_that_cannot_be_kept_are_refused_by_name() -> None:
     learnt = ids_of(FIRST)
     learnt.weights().requires_grad_()
+    assert not why_not_deferred(ids_of(FIRST))
     deferred = deferring(SumOfRows(), "lookup of module 'm'")
-    with pytest.raises(InvalidInput, match="lookup of module 'm': the weights of its features"):
+    said = r"lookup of module 'm': the weights of its features \['f', 'g'\] are learnt in its backward"
+    with pytest.raises(InvalidInput, match=said):
         deferred(learnt)
     with torch.no_grad():
         deferred(learnt)

@@ -120,19 +120,28 @@ def listed(jagged: JaggedTensor) -> Examples:
     return [one.tolist() for one in jagged.to_dense()]
 
 
-# Two that lie right, for one that does not.
 RIGHT = nested([[1, 2], [3]])
+LENGTHS = torch.tensor([2, 1])
+NO_IDS = [
+    torch.ones(3),
+    torch.ones(3, dtype=torch.bool),
+    torch.ones(3, dtype=torch.int16),
+    torch.ones(3, 1).long(),
+]
+TRANSPOSED = torch.nested.nested_tensor(
+    [torch.ones(2, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.int64)], layout=torch.jagged
+).transpose(1, 2)
+
+
+def ids_123(lengths: list[int] | torch.Tensor = LENGTHS, weights: torch.Tensor | None = None) -> JaggedTensor:
+    return JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.as_tensor(lengths), weights=weights)
 
 
 def refused(wrong: Any, *, weighted: bool = False) -> str:
-    """What is said about what is under "wrong"."""
-    right = JaggedTensor(flat([[1, 2], [3]]), lengths=torch.tensor([2, 1]), weights=torch.ones(3))
+    """What is said about what is under "wrong", beside what lies right."""
+    features = TensorDict({"right": ids_123(weights=torch.ones(3)), "wrong": wrong})
     with pytest.raises(InvalidInput) as refusal:
-        to_kjt(
-            TensorDict({"right": right, "wrong": wrong}),
-            ["right", "wrong"],
-            **({"weighted": True} if weighted else {}),
-        )
+        to_kjt(features, ["right", "wrong"], **({"weighted": True} if weighted else {}))
     assert "'wrong'" in str(refusal.value)
     return str(refusal.value)
 
@@ -143,29 +152,26 @@ def test_a_missing_key_is_named_and_those_that_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "ids",
-    [torch.ones(3), torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.int16), torch.ones(3, 1).long()],
-    ids=["float", "bool", "int16", "two dimensions"],
-)
-def test_values_that_are_no_ids_are_refused(ids: torch.Tensor) -> None:
-    refused(JaggedTensor(ids, lengths=torch.tensor([2, 1])))
-    refused(torch.nested.nested_tensor(list(torch.split(ids, [2, 1])), layout=torch.jagged))
-
-
-@pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "said"),
     [
-        torch.tensor([1, 2]),
-        torch.tensor([[1, 2], [3, 0]]),
-        RIGHT.unsqueeze(2),
-        "text",
-        TensorDict({"wrong": RIGHT}),
-        KeyedJaggedTensor(["wrong"], torch.tensor([1]), lengths=torch.tensor([1, 0])),
+        *((JaggedTensor(ids, lengths=LENGTHS), "") for ids in NO_IDS),
+        *((torch.nested.nested_tensor(list(ids.split([2, 1])), layout=torch.jagged), "") for ids in NO_IDS),
+        (torch.tensor([1, 2]), "expected ids of B examples"),
+        (torch.tensor([[1, 2], [3, 0]]), "expected ids of B examples"),
+        (RIGHT.unsqueeze(2), "expected ids of B examples"),
+        ("text", "expected ids of B examples"),
+        (TensorDict({"wrong": RIGHT}), "expected ids of B examples"),
+        (
+            KeyedJaggedTensor(["wrong"], torch.tensor([1]), lengths=torch.tensor([1, 0])),
+            "expected ids of B examples",
+        ),
+        (TRANSPOSED, ""),
+        (nested([[1]]), "1 examples, key 'right' has 2"),
+        *((ids_123(lengths), "3 ids") for lengths in [[2, 2], [1, 1], [0, 0]]),
     ],
-    ids=["one dimension", "padded", "three dimensions", "text", "tensordict", "keyed"],
 )
-def test_what_has_no_ids_of_examples_is_refused(wrong: Any) -> None:
-    assert "expected ids of B examples" in refused(wrong)
+def test_what_are_no_ids_of_so_many_examples_is_refused(wrong: Any, said: str) -> None:
+    assert said in refused(wrong)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -174,43 +180,23 @@ def test_a_nested_tensor_of_another_layout_is_refused() -> None:
     assert "torch.strided" in refused(torch.nested.nested_tensor(rows, layout=torch.strided))
 
 
-def test_a_transposed_nested_tensor_is_refused() -> None:
-    rows = [torch.ones(2, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.int64)]
-    refused(torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2))
-
-
-def test_another_number_of_examples_is_refused() -> None:
-    assert "1 examples, key 'right' has 2" in refused(nested([[1]]))
-
-
-@pytest.mark.parametrize("length", [[2, 2], [1, 1], [0, 0]])
-def test_lengths_that_do_not_add_up_are_refused(length: list[int]) -> None:
-    assert "3 ids" in refused(JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor(length)))
-
-
 def test_lengths_that_are_wrong_in_opposite_ways_are_refused() -> None:
-    longer = JaggedTensor(torch.tensor([1, 2]), lengths=torch.tensor([2, 1]))
+    longer = JaggedTensor(torch.tensor([1, 2]), lengths=LENGTHS)
     shorter = JaggedTensor(torch.tensor([1, 2]), lengths=torch.tensor([1, 0]))
     with pytest.raises(InvalidInput, match="'a'"):
         to_kjt(TensorDict({"a": longer, "b": shorter}), ["a", "b"])
 
 
-def test_missing_weights_are_refused() -> None:
-    assert "without weights" in refused(
-        JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1])), weighted=True
-    )
-    assert "without weights" in refused(RIGHT, weighted=True)
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_another_number_of_weights_than_ids_is_refused(count: int) -> None:
-    jagged = JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]), weights=torch.ones(count))
-    assert "weights" in refused(jagged, weighted=True)
-
-
-def test_weights_of_another_shape_than_ids_are_refused() -> None:
-    jagged = JaggedTensor(torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]), weights=torch.ones(3, 1))
-    assert "weights" in refused(jagged, weighted=True)
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (ids_123(), "without weights"),
+        (RIGHT, "without weights"),
+        *((ids_123(weights=weights), "weights") for weights in (torch.ones(2), torch.ones(4), torch.ones(3, 1))),
+    ],
+)
+def test_weights_that_do_not_fit_ids_are_refused(wrong: Any, said: str) -> None:
+    assert said in refused(wrong, weighted=True)
 
 
 def test_examples_that_are_stacked_lazily_are_refused() -> None:
