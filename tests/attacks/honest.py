@@ -34,12 +34,7 @@ _PATIENCE_SECONDS = 30.0
 
 
 class Trainer:
-    """Publishes a small cut every now and then.
-
-    Attributes:
-        cuts: when each was begun, seconds by `time.monotonic`, and how many seconds it took.
-        failure: why it has ended; empty while it goes on.
-    """
+    """Publishes a small cut every now and then."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.rows = np.random.default_rng(0).normal(size=(TABLE.rows, TABLE.dim)).astype(np.float32)

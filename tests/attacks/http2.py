@@ -15,12 +15,7 @@ from tests.attacks.target import Target
 
 
 class Connection:
-    """A connection that does as it is told, beyond what a client's library would.
-
-    Attributes:
-        seen: what the service has answered, by kind.
-        open: whether the service still holds it.
-    """
+    """A connection that does as it is told, beyond what a client's library would."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

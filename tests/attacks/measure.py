@@ -21,14 +21,7 @@ _DEADLINE_SECONDS = 45.0
 
 
 def measured(attack: Attack, seconds: float, *, roles: bool, stranger: bool) -> dict[str, Any]:
-    """Attack a service of its own for so long at most, where that could go on for ever.
-
-    Args:
-        attack: the attack.
-        seconds: for how long.
-        roles: whether the service has roles, and the attacker none of them.
-        stranger: whether the attacker has some then: for models and consumers of another name.
-    """
+    """Attack a service of its own for so long at most, where that could go on for ever."""
     with serving(attack, roles=roles or stranger) as served:
         token = served.stranger if stranger else ""
         target = Target(served.process.grpc, served.process.http, token, seconds=seconds)

@@ -30,12 +30,7 @@ _STRANGER_ROLES = ["publish:strange*", "subscribe:strange*"]
 
 @dataclass(frozen=True)
 class Served:
-    """A service, and the tokens of those who use it: empty where it has no roles.
-
-    Attributes:
-        honest: of the trainer and the replica.
-        stranger: of somebody who may publish and subscribe, but only to models and consumers of another name.
-    """
+    """A service, and the tokens of those who use it: empty where it has no roles."""
 
     process: "LoggedService"
     honest: str = field(default="", repr=False)

@@ -23,14 +23,7 @@ MODEL, CONSUMER = "clicks", "predictors"
 
 @dataclass(frozen=True)
 class Target:
-    """Where the service is, and what the attacker has.
-
-    Attributes:
-        grpc: HOST:PORT of gRPC.
-        http: http://HOST:PORT.
-        token: the attacker's token; empty if it has none.
-        seconds: how long an attack that could go on for ever does.
-    """
+    """Where the service is, and what the attacker has."""
 
     grpc: str
     http: str

@@ -39,11 +39,7 @@ class Usage:
 
 
 class Watch:
-    """Looks at a service every now and then, while the block runs.
-
-    Attributes:
-        most: the most of each that was seen since `anew`.
-    """
+    """Looks at a service every now and then, while the block runs."""
 
     def __init__(self, pid: int, data_dir: Path, log: Path) -> None:
         self._pid, self._data_dir, self._log = pid, data_dir, log

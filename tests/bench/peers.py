@@ -120,12 +120,7 @@ def clock(service: str) -> None:
 
 
 class FleetReplica:
-    """A replica that knows which version its rows were made of, and what it was given.
-
-    Attributes:
-        releases: it has applied.
-        rows: of these.
-    """
+    """A replica that knows which version its rows were made of, and what it was given."""
 
     def __init__(self, service: str, consumer: str) -> None:
         self.releases = self.rows = 0

@@ -84,12 +84,7 @@ def run(console: Console, rows: int, dim: int, rounds: int) -> dict[str, Any]:
 
 
 class ChangingTable:
-    """The rows of a model's one table, which all change at every cut.
-
-    Attributes:
-        model: the model.
-        ids: of the rows that change: four in five of the table's, in no regular order.
-    """
+    """The rows of a model's one table, which all change at every cut."""
 
     def __init__(self, model: Model, rows: int, dim: int) -> None:
         generator = np.random.default_rng(0)

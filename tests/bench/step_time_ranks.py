@@ -40,11 +40,7 @@ _Mode = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 
 class _Training:
-    """A pipeline, and batches that wait for it.
-
-    Attributes:
-        model: what it trains.
-    """
+    """A pipeline, and batches that wait for it."""
 
     def __init__(self, options: ModelOptions, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -74,12 +70,7 @@ class _Training:
 
 
 class _Tracking:
-    """Turns with a tracker.
-
-    Attributes:
-        seconds: that the trackers say they took.
-        steps: that they saw.
-    """
+    """Turns with a tracker."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -35,12 +35,7 @@ class RowModel(nn.Module):
 
 
 class Training:
-    """Real training steps of a sharded `RowModel`.
-
-    Attributes:
-        model: under `DistributedModelParallel`.
-        device: where it is.
-    """
+    """Real training steps of a sharded `RowModel`."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.device = device

@@ -21,11 +21,7 @@ _FQN = "sparse.embeddings.table"
 
 
 class Stopwatch:
-    """Adds up seconds, those of a GPU too.
-
-    Attributes:
-        seconds: so far.
-    """
+    """Adds up seconds, those of a GPU too."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds = 0.0
@@ -110,13 +106,7 @@ class WatchedTracker(Tracker):
 
 
 class TrackerPair:
-    """Both, in the same mode on the same model.
-
-    Attributes:
-        mode: what they give beside ids.
-        ours: our tracker.
-        theirs: TorchRec's.
-    """
+    """Both, in the same mode on the same model."""
 
     def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
         self.mode = mode
@@ -124,11 +114,7 @@ class TrackerPair:
         self.ours = WatchedTracker(training, mode, consumers)
 
     def read(self, consumer: str, *, ours_first: bool = True) -> int:
-        """Read both; the number of rows.
-
-        Raises:
-            RuntimeError: they do not say the same.
-        """
+        """Read both; the number of rows."""
         if ours_first:
             ours, theirs = self.ours.read(consumer), self.theirs.read(consumer)
         else:

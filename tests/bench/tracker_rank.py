@@ -32,15 +32,7 @@ SMALL_ROWS, SMALL_IDS, SMALL_STEPS = 100_000, 2_000, 1_000
 
 @dataclass(frozen=True)
 class Window:
-    """Some steps and a read.
-
-    Attributes:
-        mode: what the trackers give beside ids.
-        skew: of the ids.
-        rows: that were read.
-        ours_seconds: spent in our tracker.
-        theirs_seconds: spent in TorchRec's.
-    """
+    """Some steps and a read."""
 
     mode: str
     skew: float

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tests.soak.options import SoakOptions
+from tests.soak.schedule import SoakOptions
 
 from deltasync.cli.config import CONTEXT
 

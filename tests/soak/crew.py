@@ -28,13 +28,7 @@ def _high_water_bytes(pid: int) -> int:
 
 
 class Crew:
-    """Processes by name. Threads of several faults use it.
-
-    Attributes:
-        starts: how often each was started.
-        troubles: what has ended by itself that should not have, and other things that should not be.
-        memory: the most bytes that each has held.
-    """
+    """Processes by name. Threads of several faults use it."""
 
     def __init__(self, processes: Processes) -> None:
         self.folder = processes.folder
@@ -106,9 +100,6 @@ class Crew:
     ) -> None:
         """End a process with a signal, do what is to be done while it is away, and start it again, perhaps with
         another command.
-
-        Raises:
-            KeyError: it is not to run.
         """
         with self._lock:
             restarting = self._restarting[name]

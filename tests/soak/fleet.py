@@ -35,13 +35,7 @@ class Subscription:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Everything that runs beside the service.
-
-    Attributes:
-        models: plain ones, and the ranks that they have at first.
-        clicks: ranks of the TorchRec trainer; 0 = none.
-        subscriptions: the consumers.
-    """
+    """Everything that runs beside the service."""
 
     models: dict[str, int]
     clicks: int

@@ -42,10 +42,6 @@ class Guest:
     """A model of this name, a consumer of the same name, and its replica. Used in one thread.
 
     Each run publishes its number as all values of the first rows of its tables, and nothing else.
-
-    Attributes:
-        target: what its replica holds.
-        subscriber: which keeps that up to date.
     """
 
     def __init__(self, world: World, name: str) -> None:
@@ -86,11 +82,7 @@ class Guest:
         self._wanted = rows
 
     def expect(self) -> None:
-        """Wait until the replica holds what was published last, and see whether it holds just that.
-
-        Raises:
-            SoakFailed: it does not.
-        """
+        """Wait until the replica holds what was published last, and see whether it holds just that."""
         self.subscriber.wait_for(self._held, _SECONDS)
         self.subscriber.check()
         found = {name: int((rows == self._runs).all(axis=1).sum()) for name, rows in self.target.tables.items()}

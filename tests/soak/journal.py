@@ -1,10 +1,27 @@
-"""What a process writes down before it goes on, in lines of JSON: a kill leaves all whole, but for the last."""
+"""How the processes of a soak tell each other things, and what they write down: files that a kill leaves whole."""
 
 import json
+import signal
+import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file, which others see as it was or as it is."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that is set when this process is asked to end."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 class Journal:

@@ -1,11 +1,28 @@
-"""What lies in the data directory of a service that has ended, and that nothing in its log speaks of."""
+"""What a soak leaves: files that nothing in the log of its service speaks of, and tracebacks in all logs."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tests.soak.fleet import CLICKS
+
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
+
+_TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(.*)", re.MULTILINE)
+
+
+def tracebacks(folder: Path) -> list[str]:
+    """The errors that were logged with a traceback: file, and the traceback's last line.
+
+    Those of TorchRec's ranks are left out: one that loses another has no other way to end.
+    """
+    files = (file for file in sorted(folder.glob("*.log")) if not file.name.startswith(f"{CLICKS}-rank"))
+    return [
+        f"{file.name}: {last}" for file in files for last in _TRACEBACK.findall(file.read_text(errors="replace"))
+    ]
+
 
 # What the service itself keeps beside its log and its tables.
 _OWN = {"lock", "endpoints.json"}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.soak.files import replace_file
+from tests.soak.journal import replace_file
 
 from deltasync.core.position import Position
 

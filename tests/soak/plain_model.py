@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tests.soak.crew import Crew
-from tests.soak.files import replace_file
-from tests.soak.journal import read_journal
+from tests.soak.journal import read_journal, replace_file
 from tests.soak.lineage import TrainingRun, stretches, write_runs
 from tests.soak.rank import journal_file, runs_file, stop_file
 from tests.soak.training import FIRST_TABLES
@@ -23,12 +22,7 @@ _MORE_STEPS = 5
 
 
 class PlainModel:
-    """Starts the ranks of its runs. Threads of several faults use it.
-
-    Attributes:
-        name: of the model.
-        runs: oldest first; the ranks of the last one are processes of the crew.
-    """
+    """Starts the ranks of its runs. Threads of several faults use it."""
 
     def __init__(self, crew: Crew, name: str, service: str, ranks: int) -> None:
         """Begin the first run, whose ranks reach the service at HOST:PORT."""

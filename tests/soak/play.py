@@ -21,12 +21,7 @@ _LAST_SECONDS = 240.0
 
 
 class Player:
-    """Does the faults of a schedule to a world.
-
-    Attributes:
-        happened: those that have come about, as they ended.
-        missed: what did not come about, and why.
-    """
+    """Does the faults of a schedule to a world."""
 
     def __init__(self, world: World) -> None:
         self.happened: list[Happened] = []

@@ -14,8 +14,7 @@ from typing import Any
 
 import click
 import numpy as np
-from tests.soak.files import stop_on_signals
-from tests.soak.journal import Journal, read_journal
+from tests.soak.journal import Journal, read_journal, stop_on_signals
 from tests.soak.lineage import TrainingRun, read_runs
 from tests.soak.training import TrainedTables, Training, Update, spec_of
 
@@ -140,9 +139,6 @@ class PlainRank:
         """Do the next step, publish it, and write down which version it was.
 
         Where the other ranks have gone on to a later step, the next step is published with what this one changed.
-
-        Raises:
-            DeltasyncError: the service refuses it for good.
         """
         self.step += 1
         asked, numbers = self._meet()

@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 import numpy as np
-from tests.soak.files import stop_on_signals
-from tests.soak.journal import Journal
+from tests.soak.journal import Journal, stop_on_signals
 from tests.soak.stores import STORES, Store
 
 from deltasync.cli.config import CONTEXT

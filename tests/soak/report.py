@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from tests.soak.fleet import CLICKS, Fleet
 from tests.soak.journal import of_pasts, read_journal
-from tests.soak.logs import tracebacks
-from tests.soak.options import SoakOptions
+from tests.soak.leftovers import tracebacks
 from tests.soak.play import Player
 from tests.soak.rank import journal_file
 from tests.soak.recovery import Happened, Receipts, Recovery, recovery, steps_back
 from tests.soak.replica import replica_journal
+from tests.soak.schedule import SoakOptions
 from tests.soak.verdict import twice_acknowledged
 from tests.soak.world import SERVICE, World
 
@@ -36,19 +36,7 @@ def build_report(
     directory: tuple[int, int],
     options: SoakOptions,
 ) -> dict[str, Any]:
-    """What was found.
-
-    Args:
-        world: what has run.
-        player: what has happened to it.
-        kinds: that could have happened.
-        differing: rows that differ from the trainer's, by replica and table.
-        versions: the newest ones of all models together.
-        late: the replicas that show what the service held in the end.
-        leftovers: files in the data directory that nothing uses.
-        directory: its bytes at the end, and at most.
-        options: what was asked for.
-    """
+    """What was found."""
     put_back = world.put_back_unix_ns
     receipts = {
         each.name: of_pasts(read_journal(replica_journal(world.crew.folder, each.name)), put_back)

@@ -13,12 +13,11 @@ from rich.console import Console
 from tests.soak.faults.kinds import kinds_of
 from tests.soak.fleet import CLICKS, Follower, fleet_of
 from tests.soak.leftovers import directory_bytes, leftovers
-from tests.soak.options import SoakOptions
 from tests.soak.play import Player
 from tests.soak.rank import stop_file
 from tests.soak.replica import held_file
 from tests.soak.report import build_report, sound
-from tests.soak.schedule import schedule
+from tests.soak.schedule import SoakOptions, schedule
 from tests.soak.verdict import Trained, trained_clicks, trained_plain, unequal
 from tests.soak.world import REDIS, SERVICE, SoakFailed, World
 
@@ -31,11 +30,7 @@ _WHOLE = ("whole", "lone", CLICKS)
 
 
 def run_soak(options: SoakOptions, console: Console) -> dict[str, Any]:
-    """Run everything; what was found.
-
-    Raises:
-        SoakFailed: something did not come in time, which is named; logs and journals are kept.
-    """
+    """Run everything; what was found."""
     folder = Path(tempfile.mkdtemp(prefix="deltasync-soak-"))
     console.print(f"logs and journals: {folder}", highlight=False, soft_wrap=True)
     _log_to(folder / "soak.log")

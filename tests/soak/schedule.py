@@ -1,8 +1,20 @@
-"""Which faults come when: a pure function of a seed, a length and the kinds there are."""
+"""What a soak is asked for, and which faults come when: a pure function of a seed, a length and their kinds."""
 
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakOptions:
+    """What to run."""
+
+    seconds: float = 300.0
+    seed: int = 0
+    mean_gap: float = 3.5
+    small: bool = False
+    keep: bool = False
+
 
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.5, 4.0
 _SHORTEST_GAP, _LONGEST_GAP = 0.2, 1.8  # Shares of the mean: some faults begin before others are over.
@@ -30,12 +42,6 @@ def schedule(seed: int, seconds: float, kinds: Sequence[str], mean_gap: float) -
 
     Every kind comes once before one comes twice, each time in another order: none is left out of a run that is
     1.8 times as long as a mean gap for each of them.
-
-    Args:
-        seed: of the schedule; the same arguments give the same schedule.
-        seconds: how long faults come.
-        kinds: their names, each once.
-        mean_gap: seconds from one to the next.
     """
     rng = random.Random(seed)  # to be repeated, not to be secret
     at, faults = 0.0, list[Fault]()

@@ -18,12 +18,7 @@ CLICK_MODEL = ModelOptions(users=400, items=300, cross_buckets=300, dim=8, hidde
 
 
 class Store(Protocol):
-    """A target, and what it holds.
-
-    Attributes:
-        target: where releases go.
-        position: where the target is at the start.
-    """
+    """A target, and what it holds."""
 
     target: Target
     position: Position

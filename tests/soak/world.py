@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tests.soak.crew import Crew
-from tests.soak.files import replace_file
 from tests.soak.fleet import CHANGING, CLICKS, PAIR, Fleet, Follower, Subscription
 from tests.soak.fuse import blown
+from tests.soak.journal import replace_file
 from tests.soak.leftovers import directory_bytes
 from tests.soak.plain_model import PlainModel, fuse_file
 from tests.support.ports import free_port
@@ -154,11 +154,7 @@ class World:
         return link.address
 
     def call(self, call: Callable[[Admin], T]) -> T:
-        """Ask the service, again and again while it is away.
-
-        Raises:
-            SoakFailed: it is away for too long.
-        """
+        """Ask the service, again and again while it is away."""
         admin = Admin(Endpoint(f"http://{self._http}", self._token, _CALL_SECONDS))
         deadline = time.monotonic() + _CALLS_SECONDS
         while True:
@@ -181,9 +177,6 @@ class World:
     def settle(self, call: Callable[[Admin], object]) -> None:
         """Ask the service for the end of something that is there, also while it has not noticed yet that nobody
         uses it any more.
-
-        Raises:
-            SoakFailed: it does not notice.
         """
 
         def ended() -> bool:
@@ -211,11 +204,7 @@ class World:
             return False
 
     def await_there(self, there: Callable[[], bool], what: str) -> None:
-        """Wait for what has to come.
-
-        Raises:
-            SoakFailed: it does not.
-        """
+        """Wait for what has to come."""
         if not comes(there, _CALLS_SECONDS):
             raise SoakFailed(f"{what} has not come within {_CALLS_SECONDS:.0f} s")
 

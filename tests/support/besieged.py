@@ -33,13 +33,7 @@ CANONICAL = set(grpc.StatusCode) - {
 
 
 class Besieged(LoggedService):
-    """The service, its trainer and its replica.
-
-    Attributes:
-        trainer: publishes model "clicks".
-        replica: what the replica of consumer "predictors" holds.
-        head: the first position that the trainer has published.
-    """
+    """The service, its trainer and its replica."""
 
     def __init__(self, folder: Path, log: Path, *arguments: str) -> None:
         consumers = [f"--consumer={name}=clicks" for name in ("predictors", "probes")]

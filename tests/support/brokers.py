@@ -46,11 +46,7 @@ class Brokers:
     """
 
     def __init__(self, folder: Path, count: int = 1, settings: str = "") -> None:
-        """`settings` are further lines of their configuration.
-
-        Raises:
-            RuntimeError: the program is not installed.
-        """
+        """`settings` are further lines of their configuration."""
         program = Path(sys.executable).with_name("nats-server")
         found = str(program) if program.exists() else shutil.which("nats-server")
         if not found:
@@ -98,11 +94,7 @@ class Brokers:
         return None
 
     def wait(self) -> None:
-        """Wait until all that run are ready, and know each other.
-
-        Raises:
-            RuntimeError: they were not in time, or one has ended.
-        """
+        """Wait until all that run are ready, and know each other."""
         deadline = time.monotonic() + _START_SECONDS
         while not all(self._ready(each) for each in self.brokers if self.runs(each)):
             if time.monotonic() > deadline:

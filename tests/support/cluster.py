@@ -29,10 +29,6 @@ _TIMEOUT = 60.0
 class Trainer:
     """One rank that publishes changes of a table, and knows what it has published: as one of a user does, it sends
     again what a service says that it lacks.
-
-    Attributes:
-        rows: [rows, dim] as they are now.
-        head: the position of the last cut.
     """
 
     def __init__(self, address: str, run: str = "run-1", started: int = 1) -> None:

@@ -14,11 +14,7 @@ from deltasync.storage.mapped_table import MappedTable
 
 
 class Crashes:
-    """What would be there if the process ended now: before and after each file grows, and each record is written.
-
-    Attributes:
-        copies: the folders, in order; each is called what happens next.
-    """
+    """What would be there if the process ended now: around each time that a file grows or a record is written."""
 
     def __init__(self, patch: pytest.MonkeyPatch, data_dir: Path, into: Path) -> None:
         self.copies: list[Path] = []

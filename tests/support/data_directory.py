@@ -20,13 +20,7 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Content:
-    """What is in a data directory.
-
-    Attributes:
-        model: the rows of the model's tables at its newest version.
-        held: the position of each replica, by consumer and name.
-        rows: what replicas with values held there, by consumer, name and table.
-    """
+    """What is in a data directory."""
 
     model: Rows
     held: dict[str, Position]

@@ -41,12 +41,7 @@ TABLES = [USER, ITEM]
 
 
 class Trainer:
-    """Publishes rows of tables that it holds whole, all of them at first.
-
-    Attributes:
-        rows: what it holds, by table.
-        publisher: its connection.
-    """
+    """Publishes rows of tables that it holds whole, all of them at first."""
 
     def __init__(
         self,

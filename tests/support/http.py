@@ -10,11 +10,7 @@ _DEADLINE_SECONDS = 30.0
 
 
 class HttpStatus:
-    """What services under test have in common.
-
-    Attributes:
-        http: where the service answers operators.
-    """
+    """What services under test have in common."""
 
     http: str
 

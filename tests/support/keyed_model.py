@@ -50,11 +50,7 @@ CHANGES = st.builds(
 
 
 class KeyedModel:
-    """A model, and the releases of it.
-
-    Attributes:
-        version: the newest.
-    """
+    """A model, and the releases of it."""
 
     def __init__(self) -> None:
         self.version = 0

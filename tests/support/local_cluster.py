@@ -43,12 +43,7 @@ _TIMEOUT = 30.0
 
 
 class LocalProcess(HttpStatus):
-    """One of them.
-
-    Attributes:
-        bucket: what it knows the others by; `cut`, nobody hears of it any more, and it hears of nobody.
-        server: which answers HTTP.
-    """
+    """One of them."""
 
     def __init__(self, service: Service, bucket: MemoryBucket, server: uvicorn.Server) -> None:
         self.service, self.bucket, self.server = service, bucket, server

@@ -16,11 +16,7 @@ _PARTS = ("master", "volume", "filer", "s3", "s3.port.iceberg", "s3.port.lance")
 
 
 class ObjectStorage:
-    """SeaweedFS, which answers S3 on loopback to anybody.
-
-    Attributes:
-        url: where it answers.
-    """
+    """SeaweedFS, which answers S3 on loopback to anybody."""
 
     def __init__(self, folder: Path) -> None:
         program = Path(sys.executable).with_name("weed")

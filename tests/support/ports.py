@@ -19,11 +19,7 @@ def is_free(port: int) -> bool:
 
 
 def free_ports(count: int, fits: Callable[[int], bool] = is_free) -> list[int]:
-    """Ports that nobody listens on now and that no connection takes; such as were given out before come last.
-
-    Raises:
-        RuntimeError: there are not so many.
-    """
+    """Ports that nobody listens on now and that no connection takes; such as were given out before come last."""
     found = list[int]()
     tried = random.sample(_PORTS, len(_PORTS))  # Others look for some at the same time.
     for port in sorted(tried, key=_reservations.__contains__):

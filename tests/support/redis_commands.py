@@ -40,12 +40,7 @@ class PlayDead:
 
 
 class Sends:
-    """A client, and what happens before each time that it sends, or after.
-
-    Attributes:
-        client: the client.
-        count: how often it has sent since `do`.
-    """
+    """A client, and what happens before each time that it sends, or after."""
 
     def __init__(self, server: RedisServer, *, after: bool = False) -> None:
         self.count = 0

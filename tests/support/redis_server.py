@@ -15,11 +15,7 @@ _DEADLINE_SECONDS = 20.0
 
 
 class RedisServer:
-    """A server that listens on a socket in a folder, and keeps nothing on disk.
-
-    Attributes:
-        socket: the path of its socket.
-    """
+    """A server that listens on a socket in a folder, and keeps nothing on disk."""
 
     def __init__(self, folder: Path, *settings: str) -> None:
         self.socket = str(folder / "redis.sock")

@@ -11,12 +11,7 @@ from tests.bench.timing import Duration, spread_of
 
 
 class Turn(NamedTuple):
-    """Some steps of a variant.
-
-    Attributes:
-        step: what a step took on average, until all ranks had done all of them.
-        laps: seconds that each of them took on this rank.
-    """
+    """Some steps of a variant."""
 
     step: Duration
     laps: list[float]
@@ -27,13 +22,7 @@ Rounds = Sequence[Mapping[str, Turn]]
 
 
 def figures(rounds: Rounds, memory: Mapping[str, tuple[int, int]], losses: Mapping[str, float]) -> dict[str, Any]:
-    """Medians over rounds, and where they lie with a probability of 95 %.
-
-    Args:
-        rounds: each with a turn of every variant.
-        memory: bytes that a variant holds, and that a turn takes for a while beside.
-        losses: of the last batch.
-    """
+    """Medians over rounds, and where they lie with a probability of 95 %."""
     variants: dict[str, dict[str, Any]] = {
         name: _step_times(rounds, name) | _peak(*memory[name]) | {"loss": loss, "against": VARIANTS[name].against}
         for name, loss in losses.items()

@@ -42,11 +42,7 @@ _AHEAD, _WARM_UP_ROUNDS = 4, 1
 
 
 class Training:
-    """A variant in training, for as long as it is entered into `stack`.
-
-    Attributes:
-        loss: of the last batch.
-    """
+    """A variant in training, for as long as it is entered into `stack`."""
 
     def __init__(
         self,
@@ -104,11 +100,7 @@ class Training:
 
 
 class PipelineBench:
-    """Variants in training.
-
-    Attributes:
-        bytes: at its peak, by variant: what it holds, and what a turn takes for a while beside.
-    """
+    """Variants in training."""
 
     def __init__(
         self,

@@ -26,12 +26,7 @@ class Pipeline(Protocol):
 
 @dataclass(frozen=True)
 class VariantContext:
-    """What a variant needs beside its model.
-
-    Attributes:
-        service: where to publish.
-        cut_every: steps from one cut, or read of a tracker, to the next.
-    """
+    """What a variant needs beside its model."""
 
     service: str
     cut_every: int

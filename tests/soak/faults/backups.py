@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.soak.damage import flip_bit
 from tests.soak.faults.choice import NotDone, everywhere
+from tests.soak.faults.disk import flip_bit
 from tests.soak.leftovers import leftovers
 from tests.soak.schedule import Fault
 from tests.soak.world import SERVICE, SoakFailed, World

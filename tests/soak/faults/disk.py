@@ -1,16 +1,37 @@
 """The service's disk: full, slow, and with a bit that has flipped."""
 
+import random
 import resource
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
-from tests.soak.damage import flip_bit
+import numpy as np
 from tests.soak.faults.choice import NotDone, everywhere
-from tests.soak.files import replace_file
 from tests.soak.fuse import slow_file
+from tests.soak.journal import replace_file
 from tests.soak.schedule import Fault
 from tests.soak.world import SERVICE, World
+
+
+def flip_bit(models: Path, pick: float) -> str:
+    """Flip a bit of some file below a folder, where that has something; which, and at what byte."""
+    rng = random.Random(pick)  # to be repeated, not to be secret
+    files = [file for file in sorted(models.rglob("*")) if file.is_file()]
+    while files:
+        file = files.pop(rng.randrange(len(files)))
+        used = np.flatnonzero(np.fromfile(file, np.uint8))  # There may be room for more rows.
+        if len(used):
+            at = int(used[rng.randrange(len(used))])
+            with file.open("r+b") as opened:
+                opened.seek(at)
+                byte = opened.read(1)[0]
+                opened.seek(at)
+                opened.write(bytes([byte ^ 1 << rng.randrange(8)]))
+            return f"{file.name}, byte {at}"
+    return "nothing"
+
 
 _WRITE_SECONDS = 0.05
 

@@ -5,10 +5,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.soak.clock import clock_file
 from tests.soak.faults.choice import everywhere, one_of
-from tests.soak.files import replace_file
 from tests.soak.fleet import CHANGING, LONE, PAIR, POLICIES, Subscription
+from tests.soak.fuse import clock_file
+from tests.soak.journal import replace_file
 from tests.soak.schedule import Fault
 from tests.soak.world import CONFIGURED, SERVICE, SoakFailed, World, comes
 

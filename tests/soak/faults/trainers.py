@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from tests.soak.faults.choice import NotDone, one_of, plain_model
-from tests.soak.files import replace_file
 from tests.soak.fleet import PAIR
+from tests.soak.journal import replace_file
 from tests.soak.rank import poison_file
 from tests.soak.schedule import Fault
 from tests.soak.world import World, comes

@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.soak.clock import clock_file, follow_clock_file
-from tests.soak.damage import flip_bit
 from tests.soak.faults.choice import NotDone
-from tests.soak.faults.disk import fill_disk
+from tests.soak.faults.disk import fill_disk, flip_bit
 from tests.soak.faults.operators import negative
+from tests.soak.fuse import clock_file, follow_clock_file
 from tests.soak.journal import Journal, of_pasts, read_journal
-from tests.soak.leftovers import directory_bytes, leftovers
-from tests.soak.logs import tracebacks
+from tests.soak.leftovers import directory_bytes, leftovers, tracebacks
 from tests.soak.plain_model import PlainModel
 from tests.soak.rank import journal_file
 from tests.soak.schedule import Fault

@@ -3,8 +3,7 @@ import itertools
 import pytest
 from tests.soak.faults.kinds import KINDS, kinds_of
 from tests.soak.fleet import fleet_of
-from tests.soak.options import SoakOptions
-from tests.soak.schedule import schedule
+from tests.soak.schedule import SoakOptions, schedule
 
 EVERYTHING = kinds_of(fleet_of(small=False, redis=True))
 GAP = SoakOptions.mean_gap
