@@ -54,6 +54,7 @@ streams = st.lists(rows, min_size=1, max_size=40)
 def test_features_do_not_depend_on_how_the_stream_is_cut(
     stream: list[Row], cuts: list[float], options: ModelOptions
 ) -> None:
+    """So they carry over from call to call, and do not depend on later events."""
     whole = events(stream)
     bounds = [0, *sorted(round(cut * len(stream)) for cut in cuts), len(stream)]
     featurizer = Featurizer(options)
@@ -61,16 +62,6 @@ def test_features_do_not_depend_on_how_the_stream_is_cut(
     once, cut = flat([Featurizer(options).features(whole)]), flat(parts)
     for name, array in once.items():
         np.testing.assert_array_equal(cut[name], array, err_msg=name, strict=True)
-
-
-@given(stream=streams, later=streams, options=st.sampled_from([ROOMY, TIGHT]))
-def test_features_do_not_depend_on_later_events(
-    stream: list[Row], later: list[Row], options: ModelOptions
-) -> None:
-    alone = flat([Featurizer(options).features(events(stream))])
-    longer = flat([Featurizer(options).features(events(stream + later))])
-    for name, array in alone.items():
-        np.testing.assert_array_equal(longer[name][: len(array)], array, err_msg=name)
 
 
 @given(stream=streams)
@@ -97,14 +88,6 @@ def test_counts_and_history_match_a_plain_count(stream: list[Row]) -> None:
         of_user[user] += 1
         of_item[item] += 1
         liked[user] += [item_rows[item]] * label
-
-
-def test_counts_and_history_carry_over_from_call_to_call() -> None:
-    featurizer = Featurizer(ROOMY)
-    featurizer.features(events([(1, item, 0, 1) for item in range(7)]))
-    later = featurizer.features(events([(1, 4, 0, 0)]))
-    assert later.dense[0, :2].tolist() == pytest.approx([math.log1p(7), math.log1p(1)])
-    assert histories(later) == [[2, 3, 4, 5, 6]]
 
 
 def test_rows_are_given_in_order_of_first_appearance() -> None:

@@ -40,7 +40,7 @@ def lists(batch: ClickBatch, key: str) -> list[list[int]]:
     return [ids.tolist() for ids in batch.sparse[key].to_dense()]
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 2), (2, 3), (3, 4)])
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 2), (2, 3), (3, 4), (12, 13)])
 def test_a_rank_gets_every_world_sizeth_event(features: Features, rank: int, world_size: int) -> None:
     batch = click_batch(features, rank, world_size)
     mine = list(range(len(features)))[: 11 - 11 % world_size][rank::world_size]
@@ -48,13 +48,10 @@ def test_a_rank_gets_every_world_sizeth_event(features: Features, rank: int, wor
     np.testing.assert_array_equal(batch.label.numpy(), features.label[mine])
     np.testing.assert_array_equal(batch.dense.numpy(), features.dense[mine])
     assert tuple(batch.sparse.keys()) == SPARSE_FEATURES
+    assert {0, 1, 2} <= set(features.history_lengths.tolist()), "histories are ragged"
     for key in SPARSE_FEATURES:
         expected = rows_of(features, key)
         assert lists(batch, key) == [expected[row] for row in mine], key
-
-
-def test_history_is_ragged_in_this_file(features: Features) -> None:
-    assert {0, 1, 2} <= set(features.history_lengths.tolist())
 
 
 def test_types(features: Features) -> None:
@@ -74,13 +71,6 @@ def test_a_batch_shares_no_memory_with_the_features(features: Features) -> None:
         tensor.fill_(7)
     for array, unchanged in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(array, unchanged)
-
-
-def test_fewer_events_than_ranks_make_empty_batches(features: Features) -> None:
-    batch = click_batch(features, rank=12, ranks=13)
-    assert batch.dense.shape == (0, 4)
-    assert batch.sparse.stride() == 0
-    assert batch.sparse.values().numel() == 0
 
 
 def test_moving_keeps_everything(features: Features) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -244,26 +243,18 @@ def test_what_has_no_shape_yet_is_refused() -> None:
 def test_others_do_not_read_in_a_forward_of_training() -> None:
     model = norms(3)
     tracked = tracker(model)
-    outcomes = list[object]()
+    with ThreadPoolExecutor() as other:
 
-    def read() -> None:
-        try:
-            outcomes.append(set(tracked.get_delta(timeout_seconds=0.01).ids))
-        except DeltasyncError as error:
-            outcomes.append(str(error))
+        def read() -> set[str]:
+            return set(other.submit(tracked.get_delta, timeout_seconds=0.01).result().ids)
 
-    def read_elsewhere() -> object:
-        other = threading.Thread(target=read)
-        other.start()
-        other.join()
-        return outcomes.pop()
-
-    model.eval()(torch.randn(4, 3))
-    assert read_elsewhere() == set()
-    model.train()(torch.randn(4, 3))
-    assert "has not ended" in str(read_elsewhere())
-    tracked.step()
-    assert read_elsewhere() == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+        model.eval()(torch.randn(4, 3))
+        assert read() == set()
+        model.train()(torch.randn(4, 3))
+        with pytest.raises(DeltasyncError, match="has not ended"):
+            read()
+        tracked.step()
+        assert read() == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
 
 
 class Scripted(nn.Module):

@@ -1,8 +1,14 @@
-"""What the tracker says of its own cost."""
+"""What tracking costs: bytes that are read, no compiler in the middle of a step, and every row that is touched."""
 
+from typing import Any
+
+import pytest
 import torch
+from tests.support.embedding_parameters import embedding_parameters
 from torch import nn
 
+from deltasync.kernels import changes, digests, id_maps, marks
+from deltasync.kernels.compiled import Kernel
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 NAMES = {f"{what}_{unit}" for what in ("marking", "compaction", "reading") for unit in ("seconds", "bytes")}
@@ -21,3 +27,41 @@ def test_bytes_read_are_those_of_ids_and_values() -> None:
     tracker.get_delta_ids()
     assert tracker.cost.reading_bytes == two_rows + 2 * 8
     assert tracker.cost.seconds >= tracker.cost.reading_seconds > 0.0
+
+
+def refuse(kernel: object) -> None:
+    raise AssertionError(f"{kernel} is compiled in the middle of a step")
+
+
+def test_no_step_and_no_read_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room in (changes, digests, id_maps, marks):
+        for kernel in vars(room).values():
+            if isinstance(kernel, Kernel):
+                monkeypatch.setattr(kernel, "_compiled", None)
+    model: Any = nn.ParameterDict({"t": torch.ones(4, 2)})
+    with embedding_parameters():
+        tracker = Tracker(model, TrackerOptions(dense=True))
+    monkeypatch.setattr(Kernel, "compile", refuse)
+    model.t.data[1] = 2
+    tracker.delete("t", torch.tensor([2]))
+    tracker.step()
+    delta = tracker.get_delta()
+    assert (delta.rows["t"].ids.tolist(), delta.deletes["t"].ids.tolist()) == ([1], [2])
+    assert tracker.acknowledge(delta.token)
+    tracker.mark_all()
+    assert tracker.get_delta().rows["t"].ids.tolist() == [0, 1, 2, 3]
+
+
+def test_more_than_two_million_touched_rows_are_all_offered() -> None:
+    rows = 2_097_152 + 3
+    with embedding_parameters():
+        tracker = Tracker(
+            nn.ParameterDict({"t": torch.zeros(rows, 1)}), TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True)
+        )
+    tracker.acknowledge(tracker.get_delta().token)
+    tracker.mark("t", torch.arange(rows))
+    for _ in range(2):  # Until it is acknowledged.
+        assert torch.equal(tracker.get_delta().rows["t"].ids, torch.arange(rows))
+    tracker.acknowledge(tracker.get_delta().token)
+    assert not tracker.get_delta().rows
+    tracker.close()

@@ -1,7 +1,7 @@
 """Maps from raw ids to rows, and which shard of a table a raw id is looked up in."""
 
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -213,27 +213,24 @@ def test_others_do_not_read_while_rows_are_given_to_others() -> None:
     collisions = sorted_ids()
     model: Any = model_of(collisions)
     tracked = tracker(model)
-    outcomes = list[object]()
+    refused = list[str]()
+    with ThreadPoolExecutor() as other:
 
-    def read_elsewhere(*_: object) -> None:
-        other = threading.Thread(target=read)
-        other.start()
-        other.join()
+        def read() -> set[str]:
+            return set(other.submit(tracked.get_delta, timeout_seconds=0.01).result().ids)
 
-    def read() -> None:
-        try:
-            outcomes.append(set(tracked.get_delta(timeout_seconds=0.01).ids))
-        except DeltasyncError as error:
-            outcomes.append(str(error))
+        def read_in_vain(*_: object) -> None:
+            with pytest.raises(DeltasyncError) as error:
+                read()
+            refused.append(str(error.value))
 
-    with mock.patch.object(collisions, "_sort_mch_buffers", read_elsewhere):
-        model.eval()["collided"](lookups([1, 2]))
-        assert not outcomes
-        model.train()["collided"](lookups([1, 2]))
-    assert "has not ended" in str(outcomes.pop())
-    tracked.step()
-    read_elsewhere()
-    assert RAW_IDS in outcomes.pop()  # type: ignore[operator]
+        with mock.patch.object(collisions, "_sort_mch_buffers", read_in_vain):
+            model.eval()["collided"](lookups([1, 2]))
+            assert not refused
+            model.train()["collided"](lookups([1, 2]))
+        assert "has not ended" in refused.pop()
+        tracked.step()
+        assert RAW_IDS in read()
 
 
 def test_identities_of_hashing() -> None:
