@@ -297,3 +297,27 @@ def test_a_broker_restored_from_an_earlier_copy_is_a_log_that_went_back(tmp_path
         process.logs.close_log("clicks", written=False)
         assert content(process.open(), "cuts/m") == [(1, 0, 0, b"1")]
         process.logs.close()
+
+
+USERS = 'authorization { users: [{user: "deltasync", password: "s3cret"}] }'
+
+
+def showing(brokers: Brokers, secret: str) -> BrokerOptions:
+    urls = tuple(url.replace("nats://", f"nats://deltasync:{secret}@") for url in brokers.urls)
+    return BrokerOptions(urls=urls, replicas=1, monitors=brokers.monitors)
+
+
+def test_who_shows_the_password_has_a_log_and_nobody_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Brokers(tmp_path, settings=USERS) as brokers:
+        logs = JetStreamLogs(showing(brokers, "s3cret"), "a")
+        log = logs.open("clicks", Owner("a", "", ""))
+        log.append("cuts/clicks", 1, 0, 0, b"rows").result()
+        assert [bytes(each.payload) for each in log.read("cuts/clicks")] == [b"rows"]
+        logs.close()
+        with pytest.raises(StorageFailed, match=r"no broker of .* can be used") as refused:
+            JetStreamLogs(showing(brokers, "wr0ng"), "b")
+    assert "wr0ng" not in str(refused.value)
+    assert "s3cret" not in caplog.text
+    assert "wr0ng" not in caplog.text

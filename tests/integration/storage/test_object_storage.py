@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.support.local_service import publish
 from tests.support.object_storage import ObjectStorage
-from tests.unit.service.test_snapshots import MODEL, Process, cut, run
+from tests.unit.service.test_snapshots import MODEL, Process, cut, in_processes
 
 from deltasync.core.errors import StorageFailed
 from deltasync.snapshots.place import SnapshotPlace
@@ -47,48 +47,46 @@ def test_objects_are_there_whole_and_listed(place: SnapshotPlace) -> None:
         place.get("m/data/1")
 
 
-def test_a_model_is_taken_over_by_way_of_object_storage(place: SnapshotPlace, tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        for each in (a, b):
-            each.place = each.snapshots.place = each.files._place = place
-        await a.take()
-        session = await publish(a.service)
-        await a.snapshots.make(MODEL)
-        await cut(session, 2, 1, 2)
-        second = await a.snapshots.make(MODEL)
-        await cut(session, 3, 3)
-        before = a.rows
-        assert models_of(place) == [MODEL]
-        assert check_snapshot(place, second) == []
-        await a.give_up()
-        await b.take()
-        assert all(np.array_equal(each, before[name]) for name, each in b.rows.items())
-
-    run(tmp_path, scenario)
+@in_processes()
+async def test_a_model_is_taken_over_by_way_of_object_storage(
+    a: Process, b: Process, place: SnapshotPlace
+) -> None:
+    for each in (a, b):
+        each.place = each.snapshots.place = each.files._place = place
+    await a.take()
+    session = await publish(a.service)
+    await a.snapshots.make(MODEL)
+    await cut(session, 2, 1, 2)
+    second = await a.snapshots.make(MODEL)
+    await cut(session, 3, 3)
+    before = a.rows
+    assert models_of(place) == [MODEL]
+    assert check_snapshot(place, second) == []
+    await a.give_up()
+    await b.take()
+    assert all(np.array_equal(each, before[name]) for name, each in b.rows.items())
 
 
 @pytest.mark.nightly
-def test_storage_that_is_gone_is_an_error_and_no_more(tmp_path: Path) -> None:
-    async def scenario(a: Process, b: Process) -> None:
-        with ObjectStorage(tmp_path / "storage") as storage:
-            settings = {
-                **storage.settings,
-                "config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 1},
-            }
-            place = a.snapshots.place = a.files._place = SnapshotPlace("s3://gone/models", settings)
-            place._files.mkdir("gone")
-            await a.take()
-            session = await publish(a.service)
+@in_processes()
+async def test_storage_that_is_gone_is_an_error_and_no_more(a: Process, b: Process, tmp_path: Path) -> None:
+    with ObjectStorage(tmp_path / "storage") as storage:
+        settings = {
+            **storage.settings,
+            "config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 1},
+        }
+        place = a.snapshots.place = a.files._place = SnapshotPlace("s3://gone/models", settings)
+        place._files.mkdir("gone")
+        await a.take()
+        session = await publish(a.service)
+        await a.snapshots.make(MODEL)
+        storage.kill()
+        await cut(session, 2, 1)
+        with pytest.raises(StorageFailed):
             await a.snapshots.make(MODEL)
-            storage.kill()
-            await cut(session, 2, 1)
-            with pytest.raises(StorageFailed):
-                await a.snapshots.make(MODEL)
-            assert a.snapshots.troubles
-            await cut(session, 3, 2)
-            storage.start()
-            made = await a.snapshots.make(MODEL)
-            assert (made.version, a.snapshots.troubles) == (3, [])
-            assert [each.version for each in snapshots_of(place, MODEL).manifests] == [3, 1]
-
-    run(tmp_path, scenario)
+        assert a.snapshots.troubles
+        await cut(session, 3, 2)
+        storage.start()
+        made = await a.snapshots.make(MODEL)
+        assert (made.version, a.snapshots.troubles) == (3, [])
+        assert [each.version for each in snapshots_of(place, MODEL).manifests] == [3, 1]

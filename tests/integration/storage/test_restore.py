@@ -38,10 +38,7 @@ def rows_of(data_dir: Path, *consumers: str) -> list[dict[str, bytes]]:
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_a_data_directory_is_made_of_the_newest_snapshots(tmp_path: Path, scheme: str) -> None:
     url = f"{scheme}{tmp_path / 'snapshots'}"
-    options = SnapshotOptions(url=url, seconds=3600)
-    service = RunningService(tmp_path / "data", policies={"ranked": TOP})
-    service.options = replace(service.options, snapshots=options)
-    with service, Trainer(service.grpc) as trainer:
+    with running_with_snapshots(tmp_path / "data", url) as service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
         admin_of(service).make_snapshot("clicks")
         head = trainer.change(7)

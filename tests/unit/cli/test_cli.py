@@ -5,7 +5,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from deltasync.api import server
 from deltasync.api.server_options import ServerOptions
 from deltasync.api.shared_options import SharedLogOptions
 from deltasync.api.tls_options import TlsOptions
@@ -19,18 +18,6 @@ from deltasync.service.snapshots import SnapshotOptions
 from deltasync.storage.brokers import BrokerOptions
 
 FLAG, FILE = "--grpc-port", "grpc_port"
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
-    """What the server was asked to run with."""
-    options: list[ServerOptions] = []
-
-    async def record(given: ServerOptions) -> None:
-        options.append(given)
-
-    monkeypatch.setattr(server, "serve", record)
-    return options
 
 
 def serve(*arguments: str, env: dict[str, str] | None = None) -> Any:
@@ -196,6 +183,8 @@ def test_a_wrong_file_is_an_error_that_says_what(
         ),
         (["--log-max-bytes", "1"], "--log-max-bytes"),
         (["--drain-seconds", "-1"], "--drain-seconds"),
+        # `DeltasyncProbeFails` fires after a minute without a row: two probes have to be lost until then.
+        *((["--probe-seconds", each], "is not in the range 0.1<=x<=30") for each in ("0.01", "31", "300")),
     ],
 )
 def test_a_wrong_flag_is_an_error_that_says_which(

@@ -12,10 +12,13 @@ from tests.support.local_service import opened
 from tests.support.seals import sealed
 from tests.unit.support.async_tests import in_loop, in_service
 
-from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.api.departure import StreamEnded, departure, superseded
+from deltasync.api.reload import outcome
+from deltasync.consumers.consumer import Consumer, ConsumerOptions, Replica
 from deltasync.consumers.fleet import consumer_offset, forgettable, may_leave, offset_in
 from deltasync.consumers.pause import Pause
-from deltasync.core.errors import NotFound
+from deltasync.core.errors import Contradiction, InvalidInput, NotFound, Superseded
+from deltasync.core.events import EventKind
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position, resume
 from deltasync.core.seal import Seal
@@ -233,3 +236,55 @@ def test_a_goodbye_without_a_stream_counts_for_the_instance_that_says_it(
     assert not may_leave(replace(found, instance="", left="its stream broke off"), "me").yes, (
         "it names no instance"
     )
+
+
+TOP = Policy(top_k=3)
+
+
+def test_it_says_what_has_changed_and_what_has_not() -> None:
+    before = {name: ("m", Policy()) for name in ("same", "other", "gone", "wrong", "kept")}
+    after = before | {"new": ("m", Policy()), "other": ("m", TOP)}
+    wanted = [ConsumerOptions(name, "m", TOP) for name in ("new", "other", "same", "wrong")]
+    wanted.append(ConsumerOptions("kept", "m"))
+    assert outcome(before, after, wanted, {"wrong": "another model"}) == (
+        "made: new; changed: other; as before: same, kept; refused: wrong; not in it, and left as they are: gone; "
+        "other settings are read at the next start"
+    )
+    assert outcome({}, {}, [], {}) == "no consumers; other settings are read at the next start"
+
+
+@pytest.mark.parametrize(
+    ("error", "goodbye", "instance", "replaced", "kind", "reason"),
+    [
+        (StreamEnded(), True, "a", False, EventKind.REPLICA_LEFT, "it has said goodbye"),
+        (asyncio.CancelledError(), True, "a", False, EventKind.REPLICA_LEFT, "it has said goodbye"),
+        (StreamEnded(), False, "", False, EventKind.REPLICA_LEFT, "its stream has ended"),
+        (StreamEnded(), False, "a", False, EventKind.REPLICA_LOST, "its stream has ended without a goodbye"),
+        (asyncio.CancelledError(), False, "a", False, EventKind.REPLICA_LOST, "its connection is lost"),
+        (GeneratorExit(), False, "", False, EventKind.REPLICA_LOST, "its connection is lost"),
+        (Superseded("newer"), False, "a", True, EventKind.REPLICA_REPLACED, "newer"),
+        (StreamEnded(), False, "a", True, EventKind.REPLICA_REPLACED, "a newer stream has taken over"),
+        (asyncio.CancelledError(), False, "", True, EventKind.REPLICA_REPLACED, "a newer stream has taken over"),
+        (InvalidInput("acked"), False, "a", False, EventKind.REPLICA_LEFT, "acked"),
+        (KeyError("x"), False, "a", False, EventKind.REPLICA_LEFT, "KeyError: 'x'"),
+    ],
+)
+def test_who_leaves_is_told_apart(
+    error: BaseException, goodbye: bool, instance: str, replaced: bool, kind: EventKind, reason: str
+) -> None:
+    found = departure(error, goodbye=goodbye, instance=instance, replaced=replaced)
+    assert (found.kind, found.reason) == (kind, reason)
+
+
+@pytest.mark.parametrize(
+    ("ours", "newer", "kind"),
+    [
+        ("a", "b", Contradiction),  # Two of one name.
+        ("a", "a", Superseded),  # It has reconnected.
+        ("", "b", Superseded),
+        ("a", "", Superseded),
+        ("", "", Superseded),
+    ],
+)
+def test_only_another_of_its_name_has_to_stop(ours: str, newer: str, kind: type[Exception]) -> None:
+    assert type(superseded("c", "r", ours, newer)) is kind

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from deltasync.core.digests import checksum_of, row_digests
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.events import Event, EventKind
 from deltasync.core.policy import Policy
+from deltasync.core.rows import Ids
 from deltasync.core.stamps import STAMPS, StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds import damage, log_mender, sweep
@@ -39,6 +41,17 @@ SPECS = [TableSpec("a", 9, 2), TableSpec("b", 1, 3), TableSpec("c", 30, 1)]
 async def published(service: Service) -> tuple[Any, Model]:
     """A session, and its model with version 1."""
     return await publish(service), service.models["clicks"]
+
+
+async def cut(service: Service, session: Any, requests: list[Any]) -> None:
+    """Publish a version; it is applied once this returns."""
+    await send(session, requests)
+    await service.coordinators["clicks"].drain()
+
+
+def lists(ids: Mapping[str, Ids]) -> dict[str, list[int]]:
+    """Ids by table."""
+    return {name: some.tolist() for name, some in ids.items()}
 
 
 def flip(table: StampedTable, *rows: int) -> None:
@@ -75,11 +88,11 @@ async def test_a_release_never_has_a_damaged_row_and_the_log_mends_it(service: S
     with pytest.raises(DamagedRows, match=rf"table '{USER.name}': other bits than were stored in rows 3 to 4, 9"):
         await model.release(0)
     await asyncio.sleep(0)  # What is done once the release has failed.
-    assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [3, 4, 9]}
+    assert lists(model.damage.rows) == {USER.name: [3, 4, 9]}
     failure = model.standing(Policy()).failure
     assert failure.startswith(f"other bits than were stored in rows 3 to 4, 9 of table {USER.name!r}")
     mended = await model.damage.mend()
-    assert {name: ids.tolist() for name, ids in mended.items()} == {USER.name: [3, 4, 9]}
+    assert lists(mended) == {USER.name: [3, 4, 9]}
     assert (model.damage.rows, model.standing(Policy()).failure) == ({}, "")
     release = await model.release(0)
     assert live_rows(release)[0].values.tobytes() == ROWS[0].tobytes()
@@ -96,11 +109,9 @@ async def test_what_the_log_has_no_more_is_asked_of_the_ranks(service: Service) 
     assert await model.damage.mend() == {}
     assert [(slot, ids.tolist()) for slot, ids in session.wanted] == [(0, [7])]
     # Other rows go on, to replicas that lack only them.
-    await send(session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
-    await service.coordinators["clicks"].drain()
+    await cut(service, session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
     assert live_rows(await model.release(1))[0].ids.tolist() == [8]
-    await send(session, part(3, [(0, [7], np.full((1, 4), 2, "<f4"))]))
-    await service.coordinators["clicks"].drain()
+    await cut(service, session, part(3, [(0, [7], np.full((1, 4), 2, "<f4"))]))
     assert (model.damage.rows, session.wanted) == ({}, [])
     assert live_rows(await model.release(0))[0].values[7].tolist() == [2] * 4
 
@@ -154,12 +165,11 @@ async def test_a_deleted_row_is_zeros_again(service: Service) -> None:
     session, model = await published(service)
     requests = part(2, [(0, [5], np.zeros((1, 4), "<f4"))])
     requests[0].chunk.rows.deleted, requests[0].chunk.rows.values = True, b""
-    await send(session, requests)
-    await service.coordinators["clicks"].drain()
+    await cut(service, session, requests)
     model.flush()
     flip(model.tables[0], 5)
     await model.damage.sweep()
-    assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [5]}
+    assert lists(model.damage.rows) == {USER.name: [5]}
     assert list(await model.damage.mend()) == [USER.name]
     assert not model.tables[0].rows[5].any()
 
@@ -170,8 +180,7 @@ async def test_a_row_that_a_full_part_does_not_name_is_zeros_again(service: Serv
     session, model = await published(service)
     ids = np.setdiff1d(np.arange(USER.rows), [5])
     everything = [(0, ids, ROWS[0][ids]), (1, np.arange(ITEM.rows), ROWS[1])]
-    await send(session, part(2, everything, full=True))
-    await service.coordinators["clicks"].drain()
+    await cut(service, session, part(2, everything, full=True))
     assert model.tables[0].deleted(np.array([5])).all()
     flip(model.tables[0], 5)
     await model.damage.sweep()
@@ -185,7 +194,7 @@ async def test_the_log_mends_a_digest_of_a_sound_row(service: Service) -> None:
     right = model.tables[0].digests.copy()
     lose_digest(model.tables[0], 7)
     await model.damage.sweep()
-    assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [7]}
+    assert lists(await model.damage.mend()) == {USER.name: [7]}
     assert model.tables[0].digests.tolist() == right.tolist()
 
 
@@ -233,8 +242,7 @@ async def test_a_row_whose_stamp_has_changed_is_sent_to_whoever_may_lack_it(tmp_
     """Also after a restart, before anybody is served; and it is told."""
     async with opened(tmp_path) as service:
         session, model = await published(service)
-        await send(session, part(2, [(0, [7, 8], np.full((2, 4), 2, "<f4"))]))
-        await service.coordinators["clicks"].drain()
+        await cut(service, session, part(2, [(0, [7, 8], np.full((2, 4), 2, "<f4"))]))
         model.flush()
         model.tables[0].stamps.view(np.uint64)[7] ^= np.uint64(1 << bit)
         model.tables[0].wrote(None, STAMPS)
@@ -292,8 +300,7 @@ async def test_a_digest_that_was_damaged_leaves_nothing_in_the_checksum(service:
     if known:
         await model.damage.sweep()
         assert await model.damage.mend() == {}, "the log does not have the row any more"
-    await send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))]))
-    await service.coordinators["clicks"].drain()
+    await cut(service, session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))]))
     if not known:
         await model.damage.sweep()
     rows = live_rows(await model.release(0))[0]
@@ -308,13 +315,12 @@ async def test_a_digest_that_is_still_damaged_is_not_counted(service: Service) -
     model.flush()
     right = model.tables[0].checksum
     lose_digest(model.tables[0], 7)
-    await send(session, part(2, [(0, [9], ROWS[0][9:10])]))
-    await service.coordinators["clicks"].drain()
+    await cut(service, session, part(2, [(0, [9], ROWS[0][9:10])]))
     flip(model.tables[0], 9)
     for _ in range(2):
         await model.damage.sweep()
-    assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [9]}
-    assert {name: ids.tolist() for name, ids in model.damage.rows.items()} == {USER.name: [7]}
+    assert lists(await model.damage.mend()) == {USER.name: [9]}
+    assert lists(model.damage.rows) == {USER.name: [7]}
     assert model.tables[0].checksum == right
 
 
@@ -322,8 +328,7 @@ async def test_a_digest_that_is_still_damaged_is_not_counted(service: Service) -
 async def test_the_log_is_read_once_for_a_row_that_it_does_not_have(service: Service) -> None:
     session, model = await published(service)
     model.flush()
-    await send(session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
-    await service.coordinators["clicks"].drain()
+    await cut(service, session, part(2, [(0, [8], np.ones((1, 4), "<f4"))]))
     flip(model.tables[0], 7)
     await model.damage.sweep()
     assert await model.damage.mend() == {}
@@ -331,7 +336,7 @@ async def test_the_log_is_read_once_for_a_row_that_it_does_not_have(service: Ser
         assert await model.damage.mend() == {}
     flip(model.tables[0], 8)
     await model.damage.sweep()
-    assert {name: ids.tolist() for name, ids in (await model.damage.mend()).items()} == {USER.name: [8]}
+    assert lists(await model.damage.mend()) == {USER.name: [8]}
 
 
 @given(st.data(), st.integers(1, 400))
@@ -474,8 +479,7 @@ async def test_a_stamp_from_the_future_is_none(tmp_path: Path) -> None:
         assert model.tables[0].counts.newest == 1
         assert live_rows(await model.release(0))[0].ids.tolist() == list(range(USER.rows))
         session = await join(service)
-        await send(session, full_part(2, random_rows(1), WHOLE))
-        await service.coordinators["clicks"].drain()
+        await cut(service, session, full_part(2, random_rows(1), WHOLE))
         assert len(live_rows(await model.release(1))[0]) == USER.rows
 
 
@@ -487,8 +491,7 @@ async def test_columns_that_a_crash_has_left_newer_than_their_digests_are_no_dam
         _, model = await published(service)
         model.flush()
         session = await join(service, shards=halves, continues=model.position)
-        await send(session, part(2, [(1, [3, 5], np.ones((2, 2), "<f4"))]))
-        await service.coordinators["clicks"].drain()
+        await cut(service, session, part(2, [(1, [3, 5], np.ones((2, 2), "<f4"))]))
         shutil.copytree(tmp_path / "data", tmp_path / "copy")
     async with opened(tmp_path / "copy") as service:
         model = service.models["clicks"]

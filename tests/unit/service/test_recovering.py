@@ -1,4 +1,4 @@
-"""While one model recovers, others are served, and who asks for that one is told so."""
+"""A start: kernels are compiled and models recover. Who is there is served, and who asks for others is told so."""
 
 import asyncio
 import errno
@@ -6,8 +6,6 @@ import json
 import os
 import re
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.command import deltasync
+from tests.support.http import HttpStatus
 from tests.support.local_service import join, publish, run, send
 from tests.support.ports import free_port
 from tests.support.wire import part
@@ -159,48 +158,61 @@ def _noted(found: list[str], path: Path) -> StorageFailed:
     return StorageFailed(f"{path.name} is missing")
 
 
-def get(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url, timeout=WAIT) as answer:  # noqa: S310
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+class Starting(HttpStatus):
+    """A service that starts in this event loop; it is stopped at the end."""
+
+    def __init__(self, data_dir: Path) -> None:
+        port = free_port()
+        self.http, self.stopping = f"http://127.0.0.1:{port}", asyncio.Event()
+        service = ServiceOptions(data_dir=data_dir)
+        options = ServerOptions(service=service, grpc_port=0, http_port=port, drain_seconds=0.1)
+        self._serving = asyncio.create_task(server.run(options, self.stopping))
+
+    async def ask(self, path: str) -> tuple[int, str]:
+        return await asyncio.to_thread(self.get, path)
+
+    async def is_ready(self) -> None:
+        while (await self.ask("/readyz"))[0] != 200:
+            await asyncio.sleep(0)
+
+    async def __aenter__(self) -> "Starting":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.stopping.set()
+        await self._serving
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once a service listens, which does not wait for models for long."""
+    found = asyncio.Event()
+    monkeypatch.setattr(server, "_SOON_SECONDS", 0)
+    monkeypatch.setattr(server.logger, "info", lambda said, *_: found.set() if "listening" in said else None)
+    return found
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_the_service_listens_and_is_ready_once_all_are_there(
-    data_dir: Path, held: HeldRecovery, monkeypatch: pytest.MonkeyPatch, stopped: bool
+@in_loop()
+async def test_the_service_listens_and_is_ready_once_all_are_there(
+    data_dir: Path, held: HeldRecovery, listening: asyncio.Event, stopped: bool
 ) -> None:
-    monkeypatch.setattr(server, "_SOON_SECONDS", 0)
-    listening = asyncio.Event()
-    monkeypatch.setattr(server.logger, "info", lambda said, *_: listening.set() if "listening" in said else None)
-    http = free_port()
-    options = ServerOptions(
-        service=ServiceOptions(data_dir=data_dir), grpc_port=0, http_port=http, drain_seconds=0.1
-    )
-
-    async def main() -> None:
-        stopping = asyncio.Event()
-        serving = asyncio.create_task(server.run(options, stopping))
+    async with Starting(data_dir) as service:
         await listening.wait()
-        url = f"http://127.0.0.1:{http}"
-        status, said = await asyncio.to_thread(get, f"{url}/readyz")
+        status, said = await service.ask("/readyz")
         assert (status, json.loads(said)["message"]) == (503, "still recovering: slow")
-        assert (await asyncio.to_thread(get, f"{url}/livez"))[0] == 200
+        assert (await service.ask("/livez"))[0] == 200
         assert not (data_dir / "endpoints.json").exists()
         if stopped:
-            stopping.set()
+            service.stopping.set()
         held.let_go()
-        while not stopped and (await asyncio.to_thread(get, f"{url}/readyz"))[0] != 200:
-            await asyncio.sleep(0)
-        stopping.set()
-        await serving
-
-    asyncio.run(asyncio.wait_for(main(), WAIT))
+        if not stopped:
+            await service.is_ready()
 
 
-def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+@in_loop()
+async def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, listening: asyncio.Event
 ) -> None:
     recover, path = ModelStore.recover, data_dir / "models" / "slow"
 
@@ -210,26 +222,20 @@ def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
         recover(store, record)
 
     monkeypatch.setattr(ModelStore, "recover", refusing)
-    monkeypatch.setattr(server, "_SOON_SECONDS", 0)
-    http = free_port()
-    options = ServerOptions(service=ServiceOptions(data_dir=data_dir), grpc_port=0, http_port=http)
-    listening = asyncio.Event()
-    monkeypatch.setattr(server.logger, "info", lambda said, *_: listening.set() if "listening" in said else None)
-
-    async def main() -> None:
-        stopping = asyncio.Event()
-        serving = asyncio.create_task(server.run(options, stopping))
+    async with Starting(data_dir) as service:
         await listening.wait()
+        while "nothing new can be written" not in (await service.ask("/readyz"))[1]:
+            await asyncio.sleep(0)
         trouble = rf"{path} on volume 'models': No space left on device .* make room on it"
         for where, said in (
             ("/readyz", "still recovering: slow; nothing new can be written"),
             ("/consumers/top/lag", "model 'slow' is still recovering; try again"),
         ):
-            status, answer = await asyncio.to_thread(get, f"http://127.0.0.1:{http}{where}")
+            status, answer = await service.ask(where)
             assert status == 503
             assert re.fullmatch(f"{said}: {trouble}", json.loads(answer)["message"])
-        lags = json.loads((await asyncio.to_thread(get, f"http://127.0.0.1:{http}/lag"))[1])
-        shown = json.loads((await asyncio.to_thread(get, f"http://127.0.0.1:{http}/status"))[1])
+        lags = json.loads((await service.ask("/lag"))[1])
+        shown = json.loads((await service.ask("/status"))[1])
         (top,) = (each for each in lags if each["consumer"] == "top")
         assert (top["state"], top["model"], top["versions"], top["seconds"]) == ("failed", "slow", None, None)
         assert re.fullmatch(f"nobody answers for model 'slow': still recovering: {trouble}", top["reason"])
@@ -237,16 +243,53 @@ def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
         (slow,) = (each for each in shown["models"] if each["model"] == "slow")
         assert (slow["head"], slow["bytes"]) == (None, None)
         assert slow["trouble"].startswith("still recovering: ")
-        address = ("--service", f"http://127.0.0.1:{http}")
         for command, wanted in ((("lag",), 0), (("status",), 0), (("lag", "--max-seconds", "3600"), 3)):
-            code, said, _ = await asyncio.to_thread(deltasync, *command, *address)
+            code, said, _ = await asyncio.to_thread(deltasync, *command, "--service", service.http)
             assert "nobody answers for model 'slow'" in said
             assert code == wanted
-        assert (await asyncio.to_thread(get, f"http://127.0.0.1:{http}/tables"))[1].count('"model":"fast"')
-        stopping.set()
-        await serving
+        assert (await service.ask("/tables"))[1].count('"model":"fast"')
 
-    asyncio.run(asyncio.wait_for(main(), WAIT))
+
+class HeldKernel:
+    """Compiles once it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.let_go = threading.Event(), threading.Event()
+        self.compiled = False
+
+    def compile(self) -> None:
+        self.begun.set()
+        assert self.let_go.wait(WAIT)
+        self.compiled = True
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HeldKernel]]:
+    kernels = [HeldKernel(), HeldKernel()]
+    monkeypatch.setattr(server, "imported_kernels", lambda: kernels)
+    yield kernels
+    for each in kernels:
+        each.let_go.set()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@in_loop()
+async def test_while_kernels_are_compiled_it_lives_and_is_not_ready(
+    tmp_path: Path, kernels: list[HeldKernel], stopped: bool
+) -> None:
+    async with Starting(tmp_path / "data") as service:
+        assert await asyncio.to_thread(kernels[0].begun.wait, WAIT)
+        assert (await service.ask("/livez"))[0] == 200
+        status, said = await service.ask("/readyz")
+        assert status == 503
+        assert "still compiling" in said
+        if stopped:
+            service.stopping.set()
+        kernels[0].let_go.set()
+        if not stopped:
+            kernels[1].let_go.set()
+            await service.is_ready()
+    assert [each.compiled for each in kernels] == [True, not stopped]
 
 
 def test_progress_is_said_now_and_then(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots of models, from which another process, or the same one, goes on."""
+"""Models that go from one service to another, with all that their consumers hold, and snapshots of them."""
 
 import asyncio
 import itertools
@@ -19,14 +19,16 @@ from tests.support.many_logs import ManyLogs, not_owner
 from tests.support.wire import part
 from tests.unit.support.async_tests import as_test
 
-from deltasync.core.errors import StorageFailed
+from deltasync.core.errors import NotOwner, StorageFailed
 from deltasync.core.policy import Policy
+from deltasync.core.position import Position
 from deltasync.ownership.alone import Alone
 from deltasync.ownership.member import Member
 from deltasync.service.model_files import ModelFiles
 from deltasync.service.moves import Moves
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
+from deltasync.service.snapshot_fit import Fit, LogEnd, fitness
 from deltasync.service.snapshots import SnapshotLoop, SnapshotOptions
 from deltasync.snapshots import place as places
 from deltasync.snapshots.manifest import Manifest
@@ -371,3 +373,92 @@ async def test_storage_that_is_slow_holds_up_no_cut(
     assert (a.version, making.done()) == (2, False)
     go.set()
     assert not check_snapshot(a.place, await making)
+
+
+@in_processes()
+async def test_the_next_owner_has_the_rows_the_consumers_and_the_history(a: Process, b: Process) -> None:
+    await a.take()
+    consumer = await a.service.create_consumer("predictors", MODEL, Policy())
+    session = await publish(a.service)
+    await send(session, part(2, [(0, [1, 3], np.ones((2, 4), np.float32))]))
+    await session.coordinator.settled()
+    replica = a.service.registry.connect(consumer, "r", asyncio.Event())
+    held = a.service.models[MODEL].position
+    a.service.registry.acknowledge(consumer, replica, held)
+    before = a.rows
+    await a.give_up()
+    await b.take()
+    assert b.rows.keys() == before.keys()
+    assert all(np.array_equal(each, before[name]) for name, each in b.rows.items())
+    assert b.service.models[MODEL].position.is_sealed_as(held)
+    assert b.service.registry.get("predictors").replicas["r"].applied == Position(held.history, held.number)
+    session = await publish(b.service, 3, run="later", started=2)
+    assert b.service.models[MODEL].position.number == 3
+
+
+@in_processes()
+async def test_who_has_given_a_model_up_has_nothing_of_it(a: Process, b: Process) -> None:
+    await a.take()
+    consumer = await a.service.create_consumer("predictors", MODEL, Policy(top_k=3))
+    session = await publish(a.service)
+    ended = asyncio.Event()
+    a.service.registry.connect(consumer, "r", ended)
+    await a.give_up()
+    assert ended.is_set()
+    assert consumer.moved
+    assert (a.service.models, a.service.coordinators, a.service.registry.consumers) == ({}, {}, {})
+    assert a.service.views.by_consumer() == {}
+    assert not a.service.directory(MODEL).exists()
+    assert a.service.limits.taken["bytes_in_all"] == 0
+    with pytest.raises(NotOwner):
+        await send(session, part(2, []))
+
+
+@in_processes()
+async def test_a_model_of_which_nothing_is_published_is_given_up_with_its_ranks(a: Process, b: Process) -> None:
+    await a.take()
+    coordinator = await a.service.open_model(MODEL)
+    await a.give_up()
+    with pytest.raises(NotOwner):
+        coordinator.cut_of(None, 1)  # type: ignore[arg-type]  # Refused before it is looked at.
+    await b.take()
+    await publish(b.service)
+
+
+@in_processes()
+async def test_a_cut_that_its_log_does_not_take_any_more_holds_nobody_up(a: Process, b: Process) -> None:
+    await a.take()
+    session = await publish(a.service)
+    a.logs.of(MODEL).close()  # As a fenced one: it takes nothing any more.
+    await a.moves.give_up(MODEL, not_owner, written=False)
+    with pytest.raises(NotOwner):
+        await send(session, part(2, []))
+
+
+def fitting(first: int, version: int, seal: int) -> Manifest:
+    return Manifest(
+        head={}, model="m", history="h", first=first, version=version, seal=seal, made_unix_ns=1, id="i", tables=[]
+    )
+
+
+PAST = {1: 11, 2: 12, 3: 13, 4: 14}
+
+
+@pytest.mark.parametrize(
+    ("version", "seals", "cut", "fit"),
+    [
+        (3, PAST, 0, Fit.FITS),
+        (3, PAST, 3, Fit.FITS),
+        (4, PAST, 2, Fit.FITS),
+        (2, PAST, 3, Fit.GAP),
+        (4, {1: 11, 2: 12}, 0, Fit.AHEAD),
+        (4, {}, 0, Fit.AHEAD),
+        (4, {1: 11, 2: 99}, 0, Fit.FORKED),
+        (3, {1: 11, 2: 12, 3: 99, 4: 98}, 0, Fit.FORKED),
+        (2, {4: 14, 5: 15}, 2, Fit.FITS),
+    ],
+)
+def test_it_fits_is_ahead_forked_or_leaves_a_gap(version: int, seals: dict[int, int], cut: int, fit: Fit) -> None:
+    found = fitness(fitting(1, version, PAST[version]), PAST, LogEnd(seals, cut))
+    assert found.fit is fit
+    assert f"version {version}" in found.reason

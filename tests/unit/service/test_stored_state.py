@@ -13,12 +13,14 @@ from tests.support import flips
 from tests.support.damage import change_value, entries
 from tests.support.wire import USER
 
+from deltasync.client.keyed.redis_layout import Meta
 from deltasync.core.digests import row_digests
-from deltasync.core.errors import InvalidInput, StorageFailed
+from deltasync.core.errors import Contradiction, InvalidInput, StorageFailed
 from deltasync.core.tags import tag_key, tags_of
 from deltasync.feeds.model import Model
 from deltasync.service.mending import mend_data_directory
 from deltasync.service.stored_state import Checked, check_data_directory
+from deltasync.snapshots.manifest import unpack_manifest
 from deltasync.storage.data_directory import lock_data_directory
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import check_log
@@ -291,3 +293,16 @@ def test_mending_waits_for_no_volume_that_refuses_something(copy: Path, monkeypa
     monkeypatch.setattr(Model, "recover", refuse)
     with pytest.raises(VolumeFailed, match="No space left"):
         mend_data_directory(copy)
+
+
+def test_what_a_later_version_has_written_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    """A start on such a data directory is refused likewise, see `test_damage`."""
+    words = "is of format 2, this version reads 1: update deltasync$"
+    with pytest.raises(StorageFailed, match=f"^snapshot s {words}"):
+        unpack_manifest("s", b'{"format": 2, "elsewhere": {}}')
+    with closing(LmdbStore(LogOptions(directory=tmp_path / "log"))) as log:
+        log.put("format", b"2").result(20)
+    with pytest.raises(InvalidInput, match=f"^{tmp_path} {words}"):
+        check_data_directory(tmp_path)
+    with pytest.raises(Contradiction, match="of format '2', this version of deltasync writes and reads 1: update"):
+        Meta.of_fields({b"format": b"2"}, "server")

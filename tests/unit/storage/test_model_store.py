@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support import versions
+from tests.support.folders import fast_folder
 from tests.support.memory_store import MemoryDisk, MemoryStore
 from tests.support.seals import sealed
 
@@ -167,3 +169,13 @@ def test_a_log_that_is_full_of_seals_goes_on(tmp_path: Path) -> None:
     assert len(kept) > 100
     assert kept == list(range(kept[0], version + 1))
     log.close()
+
+
+def test_a_data_directory_does_not_grow_with_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.storage.model_store.KEPT_SEALS", 250)
+    with fast_folder() as folder:
+        sizes = list(versions.publish(Path(folder), 4_000, looks=8))
+    assert [each.version for each in sizes] == list(range(500, 4_001, 500))
+    assert len({each.files for each in sizes}) == 1
+    assert max(each.bytes for each in sizes[2:]) <= 1.1 * sizes[1].bytes
+    assert sizes[-1].log_bytes < 2 << 20

@@ -1,0 +1,18 @@
+"""What tests of several commands use."""
+
+import pytest
+
+from deltasync.api import server
+from deltasync.api.server_options import ServerOptions
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
+    """What the server was asked to run with."""
+    options: list[ServerOptions] = []
+
+    async def record(given: ServerOptions) -> None:
+        options.append(given)
+
+    monkeypatch.setattr(server, "serve", record)
+    return options
