@@ -50,6 +50,7 @@ def test_a_table_knows_what_was_deleted_and_when(changes: list[tuple[np.ndarray,
     again = stamped_table(TABLE, stamped.rows, stamped.stamps)
     assert (again.checksum, again.norm) == (stamped.checksum, stamped.norm)
     assert again.changed_since(since).tolist() == changed
+    assert again.counts.after(since) == len(changed)
 
 
 @pytest.mark.parametrize("count", [1, 7])

@@ -46,23 +46,6 @@ def test_a_row_that_never_changed_has_none() -> None:
     assert not len(wrong_tags(KEY, 0, np.zeros(9, np.int64), np.zeros((9, 2), np.uint64), np.zeros(9, np.uint16)))
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.sets(st.integers(0, 49), min_size=1)), max_size=6))
-def test_whatever_is_done_to_a_table_its_tags_fit(calls: list[tuple[int, set[int]]]) -> None:
-    table = StampedTable.zeros(SPEC)
-    for number, (call, rows) in enumerate(calls, start=1):
-        ids = np.array(sorted(rows))
-        values = np.full((len(ids), 3), number, np.float32)
-        if call == 0:
-            table.apply(RowBatch.of_table(SPEC, ids, values), number)
-        elif call == 1:
-            table.apply(RowBatch.deletes(Shard.whole(SPEC), ids), number)
-        elif call == 2:
-            table.apply(RowBatch(Shard(SPEC, 0, 50, 1, 2), ids, values[:, :2]), number)
-        else:
-            table.restamp(ids, np.full(len(ids), number))
-        assert not len(table.untagged())
-
-
 @pytest.mark.parametrize("stamp", [1, -4, 1 << 40, -(1 << 63), (1 << 63) - 1, 0])
 def test_a_row_with_another_stamp_is_taken_for_changed_with_the_newest_number(stamp: int) -> None:
     table = StampedTable.zeros(SPEC)

@@ -1,4 +1,4 @@
-"""Attributes that belong to one thread: touched by another, they are an error."""
+"""Work on several threads: attributes that belong to one, work that follows on other work, and work in shares."""
 
 import asyncio
 import os
@@ -6,11 +6,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from deltasync.core import shares
+from deltasync.core.futures import after
+from deltasync.core.shares import in_shares
 from deltasync.core.threads import (
     EVENT_LOOP,
     MODEL_PREFIX,
@@ -109,3 +113,90 @@ def test_the_system_knows_the_names_of_threads() -> None:
     before = Path("/proc/self/comm").read_text()
     name_threads()
     assert Path("/proc/self/comm").read_text() == before
+
+
+# Work that follows on other work.
+
+WAIT = 20
+
+
+@pytest.fixture
+def first() -> "Future[None]":
+    first: Future[None] = Future()
+    first.set_running_or_notify_cancel()
+    return first
+
+
+def test_it_is_done_by_the_executor_once_the_first_is_and_who_waited_before_is_told(first: "Future[None]") -> None:
+    told = list[str]()
+    first.add_done_callback(lambda _: told.append("waiter"))
+    with ThreadPoolExecutor(1, thread_name_prefix="other") as executor:
+        following = after(first, executor, lambda: told.append(threading.current_thread().name))
+        assert not following.done()
+        first.set_result(None)
+        following.result(WAIT)
+    assert told == ["waiter", "other_0"]
+
+
+def test_nothing_follows_a_failure(first: "Future[None]") -> None:
+    done = list[int]()
+    with ThreadPoolExecutor(1) as executor:
+        following = after(first, executor, lambda: done.append(1))
+        first.set_exception(ZeroDivisionError())
+        with pytest.raises(CancelledError):
+            following.result(WAIT)
+    assert not done
+
+
+@pytest.mark.parametrize(("ended", "error"), [(False, ZeroDivisionError), (True, RuntimeError)])
+def test_its_own_failure_is_told_and_that_the_executor_has_ended(
+    first: "Future[None]", ended: bool, error: type[Exception]
+) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        following = after(first, executor, lambda: 1 // 0)
+        if ended:
+            executor.shutdown()
+        first.set_result(None)
+        with pytest.raises(error):
+            following.result(WAIT)
+
+
+# Work in shares is done once for each row.
+
+
+@pytest.mark.parametrize("rows", [0, 1, 65_535, 65_536, 131_072, 400_001])
+def test_each_row_is_in_one_share(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "_cores", lambda: 3)
+    done, some = np.zeros(rows, np.int64), list[slice]()
+
+    def work(share: slice) -> None:
+        done[share] += 1
+        some.append(share)
+
+    in_shares(work, rows)
+    assert (done == 1).all()
+    assert len(some) == max(1, min(rows // 65_536, 3))
+
+
+def test_on_one_core_there_is_one_share_on_the_thread_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "_cores", lambda: 1)
+    threads = list[threading.Thread]()
+    in_shares(lambda _: threads.append(threading.current_thread()), 1 << 20)
+    assert threads == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_share_has_raised_is_raised_once_the_others_are_done(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shares, "_cores", lambda: 2)
+    done = list[slice]()
+
+    def work(share: slice) -> None:
+        if (share.start > 0) == failing:
+            raise MemoryError("no room")
+        done.append(share)
+
+    with pytest.raises(MemoryError, match="no room"):
+        in_shares(work, 1 << 20)
+    assert len(done) == 1

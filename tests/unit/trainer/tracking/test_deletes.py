@@ -60,48 +60,6 @@ def test_a_row_that_is_to_be_sent_again_stays_deleted(tracker: Tracker) -> None:
     assert ids(tracker.get_delta()) == ([0], [1])
 
 
-def test_a_row_that_comes_back_is_a_new_row(model: Any, tracker: Tracker) -> None:
-    tracker.delete("t", torch.tensor([1]))
-    model.t.data[1] = 7.0
-    delta = tracker.get_delta()
-    assert ids(delta) == ([1], [])
-    first = delta.rows["t"].first
-    assert first is not None
-    assert first.isnan().all(), "nothing of what it was is kept"
-    tracker.delete("t", torch.tensor([1]))
-    tracker.acknowledge(tracker.get_delta().token)
-    model.t.data[1] = 7.0
-    (first, values) = (tracker.get_delta().rows["t"].first, tracker.get_delta().rows["t"].values)
-    assert first is not None
-    assert values is not None
-    assert (first.tolist(), values.tolist()) == ([[0.0, 0.0]], [[7.0, 7.0]]), "zeros are what the consumer has"
-
-
-def test_no_delete_is_left_for_later(model: Any, tracker: Tracker) -> None:
-    model.t.data[0] += 1.0
-    model.t.data[2] += 2.0
-    tracker.delete("t", torch.tensor([1, 3]))
-    delta = tracker.top_k(k=1)
-    assert ids(delta) == ([2], [1, 3])
-    tracker.acknowledge(delta.token)
-    tracker.delete("t", torch.tensor([0]))
-    assert ids(tracker.top_k(k=5)) == ([], [0]), "a row that was left for later is no longer due"
-
-
-def test_a_consumer_that_has_nothing_is_told_too(tracker: Tracker) -> None:
-    """It may have taken a row from a read that it did not acknowledge."""
-    tracker.resync()
-    tracker.get_delta()
-    tracker.delete("t", torch.tensor([1]))
-    assert ids(tracker.get_delta()) == ([0, 2, 3], [1])
-
-
-def test_clearing_forgets_deletes(tracker: Tracker) -> None:
-    tracker.delete("t", torch.tensor([1]))
-    tracker.clear()
-    assert ids(tracker.get_delta()) == ([], [])
-
-
 @pytest.mark.parametrize(
     ("table", "wrong", "error", "message"),
     [
