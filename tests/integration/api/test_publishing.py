@@ -113,7 +113,6 @@ def test_a_run_of_other_ranks_goes_on_with_the_same_rows(running: RunningService
 
 
 def test_a_whole_part_is_its_chunks_and_their_close(running: RunningService) -> None:
-    """Also beside ranks that send these one by one."""
     rows, shards = random_rows(1), [[WHOLE[0]], [WHOLE[1]]]
     with pair(running, shards) as (first, second):
         first.opened(), second.opened()
@@ -248,7 +247,6 @@ def test_a_newer_run_takes_over_and_the_older_one_stays_out(running: RunningServ
 
 
 def test_no_rank_of_an_older_run_gets_into_a_cut_of_the_newer(running: RunningService) -> None:
-    """Nor one whose place nobody has taken yet."""
     shards = [[WHOLE[0]], [WHOLE[1]]]
     rows = random_rows(1)
     newer: dict[str, Any] = {"run": "run-2", "started": 2, "world_size": 2}
@@ -325,7 +323,6 @@ def test_a_run_that_leaves_out_rows_of_a_further_table_has_to_publish_every_row(
 
 
 def test_a_run_may_do_without_a_table(running: RunningService) -> None:
-    """Its rows stay as they are."""
     rows = random_rows(1)
     published(running, rows)
     rows[0] += 1

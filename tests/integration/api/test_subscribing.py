@@ -46,6 +46,23 @@ def rank(running: RunningService) -> Iterator[RankStream]:
         yield rank
 
 
+@pytest.fixture
+def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle streams are not looked after."""
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
+
+
+@pytest.fixture
+def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle streams are looked after often."""
+    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 100)
+
+
 def publish(rank: RankStream, step: int, *ids: int) -> Position:
     rank.send(*part(step, [(0, list(ids), np.full((len(ids), 4), step, "<f4"))]))
     return rank.sealed()
@@ -128,7 +145,6 @@ def test_a_position_that_cannot_be_continued_is_never_guessed_at(
 def test_a_position_from_the_future_is_not_believed_later_either(
     running: RunningService, rank: RankStream
 ) -> None:
-    """The head passes what the replica claimed to hold,"""
     head = publish(rank, 2, 3)
     with ReplicaStream(running.grpc, held=Position(head.history, 3)) as replica:
         assert replica.until("opened").resync
@@ -216,11 +232,11 @@ def test_a_release_is_one_message_where_it_fits(
 
 
 @pytest.mark.parametrize(("budget", "at_most"), [(1, 96), (95, 96), (150, 96), (200, 192), (700, 700)])
+@pytest.mark.usefixtures("small_chunks")
 def test_no_more_is_sent_than_the_budget_allows(
-    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch, budget: int, at_most: int
+    running: RunningService, rank: RankStream, budget: int, at_most: int
 ) -> None:
     """Or a single chunk, which may be larger. Another replica's releases show that the service had its chance."""
-    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 100)
     with ReplicaStream(running.grpc, budget=budget) as replica, ReplicaStream(running.grpc, replica="q") as other:
         first = replica.until("chunk")
         for step in range(2, 6):
@@ -234,11 +250,9 @@ def test_no_more_is_sent_than_the_budget_allows(
 
 
 @pytest.mark.parametrize("budget", [1, 150, 700, 4096])
-def test_what_is_acknowledged_may_be_sent_again(
-    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch, budget: int
-) -> None:
+@pytest.mark.usefixtures("small_chunks")
+def test_what_is_acknowledged_may_be_sent_again(running: RunningService, rank: RankStream, budget: int) -> None:
     """A replica that acks as late as it may, when one more chunk might not fit, is given everything."""
-    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 100)
     with ReplicaStream(running.grpc, budget=budget) as replica:
         received = acked = 0
         while not isinstance(message := replica.until("chunk", "release_end"), subscribe_pb2.ReleaseEnd):
@@ -249,10 +263,8 @@ def test_what_is_acknowledged_may_be_sent_again(
         assert received == EVERYTHING
 
 
-def test_a_replica_that_never_acks_slows_only_itself(
-    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 100)
+@pytest.mark.usefixtures("small_chunks")
+def test_a_replica_that_never_acks_slows_only_itself(running: RunningService, rank: RankStream) -> None:
     with (
         ReplicaStream(running.grpc, replica="slow", budget=250) as slow,
         ReplicaStream(running.grpc, replica="fast") as fast,
@@ -295,11 +307,11 @@ def test_a_subscriber_of_any_budget_gets_everything(
         np.testing.assert_array_equal(target.tables[table.name], expected)
 
 
+@pytest.mark.usefixtures("unasked")
 def test_what_comes_while_a_replica_is_busy_comes_as_one_release(
-    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
+    running: RunningService, rank: RankStream
 ) -> None:
     """It has four to apply: what changes meanwhile waits, and goes to it once, however often it has changed."""
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
     with ReplicaStream(running.grpc) as replica:
         first, *_ = be_busy(rank, replica)
         for step in range(5, 10):
@@ -309,10 +321,8 @@ def test_what_comes_while_a_replica_is_busy_comes_as_one_release(
         assert (end.rows, end.position.version) == (6, 9)
 
 
-def test_a_busy_replica_is_told_that_there_is_more(
-    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
+@pytest.mark.usefixtures("watchful")
+def test_a_busy_replica_is_told_that_there_is_more(running: RunningService, rank: RankStream) -> None:
     with ReplicaStream(running.grpc) as replica:
         first, *_ = be_busy(rank, replica)
         publish(rank, 5, 5)
@@ -369,11 +379,11 @@ def wrong_ack(applied: Position) -> subscribe_pb2.SubscribeRequest:
     return message
 
 
+@pytest.mark.usefixtures("unasked")
 def test_while_it_is_paused_a_damaged_replica_is_told_nothing_that_it_would_look_into(
-    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
+    running: RunningService, rank: RankStream
 ) -> None:
     """It would find the same again, and tell so, as fast as both sides can."""
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
     with ReplicaStream(running.grpc) as replica:
         _, end = replica.release()
         admin_of(running).pause_consumer("predictors")
@@ -395,7 +405,6 @@ def test_while_it_is_paused_a_damaged_replica_is_told_nothing_that_it_would_look
 def test_a_replica_that_was_sent_the_newest_waits_for_no_end_of_a_pause(
     running: RunningService, rank: RankStream
 ) -> None:
-    """What repairs it brings it no further."""
     with ReplicaStream(running.grpc) as replica:
         _, end = replica.release()
         admin_of(running).pause_consumer("predictors")
@@ -427,10 +436,8 @@ def test_a_repeated_ack_is_harmless(running: RunningService, rank: RankStream) -
     assert offset_of(running, "p0") == 2
 
 
-def test_a_newer_stream_of_a_replica_replaces_the_older_at_once(
-    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
+@pytest.mark.usefixtures("unasked")
+def test_a_newer_stream_of_a_replica_replaces_the_older_at_once(running: RunningService, rank: RankStream) -> None:
     with ReplicaStream(running.grpc) as older:
         older.release()
         with ReplicaStream(running.grpc) as newer:
@@ -464,10 +471,10 @@ def test_a_replica_that_vanishes_is_away(running: RunningService, rank: RankStre
     assert rows_of(running).keys() == {USER.name, ITEM.name}
 
 
+@pytest.mark.usefixtures("watchful")
 def test_an_idle_replica_keeps_no_release_alive(
     running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
     releases: list[weakref.ref[FrozenRelease]] = []
 
     def noted(*arguments: Any) -> FrozenRelease:

@@ -39,34 +39,20 @@ WAIT = 20
 NOTHING = np.array([], np.int64)
 
 
-def publisher(
-    address: str,
-    *,
-    run: str = "r",
-    started: int = 1,
-    rank: int = 0,
-    world_size: int = 1,
-    continues: Position | None = None,
-) -> Publisher:
-    options = PublisherOptions(
-        service=address,
-        model="clicks",
-        run=run,
-        run_started_unix_ns=started,
-        rank=rank,
-        world_size=world_size,
-        continues=continues or Position(),
-    )
-    return Publisher(options, TABLES, WHOLE)
+def publisher(address: str, shards: list[Shard] = WHOLE, **fields: Any) -> Publisher:
+    run = {"service": address, "model": "clicks", "run": "r", "run_started_unix_ns": 1}
+    return Publisher(PublisherOptions(**run | fields), TABLES, shards)
 
 
-def part(step: int, rows: list[np.ndarray], *ids: Any, full: bool = False) -> Part:
+def part(step: int, rows: list[np.ndarray], *ids: Any) -> Part:
     changed = [RowBatch(WHOLE[slot], np.asarray(each), rows[slot][each]) for slot, each in enumerate(ids)]
-    return Part(step=step, step_end_unix_ns=step, rows=changed, full=full)
+    return Part(step=step, step_end_unix_ns=step, rows=changed)
 
 
-def full(step: int, rows: list[np.ndarray]) -> Part:
-    return part(step, rows, *(np.arange(shard.rows) for shard in WHOLE), full=True)
+def full(step: int, rows: list[np.ndarray], shards: list[Shard] = WHOLE) -> Part:
+    """All rows of some shards, one of each table."""
+    every = [RowBatch(s, np.arange(s.rows), block(rows[slot], s)) for slot, s in enumerate(shards)]
+    return Part(step=step, step_end_unix_ns=step, rows=every, full=True)
 
 
 def subscriber(address: str, target: Any, **fields: Any) -> Subscriber:
@@ -94,9 +80,9 @@ def test_a_run_that_does_not_continue_is_told_to_publish_everything(running: Run
         replica.wait_for(2, WAIT)
         assert same(target, rows)
     # The same with a run that continues from a checkpoint, and with one whose checkpoint is too old.
-    with publisher(running.grpc, run="s", started=2, continues=Position(head.history, 2)) as trainer:
+    with publisher(running.grpc, run="s", run_started_unix_ns=2, continues=Position(head.history, 2)) as trainer:
         assert trainer.publish(part(4, rows, [3])).result(WAIT).number == 3
-    with publisher(running.grpc, run="t", started=3, continues=head) as trainer:
+    with publisher(running.grpc, run="t", run_started_unix_ns=3, continues=head) as trainer:
         with pytest.raises(ResyncRequired, match="publish what came after version 1: the run holds version 1"):
             trainer.publish(part(5, rows, [3])).result(WAIT)
         assert trainer.publish(full(5, rows)).result(WAIT).number == 4
@@ -127,9 +113,8 @@ MISFITS = [
 
 
 def test_a_shard_that_is_announced_twice_is_refused() -> None:
-    options = PublisherOptions(service="localhost:1", model="clicks", run="r", run_started_unix_ns=1)
     with pytest.raises(InvalidInput, match="announced twice"):
-        Publisher(options, TABLES, [*WHOLE, WHOLE[0]])
+        publisher("localhost:1", [*WHOLE, WHOLE[0]])
 
 
 def test_rows_that_do_not_fit_are_refused_before_they_are_sent(running: RunningService) -> None:
@@ -331,27 +316,8 @@ def test_column_shards_are_published_by_what_they_hold(running: RunningService) 
     rows, target = random_rows(0), NumpyTarget()
     shards = [[Shard(table, 0, table.rows, first, 2) for table in TABLES] for first in (0, 2)]
     shards[1][1] = Shard(TABLES[1], 0, 30, 2, 4)
-    trainers = [
-        Publisher(
-            PublisherOptions(
-                service=running.grpc, model="clicks", run="r", run_started_unix_ns=1, rank=rank, world_size=2
-            ),
-            TABLES,
-            held,
-        )
-        for rank, held in enumerate(shards)
-    ]
-    sealed = [
-        trainer.publish(
-            Part(
-                step=1,
-                step_end_unix_ns=1,
-                full=True,
-                rows=[RowBatch(s, np.arange(s.rows), block(rows[slot], s)) for slot, s in enumerate(held)],
-            )
-        )
-        for trainer, held in zip(trainers, shards, strict=True)
-    ]
+    trainers = [publisher(running.grpc, held, rank=rank, world_size=2) for rank, held in enumerate(shards)]
+    sealed = [each.publish(full(1, rows, held)) for each, held in zip(trainers, shards, strict=True)]
     assert {each.result(WAIT).number for each in sealed} == {1}
     with subscriber(running.grpc, target) as replica:
         replica.wait_for(1, WAIT)

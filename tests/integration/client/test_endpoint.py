@@ -81,24 +81,9 @@ def test_every_grpc_call_shows_its_rights(token: str, shown: str | None) -> None
 
 @pytest.mark.parametrize(("token", "shown"), [(TOKEN, RIGHTS), ("", None)])
 def test_an_http_call_shows_its_rights(token: str, shown: str | None) -> None:
-    asked: list[str | None] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.headers["Authorization"])
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"state": "in sync"}')
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
-        lag = fetch_lag(Endpoint(f"http://127.0.0.1:{server.server_port}", token), "predictors")
-        thread.join()
-    assert (lag, asked) == ({"state": "in sync"}, [shown])
+    with told() as (address, asked):
+        assert fetch_lag(Endpoint(address, token), "predictors") == {}
+    assert asked == [("GET", "/consumers/predictors/lag", "", shown)]
 
 
 def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
@@ -171,7 +156,7 @@ class Told(BaseHTTPRequestHandler):
         if not self.location:
             self.wfile.write(b"{}")
 
-    do_POST = do_DELETE = do_PUT  # noqa: N815  # called by these names
+    do_GET = do_POST = do_DELETE = do_PUT  # noqa: N815  # called by these names
 
     def log_message(self, *_: object) -> None:
         """Nobody reads it."""

@@ -245,7 +245,6 @@ def test_a_goodbye_overtakes_the_news_that_a_connection_is_lost(running: Running
 
 
 def test_one_that_reconnects_does_not_stop_itself(running: RunningService) -> None:
-    """Its old stream may still be there."""
     with Trainer(running.grpc) as trainer, ReplicaStream(running.grpc, bare=True) as old:
         trainer.publish_all()
         opening = subscribe_open()

@@ -192,7 +192,6 @@ def test_a_replica_that_claims_what_it_no_longer_holds_is_repaired(service: Runn
 def test_a_replica_that_comes_back_is_asked_what_it_holds_and_not_bothered_otherwise(
     service: RunningService, consumer: str
 ) -> None:
-    """Its target is not given a release that changes nothing."""
     target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
         head = trainer.publish_all()
@@ -309,7 +308,6 @@ def test_the_state_is_that_of_the_worst_replica(service: RunningService) -> None
 def test_a_misspelt_model_is_empty_and_the_models_there_are_are_named(
     service: RunningService, policy: Policy
 ) -> None:
-    """P6."""
     admin_of(service).create_consumer("typo", "clikcs", policy)
     with follow(service, "typo", "a", NumpyTarget()):
         lag = wait_for_lag(service, "typo", lambda lag: len(lag["replicas"]) == 1)

@@ -73,7 +73,6 @@ def test_a_connection_is_cut_anywhere_in_a_message(followed: Followed, proxy: Pr
 def test_a_connection_is_cut_while_a_rank_is_told_which_rows_came_after_its_version(
     running: RunningService, proxy: Proxy
 ) -> None:
-    """It is told all of them, once, or asks again."""
     with Trainer(running.grpc, [TABLE]) as trainer:
         claim = trainer.publish_all()
         before = trainer.rows["user"].copy()

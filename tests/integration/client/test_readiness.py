@@ -240,7 +240,6 @@ def test_a_replica_that_was_away_is_not_ready_before_it_holds_what_came_meanwhil
 
 @pytest.mark.parametrize("consumer", WITH_LIMIT)
 def test_a_short_absence_is_no_reason(service: RunningService, consumer: str) -> None:
-    """A reconnect shows nothing, and takes nothing back."""
     told = Told()
     with (
         Trainer(service.grpc) as trainer,
@@ -451,7 +450,6 @@ def test_a_table_that_a_target_can_follow_no_more_gets_older(service: RunningSer
 def test_under_a_steady_stream_of_cuts_a_replica_that_is_always_behind_is_ready(
     service: RunningService, consumer: str
 ) -> None:
-    """Each release is applied once the next version is there."""
     turns = threading.Semaphore(0)
 
     class Slow(Watched):

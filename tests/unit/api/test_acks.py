@@ -141,7 +141,6 @@ def test_what_was_sent_before_the_repair_asks_for_no_other() -> None:
 
 
 def test_an_ack_that_comes_while_the_repair_is_sent_asks_for_no_other() -> None:
-    """A whole table takes a while."""
     stream = Stream()
     first, second = stream.send(1), stream.send(2)
     assert stream.ack(first, WRONG) == {0}

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.cli.endpoint_options import operator_options, service_options
-from deltasync.cli.main import cli
 from deltasync.client import Admin, Endpoint, InvalidInput
 from deltasync.client.endpoint_settings import endpoint_settings
 from deltasync.client.route import Route
@@ -23,9 +22,6 @@ from deltasync.core.owner import Owner
 def test_an_address_alone_is_an_endpoint_without_rights() -> None:
     assert Endpoint.of_grpc("h:1") == Endpoint("h:1", token="")
     assert Endpoint.of_http("http://h:1") == Endpoint("http://h:1", token="")
-
-
-def test_an_endpoint_stays_what_it_is() -> None:
     endpoint = Endpoint("localhost:1", "t", 2.0)
     assert Endpoint.of_grpc(endpoint) is endpoint
 
@@ -35,6 +31,8 @@ def test_what_answers_no_grpc_is_refused(address: str) -> None:
     for service in (address, Endpoint(address, "t")):
         with pytest.raises(InvalidInput, match=f"service '{address}': expected HOST:PORT"):
             Endpoint.of_grpc(service)
+    with pytest.raises(InvalidInput, match=f"service '{address}': expected HOST:PORT"):
+        Endpoint.of_grpc(f"h:1,{address}")
 
 
 @pytest.mark.parametrize(
@@ -65,19 +63,6 @@ def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(token: str) 
 def test_no_time_is_refused(seconds: float) -> None:
     with pytest.raises(InvalidInput, match=f"timeout_seconds: {seconds}"):
         Endpoint("h:1", timeout_seconds=seconds)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["lag", "c", "--service", "h:80"], "Error: service 'h:80': expected http://HOST:PORT"),
-        (["tail", "c", "--service", "http://h:80"], "Error: service 'http://h:80': expected HOST:PORT, of gRPC"),
-    ],
-)
-def test_the_command_line_refuses_what_is_no_endpoint(arguments: list[str], said: str) -> None:
-    done = CliRunner().invoke(cli, arguments)
-    assert done.exit_code == 2
-    assert said in done.output
 
 
 TOKEN = "hush"  # noqa: S105
@@ -309,12 +294,6 @@ def test_several_addresses_of_http_are_asked_likewise() -> None:
     one = Route(Endpoint.of_http("http://127.0.0.1:1,http://127.0.0.1:2"))
     assert one.turn(named("127.0.0.1:7"))
     assert one.endpoint.address == "http://127.0.0.1:9"
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1,127.0.0.1", "127.0.0.1:1,", "http://a:1,b:2"])
-def test_every_address_has_to_be_one(address: str) -> None:
-    with pytest.raises(InvalidInput, match="expected HOST:PORT"):
-        Endpoint.of_grpc(address)
 
 
 def test_pauses_are_short_while_processes_say_that_a_model_moves() -> None:

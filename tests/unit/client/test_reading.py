@@ -174,7 +174,6 @@ def test_a_forward_inside_of_another_reading_is_of_the_same_version(target: AnyT
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_two_copies_one_can_always_be_read(kind: str) -> None:
-    """A reader stays; those that come get the next release, which the reader does not see."""
     target = target_of(kind, "copies")
     target.apply(release_of(1))
     new: list[tuple[int, set[float]]] = []
@@ -222,18 +221,6 @@ def test_a_reader_that_comes_during_a_swap_does_not_keep_releases_from_others(
             pass
         assert (reading.version, values_of(reading)) == (2, {2})
     context.__exit__(None, None, None)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_both_copies_take_every_release(kind: str) -> None:
-    target, both = target_of(kind, "copies"), list[Any]()
-    for version in range(1, 6):
-        target.apply(release_of(version))
-        assert read(target) == (version, {version})
-        with target.reading() as reading:
-            both.append(reading.tables if hasattr(reading, "tables") else reading.module)
-    assert len({id(each) for each in both}) == 2
-    assert both[0] is both[2]
 
 
 def test_a_table_that_grows_or_goes_is_of_one_version_too() -> None:

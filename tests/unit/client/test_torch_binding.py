@@ -224,7 +224,6 @@ def test_training_mode_is_warned_of_where_a_forward_would_change_what_follows(
 
 
 def test_state_that_no_table_brings_is_warned_of_by_name_once(caplog: pytest.LogCaptureFixture) -> None:
-    """P3, of a trainer that publishes no buffers."""
     model = Model()
     model.register_buffer("scratch", torch.zeros(2), persistent=False)
     tables = [table for table in whole_state(model) if table.kind is not TableKind.BUFFER]

@@ -148,7 +148,6 @@ def as_sequences(release: Release) -> Release:
 @pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
 @pytest.mark.parametrize("hashes", [False, True], ids=["sorted", "hashed"])
 def test_ids_that_change_hands_take_their_new_rows(hashes: bool, sequences: bool) -> None:
-    """P2: rows travelled, the map did not, and an evicted id was served the embedding of another."""
     model = model_of(hashing() if hashes else sorting(), sequences=sequences)
     form = as_sequences if sequences else lambda release: release
     first = {row: hashed_to(row) if hashes else 1000 - row for row in (3, 5, 11)}
@@ -259,9 +258,11 @@ def test_another_number_of_ranks_is_followed_and_read_back() -> None:
             assert rows.tolist() == [list(whole[row]) for row in range(ROWS)]
 
 
+@pytest.mark.parametrize("inference", [False, True], ids=["", "made in inference mode"])
 @pytest.mark.parametrize("hashes", [False, True], ids=["sorted", "hashed"])
-def test_a_map_that_outlived_its_process_is_read_and_gone_on_with(hashes: bool) -> None:
-    model = model_of(hashing() if hashes else sorting())
+def test_a_map_that_outlived_its_process_is_read_and_gone_on_with(hashes: bool, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        model = model_of(hashing() if hashes else sorting())
     ids = {row: hashed_to(row) for row in (1, 4)}
     TorchTarget(model).apply(release_of(1, resync=True, ids=ids))
     target = TorchTarget(model)
@@ -338,59 +339,51 @@ def state_of(model: nn.Module) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items() if tensor.numel()}
 
 
+def sorted_model() -> nn.Module:
+    return model_of(sorting())
+
+
+WITHOUT_ITS_TABLE = [dataclasses.replace(USER, dim=9), MAP]
+
+
 @pytest.mark.parametrize(
-    ("make", "release", "said"),
+    ("make", "fields", "said"),
     [
-        (lambda: model_of(sorting()), lambda: release_of(1, ids={3: 9, 7: 9}), "raw id 9 has two rows, 3 and 7"),
-        (
-            lambda: model_of(sorting(rows=ROWS + 1), rows=ROWS + 1),
-            lambda: release_of(1, ids={3: 9}),
-            f"table {MAP.name!r} has {ROWS} rows, module {MODULE} maps to {ROWS + 1}",
-        ),
+        (sorted_model, lambda: {"ids": {3: 9, 7: 9}}, "raw id 9 has two rows, 3 and 7"),
         (
             lambda: model_of(hashing(buckets=1, max_probe=2)),
-            lambda: release_of(1, ids={row: hashed_to(row) for row in range(ROWS)}),
+            lambda: {"ids": {row: hashed_to(row) for row in range(ROWS)}},
             "total_num_buckets (1), max_probe (2), input_hash_size (0)",
         ),
         (
             lambda: model_of(hashing(max_probe=1)),
-            lambda: release_of(1, ids={3: hashed_to(5)}),
+            lambda: {"ids": {3: hashed_to(5)}},
             "and 0 others: total_num_buckets (4), max_probe (1)",
         ),
         (
             lambda: model_of(hashing()),
-            lambda: release_of(1, ranges=ranges_of(2, 100)),
+            lambda: {"ranges": ranges_of(2, 100)},
             f"unknown ids take rows [5, 11] in the trainer, in module {MODULE} those that they hash to",
         ),
+        (sorted_model, lambda: {"ranges": {5: (0, 50, 0), 11: (60, 99, 6)}}, "unknown ids from 60 to 99"),
+        (sorted_model, lambda: {"ranges": {5: (0, 60, 0), 11: (50, 99, 6)}}, "unknown ids from 50 to 99"),
+        (sorted_model, lambda: {"ranges": {5: (0, 60, 6)}}, "of a shard from row 6 on"),
+        (sorted_model, lambda: {"ids": {3: 9}, "tables": WITHOUT_ITS_TABLE}, "is of no use without"),
+        (lambda: sorted_model().train(), lambda: {"ids": {3: 9}}, "is in training mode"),
         (
-            lambda: model_of(sorting()),
-            lambda: release_of(1, ranges={5: (0, 50, 0), 11: (60, 99, 6)}),
-            "unknown ids from 60 to 99",
-        ),
-        (
-            lambda: model_of(sorting()),
-            lambda: release_of(1, ranges={5: (0, 60, 0), 11: (50, 99, 6)}),
-            "unknown ids from 50 to 99",
-        ),
-        (lambda: model_of(sorting()), lambda: release_of(1, ranges={5: (0, 60, 6)}), "of a shard from row 6 on"),
-        (lambda: model_of(sorting()).train(), lambda: release_of(1, ids={3: 9}), "is in training mode"),
-        (
-            lambda: model_of(sorting()),
-            lambda: release_of(1, ids={3: 9}, tables=[dataclasses.replace(USER, dim=9), MAP]),
-            "is of no use without",
+            lambda: model_of(sorting(rows=ROWS + 1), rows=ROWS + 1),
+            lambda: {"ids": {3: 9}},
+            f"table {MAP.name!r} has {ROWS} rows, module {MODULE} maps to {ROWS + 1}",
         ),
     ],
-    ids=[
-        "two rows", "size", "buckets", "probes", "hashed", "gap", "overlap", "other shard", "training", "half",
-    ],
-)  # fmt: skip
+    ids=["two rows", "buckets", "probes", "hashed", "gap", "overlap", "other shard", "half", "training", "size"],
+)
 def test_a_map_that_the_module_cannot_follow_is_an_error_and_nothing_is_written(
-    make: Callable[[], nn.Module], release: Callable[[], Release], said: str
+    make: Callable[[], nn.Module], fields: Callable[[], dict[str, Any]], said: str
 ) -> None:
-    model = make()
+    model, bad = make(), release_of(1, **fields())
     before, remap = state_of(model), vars(collision_of(model)).get("remap")
     embeddings = RowBatch.of_table(USER, np.array([1]), np.full((1, DIM), 5, np.float32))
-    bad = release()
     with pytest.raises(Contradiction) as refused:
         TorchTarget(model).apply(dataclasses.replace(bad, resync=True, rows=[embeddings, *bad.rows]))
     assert said in str(refused.value)
@@ -430,16 +423,6 @@ def test_modules_whose_names_end_alike_have_maps_of_their_own() -> None:
     target.apply(dataclasses.replace(release, tables=[*TABLES, *towers]))
     assert target.bound() == {each.name for each in [*TABLES, *towers]}
     assert (rows_for(model, 9), rows_for(model["tower"], 9)) == ([3], [ROWS - 1])
-
-
-@pytest.mark.parametrize("hashes", [False, True], ids=["sorted", "hashed"])
-def test_a_model_that_was_made_in_inference_mode_is_written(hashes: bool) -> None:
-    with torch.inference_mode():
-        model = model_of(hashing() if hashes else sorting())
-    target, ids = TorchTarget(model), {row: hashed_to(row) for row in (1, 4)}
-    target.apply(release_of(1, resync=True, ids=ids))
-    target.apply(release_of(2, ids={7: hashed_to(7)}))
-    assert rows_for(model, ids[1], ids[4], hashed_to(7)) == [1, 4, 7]
 
 
 def test_a_map_in_many_chunks_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from deltasync.client import Position, RowBatch, TableKind, TableSpec
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.modules.binding import bind
+from deltasync.client.reading import Reads
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import checksum_of
@@ -103,26 +104,6 @@ def test_any_releases_give_the_bytes_and_outputs_of_quantising_anew(
         names = frozenset(rows_of(model, value_type)[name][0].name for name in reset)
         target.apply(release_of(number, model, changed, value_type, whole=names))
         assert_like_fresh(module, model, bits, alignment)
-
-
-@pytest.mark.usefixtures("among_cpus")
-@pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-def test_a_model_that_is_sharded_for_inference_follows(sharding: str, sequences: bool) -> None:
-    model = Model(sequences=sequences)
-    module = sharded(quantised(Model(sequences=sequences)), sharding)
-    target, before = TorchTarget(module), outputs(module)
-    target.apply(whole(model))
-    with torch.no_grad():
-        model.table("user")[[1, 2, 4]] *= -2
-        model.table("item")[[4, 5]] = 0
-    changed = {"user": np.array([1, 2, 4]), "item": np.array([4, 5, 8])}
-    target.apply(release_of(2, model, changed, ValueType.INT8_TBE))
-    assert_equal(outputs(module), outputs(quantised(model)) | {"shop": before["shop"]})
-    for table, rows in rows_of(model, ValueType.INT8_TBE).values():
-        held = target.read(table, np.arange(table.rows))
-        assert held is not None
-        assert np.array_equal(held, rows)
 
 
 @pytest.mark.usefixtures("among_cpus")
@@ -372,25 +353,34 @@ def test_a_module_that_was_traced_and_scripted_sees_what_is_written_into_the_one
 
 
 @pytest.mark.usefixtures("among_cpus")
+@pytest.mark.parametrize("reads", ["pause", "copies"])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
 @pytest.mark.parametrize("sharding", ["", "table_wise", "row_wise"])
-def test_two_copies_of_a_module_take_turns(sharding: str, sequences: bool, bits: int) -> None:
+def test_a_module_follows_also_where_it_is_sharded_for_inference_and_two_copies_take_turns(
+    sharding: str, sequences: bool, bits: int, reads: Reads
+) -> None:
     model, value_type = Model(sequences=sequences), TYPES[bits][0]
     module = quantised(model, bits)
     module = sharded(module, sharding) if sharding else module
-    shop, target = outputs(module)["shop"], TorchTarget(module, reads="copies")
+    shop, target = outputs(module)["shop"], TorchTarget(module, reads=reads)
     target.apply(whole(model, value_type))
-    for number in (2, 3, 4):  # One copy, the other one, the first again.
-        model = with_other_rows(model)
-        changed = {name: np.arange(SIZES[name]) for name in ("user", "item")}
+    for number in (2, 3, 4):  # Of two copies one, the other one, the first again.
+        with torch.no_grad():
+            model.table("user")[[1, 2, 4]] *= -number
+            model.table("item")[[4, 5]] = 0
+        changed = {"user": np.array([1, 2, 4]), "item": np.array([4, 5, 8])}
         target.apply(release_of(number, model, changed, value_type))
         with target.reading() as reading:
             assert reading.position.number == number
-            if sharding:
-                assert_equal(outputs(reading.module), outputs(quantised(model, bits)) | {"shop": shop})
-            else:
+            expected = outputs(quantised(model, bits)) | {"shop": shop}
+            assert_equal(outputs(reading.module), expected)
+            if not sharding:
                 assert_like_fresh(reading.module, model, bits)
+        for table, rows in rows_of(model, value_type).values():
+            held = target.read(table, np.arange(table.rows))
+            assert held is not None
+            assert np.array_equal(held, rows)
 
 
 def test_what_goes_with_a_quantised_collection_finds_its_place() -> None:
@@ -423,7 +413,6 @@ def test_what_goes_with_a_quantised_collection_finds_its_place() -> None:
 
 
 def test_rows_that_come_in_another_form_than_before_are_refused() -> None:
-    """They were left out with a warning: a version was told that only the rest of the module had."""
     module = quantised(Model(), 8)
     target = TorchTarget(module)
     target.apply(whole(Model(), ValueType.INT8_TBE))

@@ -141,7 +141,6 @@ def looked_up(model: Any, raw_ids: Sequence[int], lengths: Sequence[int] = ()) -
 def test_any_releases_give_what_the_model_that_is_not_sharded_gives(
     hashes: bool, sequences: bool, bits: int, ranks: int, trainers: int, early: bool, data: st.DataObject
 ) -> None:
-    """For any number of ranks of the trainer."""
     size = data.draw(st.sampled_from([30, 4000, LARGEST]))
     model = model_of(hashing() if hashes else sorting(input_hash_size=size), sequences=sequences)
     module = shards_of(model, ranks, bits)

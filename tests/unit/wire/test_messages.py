@@ -62,7 +62,6 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
 def test_messages_with_rows_are_those_that_generated_classes_write(
     step: int, slot: int, count: int, kind: int
 ) -> None:
-    """With digests, without, and of rows that are no more."""
     ids, values = np.arange(count), np.arange(count * 4, dtype="<f4").reshape(count, 4)
     batch = RowBatch.of_table(USER, ids, values)
     batch = [batch, batch.digested(), RowBatch.deletes(batch.shard, ids)][kind]
@@ -207,7 +206,6 @@ def test_rows_at_the_edges_are_taken(ids: list[int]) -> None:
 
 @given(st.binary(max_size=80), st.binary(max_size=80), st.integers(0, 3))
 def test_any_bytes_are_rows_or_refused(ids: bytes, values: bytes, slot: int) -> None:
-    """Whatever is taken fits its shard."""
     message = tables_pb2.Rows(slot=slot, ids=ids, values=values)
     try:
         batch = rows.decode_rows(message, SHARDS)
