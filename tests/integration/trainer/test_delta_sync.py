@@ -1,13 +1,13 @@
 """DeltaSync on one rank against a real service that fails in all the ways services do."""
 
 import copy
-import re
 import shutil
 import threading
 
 import numpy as np
 import pytest
 import torch
+from tests.integration.trainer.following import assert_equal, published_rows, subscriber
 from tests.support.process import ServiceProcess
 from tests.unit.trainer.tracking.test_id_maps import RAW_IDS, fill, model_of, sorted_ids
 from torch import nn
@@ -33,18 +33,6 @@ def change(model: nn.Module) -> None:
 
 def delta_sync(service: ServiceProcess, model: nn.Module, publish_every: int = 1) -> DeltaSync:
     return DeltaSync(model, SyncOptions(service=service.grpc, model="clicks", publish_every=publish_every))
-
-
-def subscriber(service: ServiceProcess, target: NumpyTarget) -> Subscriber:
-    return Subscriber(SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0"), target)
-
-
-def assert_equal(target: NumpyTarget, model: nn.Module) -> None:
-    with target.reading() as reading:
-        tables = reading.tables
-        for name, tensor in model.state_dict().items():
-            rows = tensor.numpy()
-            np.testing.assert_array_equal(tables[name], rows.reshape(tables[name].shape), strict=True)
 
 
 def test_every_step_reaches_the_replica(service: ServiceProcess) -> None:
@@ -150,8 +138,7 @@ def test_a_service_that_is_down_makes_no_step_wait(service: ServiceProcess) -> N
         assert_equal(target, model)
         assert sync.connection.connected
         # The cut that waited, and once what has changed since: not what changed in each of the steps.
-        (published,) = re.findall(r'deltasync_published_rows_total\{model=".*"\} (.*)', service.get("/metrics")[1])
-        assert 0 < float(published) <= 2 * sum(each["rows"] for each in service.get_json("/tables"))
+        assert 0 < published_rows(service) <= 2 * sum(each["rows"] for each in service.get_json("/tables"))
 
 
 def test_an_empty_service_in_its_place_is_given_everything(service: ServiceProcess) -> None:
@@ -198,19 +185,6 @@ def test_rows_that_are_free_again_are_free_after_everything_was_asked_for(servic
         assert sync.flush() == sync.flush()
 
 
-def test_nan_is_refused_and_said_where(service: ServiceProcess) -> None:
-    model = linear()
-    sync = delta_sync(service, model)
-    sync.flush()
-    with torch.no_grad():
-        model.weight[2, 4] = float("nan")
-    sync.step()
-    with pytest.raises(InvalidInput, match="table 'weight': row 2 holds nan in column 4"):
-        sync.flush()
-    sync.abort()
-    assert service.get_json("/consumers/predictors/lag")["head"] == 1
-
-
 def test_a_restored_run_publishes_only_what_changed(service: ServiceProcess) -> None:
     model = nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 2))
     with delta_sync(service, model) as sync:
@@ -226,12 +200,6 @@ def test_a_restored_run_publishes_only_what_changed(service: ServiceProcess) -> 
     with delta_sync(service, model) as other:
         other.flush()
     assert other.stats.rows == rows, "a run that cannot show what it holds publishes everything"
-
-
-@pytest.mark.parametrize("publish_every", [0, -1])
-def test_a_wrong_interval_names_the_field(publish_every: int) -> None:
-    with pytest.raises(ValueError, match=f"publish_every: {publish_every}"):
-        SyncOptions(service="localhost:1", model="m", publish_every=publish_every)
 
 
 def test_one_state_is_not_taken_for_those_of_all_ranks(service: ServiceProcess) -> None:

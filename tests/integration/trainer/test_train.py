@@ -1,17 +1,17 @@
 """The example's `train.py` under torchrun against a real service: every row arrives, and a checkpoint goes on."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.integration.trainer.following import published_rows, subscriber
 from tests.support.command import deltasync
 from tests.support.process import ServiceProcess
 from tests.support.ranks import torchrun
 
-from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
+from deltasync.client import NumpyTarget
 from deltasync.trainer.example.compare import Tables, id_map_shards, load_state, trainer_tables, unequal_rows
 
 SIZES = ["--users", "500", "--items", "300", "--cross-buckets", "200", "--dim", "8", "--batch-size", "32"]
@@ -26,12 +26,6 @@ def train(service: ServiceProcess, folder: Path, events: int, *ways: str) -> Non
     endpoint.write_text(f'address = "{service.grpc}"\nhttp = "{service.http}"\n')
     publish = ["--endpoint", str(endpoint), "--publish-every", "3"]
     torchrun("-m", "deltasync.trainer.example.train", *publish, *stream, *kept)
-
-
-def published_rows(service: ServiceProcess) -> int:
-    found = re.search(r'deltasync_published_rows_total\{model="clicks"\} (\S+)', service.get("/metrics")[1])
-    assert found
-    return int(float(found[1]))
 
 
 def absorbed_cuts(folder: Path) -> int:
@@ -73,8 +67,7 @@ def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
     ways: tuple[str, ...], service: ServiceProcess, tmp_path: Path
 ) -> None:
     target = NumpyTarget()
-    options = SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0")
-    with Subscriber(options, target) as replica:
+    with subscriber(service, target) as replica:
         train(service, tmp_path / "first", 640, *ways)
         head = service.get_json("/consumers/predictors/lag")["head"]
         assert head > 1, "the last steps are a version of their own"

@@ -42,20 +42,7 @@ class Trainer:
             self.sync.step()
 
 
-@pytest.mark.nightly
-def test_a_trainer_without_its_role_trains_on_and_publishes_once_it_has_it(
-    service: GuardedService, token_file: Path
-) -> None:
-    trainer = Trainer(service, token_file)
-    trainer.sync.flush(WAIT)
-    service.write_roles({**ROLES, "trainer": ["read"]})
-    trainer.step_until("role publish")
-    service.write_roles()
-    trainer.step_until("")
-    assert trainer.sync.close(WAIT).number > 1
-
-
-def test_a_trainer_whose_token_is_not_there_when_it_connects_again_trains_on(
+def test_a_trainer_without_its_role_and_then_its_token_trains_on_and_publishes_once_it_has_them(
     service: GuardedService, token_file: Path
 ) -> None:
     trainer = Trainer(service, token_file)

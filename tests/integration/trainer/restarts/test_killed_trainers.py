@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from tests.integration.trainer.tracking.test_reshard import published_rows
+from tests.integration.trainer.following import published_rows, subscriber
 from tests.support.process import ServiceProcess
 from tests.support.ranks import run_ranks
 
-from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
+from deltasync.client import NumpyTarget
 from deltasync.trainer.checkpoints import checkpoints_in
 from deltasync.trainer.example.compare import trainer_tables, unequal_rows
 
@@ -23,8 +23,7 @@ def options(service: ServiceProcess, steps: int) -> list[str]:
 @pytest.mark.nightly
 def test_they_publish_what_came_after_it(service: ServiceProcess, tmp_path: Path) -> None:
     target, saved = NumpyTarget(), tmp_path / "checkpoints"
-    subscribed = SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0")
-    with Subscriber(subscribed, target) as replica:
+    with subscriber(service, target) as replica:
         with pytest.raises(AssertionError):
             run_ranks(KILLED, "18", str(saved), service.http, *options(service, 30), ranks=2)
         everything = sum(map(len, target.tables.values()))

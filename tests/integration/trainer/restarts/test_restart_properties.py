@@ -10,20 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.integration.trainer.following import WAIT, expect
 from tests.support.embedding_parameters import embedding_parameters
 from tests.support.examples import examples
 from tests.support.server import RunningService
 from torch import nn
 
-from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
-WAIT = 20.0
 ROWS = 24
 
 
@@ -129,14 +127,7 @@ class Scenario:
         self.check()
 
     def check(self) -> None:
-        target = NumpyTarget()
-        options = SubscriberOptions(service=self._service.grpc, consumer="predictors", replica="p0")
-        with Subscriber(options, target) as replica:
-            replica.wait_for(self.sync.flush(WAIT), WAIT)
-            for name, tensor in self.model.state_dict().items():
-                np.testing.assert_array_equal(
-                    target.tables[name], tensor.numpy().reshape(target.tables[name].shape)
-                )
+        expect(self._service, self.sync, self.model)
 
     def close(self) -> None:
         self.sync.abort()

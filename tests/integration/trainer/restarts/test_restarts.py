@@ -4,31 +4,31 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from tests.integration.trainer.following import WAIT, expect
 from tests.support.process import ServiceProcess
 from tests.unit.trainer.tracking.test_id_maps import RAW_IDS, fill, model_of, sorted_ids
 from torch import nn
 
-from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.trainer.sync import DeltaSync, SyncOptions
-
-WAIT = 30.0
 
 
 def delta_sync(service: ServiceProcess, model: nn.Module) -> DeltaSync:
     return DeltaSync(model, SyncOptions(service=service.grpc, model="clicks", publish_every=1))
 
 
-def expect(service: ServiceProcess, sync: DeltaSync, model: nn.Module) -> NumpyTarget:
-    target = NumpyTarget()
-    options = SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0")
-    with Subscriber(options, target) as replica:
-        replica.wait_for(sync.flush(WAIT), WAIT)
-    for name, tensor in model.state_dict().items():
-        if name in target.tables:
-            np.testing.assert_array_equal(target.tables[name].reshape(tensor.shape), tensor.numpy())
-    return target
+def copy_of(service: ServiceProcess, folder: Path) -> Path:
+    service.terminate()
+    copied = shutil.copytree(service.data_dir, folder / "copy")
+    service.start()
+    return copied
+
+
+def put_back(service: ServiceProcess, copied: Path) -> None:
+    service.kill()
+    shutil.rmtree(service.data_dir)
+    shutil.copytree(copied, service.data_dir)
+    service.start()
 
 
 class Table(nn.Module):
@@ -43,23 +43,18 @@ class Table(nn.Module):
 def test_a_service_put_back_to_an_older_copy_is_given_what_it_lacks(
     service: ServiceProcess, tmp_path: Path
 ) -> None:
-    model, copied = Table(), tmp_path / "copy"
+    model = Table()
     sync = delta_sync(service, model)
     sync.flush(WAIT)
     model.change(1, 2)
     sync.step()
     sync.flush(WAIT)
-    service.terminate()
-    shutil.copytree(service.data_dir, copied)
-    service.start()
+    copied = copy_of(service, tmp_path)
     for row in range(10, 20):
         model.change(row)
         sync.step()
     lost = sync.flush(WAIT)
-    service.kill()
-    shutil.rmtree(service.data_dir)
-    shutil.copytree(copied, service.data_dir)
-    service.start()
+    put_back(service, copied)
     before = sync.stats.rows
     model.change(30)
     sync.step()
@@ -73,12 +68,10 @@ def test_a_service_put_back_to_an_older_copy_is_given_what_it_lacks(
 def test_a_checkpoint_of_a_version_that_the_service_has_lost_goes_on_from_an_earlier_one(
     service: ServiceProcess, tmp_path: Path
 ) -> None:
-    model, copied = Table(), tmp_path / "copy"
+    model = Table()
     sync = delta_sync(service, model)
     sync.flush(WAIT)
-    service.terminate()
-    shutil.copytree(service.data_dir, copied)
-    service.start()
+    copied = copy_of(service, tmp_path)
     model.change(3, 4)
     sync.step()
     sync.flush(WAIT)
@@ -87,10 +80,7 @@ def test_a_checkpoint_of_a_version_that_the_service_has_lost_goes_on_from_an_ear
     sync.step()
     sync.flush(WAIT)
     sync.abort()
-    service.kill()
-    shutil.rmtree(service.data_dir)
-    shutil.copytree(copied, service.data_dir)
-    service.start()
+    put_back(service, copied)
     again = Table()
     again.load_state_dict(weights)
     resumed = delta_sync(service, again)

@@ -5,19 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from tests.integration.trainer.following import WAIT, expect
 from tests.support.server import RunningService
 from torch import nn
 
-from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput
 from deltasync.core.process import this_process
 from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions
 from deltasync.trainer.trouble import Trouble
-
-WAIT = 20.0
 
 
 class Trainer:
@@ -58,15 +55,6 @@ def trainer(running: RunningService) -> Iterator[Trainer]:
     trainer.sync.abort()
 
 
-def expect(service: RunningService, trainer: Trainer) -> None:
-    target = NumpyTarget()
-    options = SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0")
-    with Subscriber(options, target) as replica:
-        replica.wait_for(trainer.sync.flush(WAIT), WAIT)
-        for name, tensor in trainer.model.state_dict().items():
-            np.testing.assert_array_equal(target.tables[name].reshape(tensor.shape), tensor.numpy())
-
-
 def test_a_row_of_nan_stops_publishing_until_it_is_finite_again(
     running: RunningService, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,7 +71,7 @@ def test_a_row_of_nan_stops_publishing_until_it_is_finite_again(
     trainer.weight[2, 1] = 7.0
     trainer.step_until("")
     assert trainer.sync.stats.cuts[-1][0] == 2
-    expect(running, trainer)
+    expect(running, trainer.sync, trainer.model)
 
 
 def test_a_long_pause_between_tries_is_not_taken_for_ranks_that_wait_for_each_other(
@@ -171,7 +159,7 @@ def test_what_cannot_be_read_stops_publishing_until_it_can(running: RunningServi
     trainer.step_until("'1.running_mean' is [4] of torch.float32 now, and was [5]")
     trainer.model[1].register_buffer("running_mean", before)
     trainer.step_until("")
-    expect(running, trainer)
+    expect(running, trainer.sync, trainer.model)
 
 
 def test_a_flush_raises_what_could_not_be_published(trainer: Trainer) -> None:
@@ -210,7 +198,7 @@ def test_of_two_trainers_of_a_model_the_later_one_publishes(running: RunningServ
     later.step()
     assert later.sync.flush(WAIT).number > 2
     assert later.sync.trouble == ""
-    expect(running, later)
+    expect(running, later.sync, later.model)
     later.sync.abort()
     with pytest.raises(Contradiction, match="which has taken over: stop it"):
         trainer.sync.flush(WAIT)
@@ -234,7 +222,7 @@ def test_a_trainer_that_another_has_taken_over_from_stays_so_after_the_service_h
         earlier.step()
         with pytest.raises(Contradiction, match="which has taken over: stop it"):
             earlier.sync.flush(WAIT)
-        expect(service, later)
+        expect(service, later.sync, later.model)
         for each in (earlier, later):
             each.sync.abort()
 

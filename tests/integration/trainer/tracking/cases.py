@@ -82,7 +82,6 @@ CASES = {
     "table-wise": Case(
         {"m": bags({"a": table(FIRST, 20, "f"), "b": table(SECOND, 30, "f", "g"), "c": table(SECOND, 25, "f")})}
     ),
-    "row-wise": Case({"m": bags({"a": table(ROWS, 30, "f", "g"), "b": table(ROWS, 21, "f")})}),
     "column-wise": Case(
         {
             "m": bags(
@@ -97,7 +96,6 @@ CASES = {
     "table-row-wise": Case(
         {"m": bags({"a": table(fused(table_row_wise, 0), 21, "f"), "b": table(ROWS, 30, "f", "g")})}
     ),
-    "copies": Case({"m": bags({"a": table(COPIES, 20, "f"), "b": table(COPIES, 30, "f", "g")})}),
     "copies-with-momentum": Case(
         {"m": bags({"a": table(COPIES, 20, "f"), "b": table(ROWS, 30, "f", "g")})}, optimizer=with_momentum
     ),
@@ -132,14 +130,6 @@ CASES = {
     "processed": Case(
         {"m": processed({"a": table(FIRST, 20, "f"), "b": table(ROWS, 30, "f", "g")})}, weighted=True
     ),
-    "collisions": Case(
-        {"m": collision_bags({"a": table(ROWS, 20, "f"), "b": table(ROWS, 30, "g", "h")}, NEVER)},
-        raw_ids=True,
-    ),
-    "collision-sequences": Case(
-        {"m": collision_sequences({"a": table(ROWS, 20, "f"), "b": table(ROWS, 30, "g")}, NEVER)},
-        raw_ids=True,
-    ),
     "evictions": Case(
         {"m": collision_bags({"a": table(ROWS, 20, "f"), "b": table(ROWS, 30, "g", "h")}, 2)},
         raw_ids=True,
@@ -171,7 +161,6 @@ CASES = {
         },
         weighted=True,
     ),
-    "variable-batch": Case({"m": bags({"a": table(FIRST, 20, "f"), "b": table(FIRST, 30, "g")})}, variable=True),
     "variable-batch-of-several": Case(
         {
             "m": bags(

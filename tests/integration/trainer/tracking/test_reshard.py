@@ -1,13 +1,13 @@
 """A run goes on with other ranks and another plan: nothing is lost, and not everything is published again."""
 
-import re
 from pathlib import Path
 
 import pytest
+from tests.integration.trainer.following import published_rows, subscriber
 from tests.support.process import ServiceProcess
 from tests.support.ranks import run_ranks
 
-from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
+from deltasync.client import NumpyTarget
 from deltasync.trainer.example.compare import Tables, trainer_tables, unequal_rows
 
 BATCH = 32
@@ -32,12 +32,6 @@ def train(service: ServiceProcess, folder: Path, steps: int, ranks: int) -> Tabl
     return trainer_tables(folder, ranks)
 
 
-def published_rows(service: ServiceProcess) -> int:
-    found = re.search(r'deltasync_published_rows_total\{model="clicks"\} (\S+)', service.get("/metrics")[1])
-    assert found
-    return int(float(found[1]))
-
-
 def changed_rows(before: Tables, after: Tables) -> int:
     """As they are published: a row of the table that is sharded by columns goes in two parts."""
     changed = unequal_rows(before, after)
@@ -49,8 +43,7 @@ def test_a_run_that_goes_on_with_other_ranks_publishes_what_it_changes(
     service: ServiceProcess, tmp_path: Path
 ) -> None:
     target = NumpyTarget()
-    options = SubscriberOptions(service=service.grpc, consumer="predictors", replica="p0")
-    with Subscriber(options, target) as replica:
+    with subscriber(service, target) as replica:
         before = train(service, tmp_path / "first", 20, ranks=2)
         for run, (steps, ranks) in enumerate([(21, 1), (22, 2)]):
             published = published_rows(service)

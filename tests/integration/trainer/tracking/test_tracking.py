@@ -5,15 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tests.integration.trainer.tracking.cases import CASES
 from tests.integration.trainer.tracking.pipelines import TRAININGS
 from tests.support.ranks import run_ranks
-from torch import nn
-
-from deltasync.trainer.tracking.modes import TrackingMode
-from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.tracker import Tracker
 
 # Runs by day: one model with every kind of sharding, under every pipeline.
 BY_DAY = [f"{training}/every-sharding" for training in TRAININGS]
@@ -84,50 +78,3 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 def test_a_copy_built_from_deltas_alone_equals_the_model(ranks: Ranks, name: str) -> None:
     problems = ranks.problems(name)
     assert not problems, "\n".join(problems[:5])
-
-
-class TestDenseOnly:
-    """A model without tables: its parameters are small tables."""
-
-    def model(self) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
-
-    def tracker(self, model: nn.Module) -> Tracker:
-        return Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, dense=True))
-
-    def test_names_and_shapes(self) -> None:
-        tables = [tracked.table for tracked in self.tracker(self.model()).tables]
-        assert [(t.name, t.rows, t.dim) for t in tables] == [
-            ("0.weight", 2, 3),
-            ("0.bias", 1, 2),
-            ("2.weight", 1, 2),
-            ("2.bias", 1, 1),
-        ]
-
-    def test_a_row_that_changes_without_a_lookup_is_found(self) -> None:
-        model = self.model()
-        tracker = self.tracker(model)
-        with torch.no_grad():
-            model[0].weight[1, 2] += 1.0  # type: ignore[index]
-        tracker.step()
-        assert {name: ids.tolist() for name, ids in tracker.get_delta().ids.items()} == {"0.weight": [1]}
-
-    def test_values_are_copies(self) -> None:
-        model = self.model()
-        tracker = self.tracker(model)
-        tracker.mark_all()
-        values = tracker.get_delta().rows["0.weight"].values
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        assert values is not None
-        assert values.abs().sum() > 0
-
-    def test_the_thread_that_trains_reads_before_its_first_step_is_complete(self) -> None:
-        model = self.model()
-        tracker = self.tracker(model)
-        model(torch.ones(1, 3)).sum().backward()
-        with torch.no_grad():
-            model[2].bias += 1.0  # type: ignore[index]
-        assert list(tracker.get_delta(timeout_seconds=0).ids) == ["2.bias"]

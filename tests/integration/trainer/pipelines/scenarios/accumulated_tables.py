@@ -22,12 +22,7 @@ from tests.integration.trainer.pipelines.scenarios.micro_batches import (
 from tests.integration.trainer.pipelines.training import Training, farthest, through
 from tests.integration.trainer.torchrec_defects.models import META, bag, bags, kernels_of, sequences
 from torch import fx, nn
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
+from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer

@@ -18,7 +18,7 @@ from tests.integration.trainer.pipelines.scenarios.micro_batches import (
 from tests.integration.trainer.pipelines.training import Training, farthest, through
 from tests.integration.trainer.torchrec_defects.copies import Copy, changed, weights
 from tests.integration.trainer.torchrec_defects.models import CPU, bags, lookups_of, sequences
-from tests.integration.trainer.tracking import cases
+from tests.integration.trainer.tracking.cases import CASES
 from tests.integration.trainer.tracking.models import build
 from torchrec.distributed.sharding_plan import data_parallel
 
@@ -79,10 +79,14 @@ def rows_of_a_read_within_a_step_are_reported_again_after_it() -> None:
 
 
 @SCENARIOS.scenario("deferring", ranks=2)
-def managed_collision_is_refused() -> None:
-    for case, name in ("collisions", "m"), ("collision-sequences", "m"):
-        model, optimizer = build(cases.CASES[case])
-        with pytest.raises(InvalidInput, match=f"module '{name}[^']*'.*managed collision"):
+def modules_that_cannot_wait_are_refused() -> None:
+    for case, why in (
+        ("evictions", "module 'm[^']*'.*managed collision"),
+        ("evicted-sequences", "module 'm[^']*'.*managed collision"),
+        ("processed", "module 'm' learns the weights of its features"),
+    ):
+        model, optimizer = build(CASES[case])
+        with pytest.raises(InvalidInput, match=why):
             OnlinePipeline(model, optimizer, CPU, PipelineOptions(**DEFERRED))
 
 

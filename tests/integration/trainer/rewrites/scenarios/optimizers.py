@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.tbe.config.optimizer_config import EmainplaceModeDefinition
-from tests.integration.trainer.rewrites.replica import NAME, Replica
+from tests.integration.trainer.rewrites.replica import Replica
 from tests.integration.trainer.rewrites.scenarios import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bag, bags, kernels_of, sharded, train
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
-from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.core.errors import InvalidInput
 from deltasync.trainer.tracking import Tracker, TrackerOptions
 
 EVERY_ROW = set(range(ROWS))
@@ -65,25 +64,6 @@ def evaluation_counts_as_an_iteration_and_moves_nothing() -> None:
         assert not replica.stale
         everything += [step] if taken == EVERY_ROW else []
     assert everything == [2, 5], "iterations 3 and 9 are those of training forwards"
-
-
-@SCENARIOS.scenario("optimizers", ranks=2)
-def averages_that_no_hook_tells_of_are_named() -> None:
-    """So it was before: what verifying finds."""
-    model = averaged(step_ema=2, step_ema_coef=0.5)
-    replica = Replica(model)
-    for kernel in kernels_of(model):
-        del kernel.ema_inplace
-    train(model, f=[1])
-    train(model, f=[1])
-    first = 8 * dist.get_rank()
-    others = ", ".join(str(row) for row in range(first, first + 8) if row != 1)
-    expected = rf"table '{BAGS}.rows': rows {others} have changed, but are not marked.*mark\(table, ids\)"
-    with pytest.raises(Contradiction, match=expected):
-        replica.tracker.get_delta(NAME)
-    # They are offered from then on.
-    replica.catch_up()
-    assert not replica.stale
 
 
 @SCENARIOS.scenario("optimizers", ranks=2)

@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,9 +20,10 @@ from tests.integration.trainer.torchrec_defects.scenarios import scenario
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
 from deltasync.core.errors import DeltasyncError
-from deltasync.trainer.tracking import Tracker
+from deltasync.trainer.tracking import Tracker, TrackerOptions
 
 BAGS, SEQUENCES = "collided._embedding_module.embedding_bags.t", "collided._embedding_module.embeddings.t"
 KINDS = {BAGS: "bags", SEQUENCES: "sequences"}
@@ -86,6 +87,20 @@ def rows_are_not_read_while_they_are_evicted() -> None:
 def _read_in_vain(tracker: Tracker, **_: object) -> None:
     with ThreadPoolExecutor(1) as other, pytest.raises(DeltasyncError, match="has not ended"):
         other.submit(tracker.get_delta, timeout_seconds=0.01).result()
+
+
+@scenario(row=27)
+def maps_are_not_read_while_they_change() -> None:
+    for kind in KINDS.values():
+        model = _model(kind)
+        tracker = Tracker(model, TrackerOptions(id_maps=True))
+        [remapping] = [module for module in model.modules() if isinstance(module, MCHManagedCollisionModule)]
+        sort = remapping._sort_mch_buffers
+        sorting = Mock(side_effect=lambda tracker=tracker, sort=sort: (_read_in_vain(tracker), sort()))
+        with patch.object(remapping, "_sort_mch_buffers", sorting):
+            _evict(model, tracker)
+        sorting.assert_called()
+        assert [fqn for fqn in tracker.get_delta().rows if fqn.endswith(".raw_ids")]
 
 
 @scenario(row=27)

@@ -1,6 +1,7 @@
-"""Rows 20 and 22: tables that a mode is refused for."""
+"""Rows 19, 20 and 22: what a mode gives, and tables that it is refused for."""
 
 import pytest
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.torchrec_defects.copies import ids_of
 from tests.integration.trainer.torchrec_defects.models import BAGS, bags, sharded, train
@@ -32,6 +33,26 @@ def modes_are_refused_at_once_where_the_optimizer_lacks_them() -> None:
         train(model, t0=[1])
         tracker.step()
         assert ids_of(tracker.get_delta()) == {T0: [1]}
+
+
+@scenario(row=19)
+def states_are_first_values_or_the_last_momentum_or_by_how_much_it_has_grown() -> None:
+    model = sharded({"bags": bags("t0")}, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    for mode in (TrackingMode.EMBEDDING, TrackingMode.MOMENTUM_LAST, TrackingMode.MOMENTUM_DIFF):
+        tracker = Tracker(model, TrackerOptions(mode=mode))
+        train(model, t0=[1, 2, 2])
+        tracker.step()
+        rows = tracker.get_delta().rows[T0]
+        assert rows.values is not None
+        match mode:
+            case TrackingMode.MOMENTUM_LAST:
+                assert rows.states is rows.values
+            case TrackingMode.EMBEDDING:
+                assert rows.states is rows.first is not None
+            case _:
+                assert rows.states is not None
+                assert torch.equal(rows.states, rows.values - rows.first)
+        tracker.close()
 
 
 @scenario(row=22)
