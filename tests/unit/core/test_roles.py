@@ -16,27 +16,30 @@ from deltasync.core.roles import Roles, TokenRoles, read_roles, roles_of, token_
 DIGEST = hashlib.sha256(b"token").hexdigest()
 
 
+def token(name: str = "a", **changes: Any) -> dict[str, Any]:
+    """A file of one token, which is as it should be but for the changes; None: without that key."""
+    described = {"sha256": DIGEST, "roles": ["read"]} | changes
+    return {"tokens": {name: {key: value for key, value in described.items() if value is not None}}}
+
+
 @pytest.mark.parametrize(
     ("described", "said"),
     [
         ({"token": {}}, "unknown key 'token'; keys: certificates, tokens"),
         ({"tokens": []}, r"tokens: expected tables \[tokens.NAME\]"),
+        (token(colour=1), r"\[tokens.a\]: unknown key 'colour'"),
+        (token(sha256=DIGEST[1:]), "64 hexadecimal digits"),
+        (token(sha256=DIGEST.upper()), "64 hexadecimal digits"),
+        (token(sha256=None), "64 hexadecimal digits"),
+        (token(roles=[]), "roles: expected a list of at least one"),
+        (token(roles="read"), "roles: expected a list"),
+        (token(roles=None), "roles: expected a list"),
+        (token(roles=["rule"]), r"\[tokens.a\]: role 'rule': expected one of"),
+        (token(roles=["read:x"]), "takes no pattern"),
+        (token("a b"), "token name 'a b'"),
+        (token(created=3), "created: expected a time"),
         (
-            {"tokens": {"a": {"sha256": DIGEST, "roles": ["read"], "colour": 1}}},
-            r"\[tokens.a\]: unknown key 'colour'",
-        ),
-        ({"tokens": {"a": {"sha256": DIGEST[1:], "roles": ["read"]}}}, "64 hexadecimal digits"),
-        ({"tokens": {"a": {"sha256": DIGEST.upper(), "roles": ["read"]}}}, "64 hexadecimal digits"),
-        ({"tokens": {"a": {"roles": ["read"]}}}, "64 hexadecimal digits"),
-        ({"tokens": {"a": {"sha256": DIGEST, "roles": []}}}, "roles: expected a list of at least one"),
-        ({"tokens": {"a": {"sha256": DIGEST, "roles": "read"}}}, "roles: expected a list"),
-        ({"tokens": {"a": {"sha256": DIGEST}}}, "roles: expected a list"),
-        ({"tokens": {"a": {"sha256": DIGEST, "roles": ["rule"]}}}, r"\[tokens.a\]: role 'rule': expected one of"),
-        ({"tokens": {"a": {"sha256": DIGEST, "roles": ["read:x"]}}}, "takes no pattern"),
-        ({"tokens": {"a b": {"sha256": DIGEST, "roles": ["read"]}}}, "token name 'a b'"),
-        ({"tokens": {"a": {"sha256": DIGEST, "roles": ["read"], "created": 3}}}, "created: expected a time"),
-        (
-            {"tokens": {n: {"sha256": DIGEST, "roles": ["read"]} for n in "ab"}},
+            {"tokens": token("a")["tokens"] | token("b")["tokens"]},
             r"\[tokens.b\] has the same token as \[tokens.a\]",
         ),
         ({"certificates": {"": {"roles": ["read"]}}}, "1 to 256 printable"),
@@ -57,9 +60,8 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_file_that_is_not_there_is_one_to_be_made(tmp_path: Path) -> None:
-    with pytest.raises(
-        InvalidInput, match=r"roles\.toml: there is no such roles file: `deltasync tokens` makes one"
-    ):
+    said = r"roles\.toml: there is no such roles file: `deltasync tokens` makes one"
+    with pytest.raises(InvalidInput, match=said):
         read_roles(tmp_path / "roles.toml")
 
 
