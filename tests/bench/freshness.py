@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from tests.bench.children import Children, Peer, publisher
-from tests.bench.echo import Echo
+from tests.bench.peers import Echo
 from tests.bench.timing import spread_of
 
 from deltasync.client import Part, Publisher, RowBatch, TableSpec

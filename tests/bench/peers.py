@@ -18,11 +18,10 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import grpc.aio
 import numpy as np
-from tests.bench.echo import serve_echo
 
 from deltasync.client import Endpoint, NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
 from deltasync.core.process import keep_freed_memory
@@ -32,6 +31,44 @@ from deltasync.wire.row_messages import chunked
 
 # For a release; the first of a large table takes minutes.
 _PATIENCE_SECONDS = 600.0
+
+
+_SERVICE, _METHOD = "bench.Echo", "Echo"
+
+
+async def serve_echo() -> None:
+    """Send back what comes, until the end of the standard input."""
+    server = grpc.aio.server()
+    handler: Any = grpc.stream_stream_rpc_method_handler(_echo)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
+    await _serve(server)
+
+
+async def _echo(messages: AsyncIterator[bytes], _: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+    async for message in messages:
+        yield message
+
+
+class Echo:
+    """The other end of the stream."""
+
+    def __init__(self, address: str) -> None:
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._channel = grpc.insecure_channel(address)
+        call: Any = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
+        self._answers = call(iter(self._messages.get, None))
+
+    def there_and_back(self, message: bytes) -> None:
+        """Send a message and wait until it has come back."""
+        self._messages.put(message)
+        next(self._answers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._messages.put(None)
+        self._channel.close()
 
 
 class Sink(publish_pb2_grpc.PublishServiceServicer):
@@ -59,6 +96,10 @@ async def sink() -> None:
     """Serve until the end of the standard input."""
     server = grpc.aio.server()
     publish_pb2_grpc.add_PublishServiceServicer_to_server(Sink(), server)
+    await _serve(server)
+
+
+async def _serve(server: grpc.aio.Server) -> None:
     _answer(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     await server.start()
     await asyncio.to_thread(sys.stdin.read)

@@ -1,12 +1,15 @@
 """The rank of the tracker benchmark, under torchrun: what recording and reading cost, and what is held.
 
-Both trackers watch the same model train on the same batches; only the time within their own functions counts.
+Both trackers watch the same model train on the same batches: one table, looked up row by row, with ids as skewed
+as clicks of people. Only the time within their own functions counts.
 """
 
 import json
 import logging
 import statistics
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,12 +18,212 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-from tests.bench.tracker_model import DIM, Training, batches
-from tests.bench.tracker_pair import TrackerPair
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
+from torchrec.distributed.model_tracker.types import TrackingMode as TheirMode
+from torchrec.distributed.model_tracker.types import UniqueRows
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.distributed.ranks import join_ranks
+from deltasync.trainer.tracking.delta import DeltaRows
 from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.torchrec_hooks import Listeners
+from deltasync.trainer.tracking.tracker import Tracker
+
+DIM, IDS_PER_SAMPLE = 64, 50
+
+
+class RowModel(nn.Module):
+    """An `EmbeddingCollection` of one table, and a linear layer over each row looked up."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        meta = torch.device("meta")
+        table = EmbeddingConfig(name="table", num_embeddings=rows, embedding_dim=DIM, feature_names=["ids"])
+        self.sparse = EmbeddingCollection(tables=[table], device=meta)
+        self.dense = nn.Linear(DIM, 1, device=meta)
+
+    def forward(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        loss: torch.Tensor = self.dense(self.sparse(sparse)["ids"].values()).pow(2).mean()
+        return loss
+
+
+class Training:
+    """Real training steps of a sharded `RowModel`."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.device = device
+        model = RowModel(rows)
+        sharder = EmbeddingCollectionSharder(
+            fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
+        )
+        plan = construct_module_sharding_plan(
+            model.sparse,
+            {"table": table_wise(rank=0, compute_kernel="fused")},
+            sharder,
+            local_size=1,
+            world_size=1,
+            device_type=device.type,
+        )
+        self.model = DistributedModelParallel(
+            model,
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=device,
+            plan=ShardingPlan(plan={"sparse": plan}),
+            sharders=[sharder],
+        )
+        rest = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        dense = KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
+        self._optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
+
+    def step(self, batch: KeyedJaggedTensor) -> None:
+        self._optimizer.zero_grad()
+        self.model(batch).backward()
+        self._optimizer.step()
+
+
+def batches(rows: int, ids: int, skew: float, device: torch.device) -> Iterator[KeyedJaggedTensor]:
+    """Batches without end of `ids` ids of a table of `rows` rows.
+
+    The r-th most popular row is drawn with a probability of about r^-skew; where it lies is left to chance.
+    """
+    generator = torch.Generator().manual_seed(0)
+    by_popularity = torch.randperm(rows, generator=generator)
+    lengths = torch.full((ids // IDS_PER_SAMPLE,), IDS_PER_SAMPLE)
+    while True:
+        uniform = torch.rand(ids, generator=generator, dtype=torch.float64)
+        values = by_popularity[_ranks(uniform, rows, skew)]
+        yield KeyedJaggedTensor(keys=["ids"], values=values, lengths=lengths).to(device)
+
+
+def _ranks(uniform: torch.Tensor, rows: int, skew: float) -> torch.Tensor:
+    """Ranks from 0 by the inverse of the integral of (rank + 1)^-skew, whose sum has none in closed form."""
+    flat = 1.0 - skew
+    drawn = (((rows + 1) ** flat - 1) * uniform + 1) ** (1 / flat)
+    ranks: torch.Tensor = (drawn.long() - 1).clamp_(0, rows - 1)
+    return ranks
+
+
+_FQN = "sparse.embeddings.table"
+
+
+class Stopwatch:
+    """Adds up seconds, those of a GPU too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = 0.0
+        self._on_gpu = device.type == "cuda"
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._synchronize()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            self.seconds += time.perf_counter() - started
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+
+class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec's types are not followed
+    def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
+        self._watch = Stopwatch(training.device)
+        # TorchRec has room for one tracker at a time: the others are put back beside this one.
+        place = training.model.module.sparse
+        others, place.post_lookup_tracker_fn = place.post_lookup_tracker_fn, None
+        super().__init__(training.model, consumers=consumers, mode=TheirMode(mode.value))
+        if others:
+            Listeners.at(place, "post_lookup_tracker_fn").add(others)
+
+    def record_lookup(self, *arguments: Any) -> None:
+        with self._watch.running():
+            super().record_lookup(*arguments)
+
+    def begin_step(self) -> None:
+        """What `DistributedModelParallel` calls before each forward."""
+        with self._watch.running():
+            self.step()
+
+    def read(self, consumer: str) -> UniqueRows:
+        """What has changed; it is not offered again."""
+        with self._watch.running():
+            return self.get_unique(consumer)[_FQN]
+
+    @property
+    def seconds(self) -> float:
+        return self._watch.seconds
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors it holds."""
+        lookups = self.store.per_fqn_lookups.values()
+        kept = [tensor for by_table in lookups for lookup in by_table for tensor in (lookup.ids, lookup.states)]
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+
+class WatchedTracker(Tracker):
+    def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
+        self._watch = Stopwatch(training.device)
+        super().__init__(training.model, TrackerOptions(mode=mode, consumers=consumers))
+
+    def record_lookup(self, *arguments: Any) -> None:
+        with self._watch.running():
+            super().record_lookup(*arguments)
+
+    def end_step(self) -> None:
+        """What a trainer calls after each step."""
+        with self._watch.running():
+            self.step()
+
+    def read(self, consumer: str) -> DeltaRows:
+        """What has changed; it is acknowledged at once."""
+        with self._watch.running():
+            delta = self.get_delta(consumer)
+            self.acknowledge(delta.token)
+        return delta.rows[_FQN]
+
+    @property
+    def seconds(self) -> float:
+        """Spent in it so far. The tracker itself measures what it does in backward."""
+        return self._watch.seconds + self.cost.marking_seconds
+
+
+class TrackerPair:
+    """Both, in the same mode on the same model."""
+
+    def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
+        self.mode = mode
+        self.theirs = TorchRecTracker(training, mode, consumers)
+        self.ours = WatchedTracker(training, mode, consumers)
+
+    def read(self, consumer: str, *, ours_first: bool = True) -> int:
+        """Read both; the number of rows."""
+        if ours_first:
+            ours, theirs = self.ours.read(consumer), self.theirs.read(consumer)
+        else:
+            theirs, ours = self.theirs.read(consumer), self.ours.read(consumer)
+        order = theirs.ids.argsort()
+        same = torch.equal(theirs.ids[order].cpu(), ours.ids)
+        if theirs.states is not None and ours.first is not None:
+            same = same and torch.equal(theirs.states[order].cpu(), ours.first)
+        if not same:
+            raise RuntimeError(f"mode {self.mode.value!r}: the trackers do not say the same")
+        return len(ours.ids)
+
 
 MODES = (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING)
 ROWS, IDS, STEPS_PER_READ = 10_000_000, 200_000, 20

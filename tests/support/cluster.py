@@ -9,6 +9,7 @@ import numpy as np
 from tests.support.brokers import Broker, Brokers
 from tests.support.process import ServiceProcess
 from tests.support.proxy import Proxy
+from tests.support.waiting import wait_for
 
 from deltasync.client.numpy_target import NumpyTarget
 from deltasync.client.options import PublisherOptions, SubscriberOptions
@@ -174,15 +175,13 @@ class Cluster:
 
     def owner(self) -> ServiceProcess:
         """The process that has the model."""
-        deadline = time.monotonic() + _TIMEOUT
-        while time.monotonic() < deadline:
-            for each in self.services:
-                if each.process and each.process.poll() is None and self._has(each):
-                    return each
-            time.sleep(0.02)
-        raise AssertionError("nobody has the model")
+        owner = wait_for(lambda: next(filter(self._has, self.services), None), "nobody has the model", _TIMEOUT)
+        assert owner
+        return owner
 
     def _has(self, service: ServiceProcess) -> bool:
+        if not service.process or service.process.poll() is not None:
+            return False
         try:
             lines = service.get_json("/processes")
         except (OSError, DeltasyncError, ValueError):

@@ -17,6 +17,7 @@ import httpx
 import yaml
 from tests.support.ports import free_ports
 from tests.support.programs import killed
+from tests.support.waiting import wait_for
 
 # Where every deployment has the service's settings, and the ports that it has there.
 CONFIGURATION, PORTS = "/etc/deltasync", (50051, 8080)
@@ -136,13 +137,12 @@ def https(
 
 def wait_for_probe(service: "Deployed", ca: Path, token: Path) -> None:
     """Wait until a row of the service's own probe has come back: the probe has the roles that it needs."""
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while True:
+
+    def probe() -> Any:
         (process,) = https(service, "/status", ca, token.read_text().strip()).json()["processes"]
-        if process["probe"] and process["probe"]["turns"]:
-            return
-        assert time.monotonic() < deadline, process["probe"]
-        time.sleep(0.1)
+        return process["probe"]
+
+    wait_for(lambda: (probe() or {}).get("turns"), probe, _WAIT_SECONDS)
 
 
 def run_access(services: Sequence[Mapping[str, Any]], folder: Path) -> Path:

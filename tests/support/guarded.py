@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -11,10 +10,10 @@ from typing import Any
 
 import grpc
 from tests.support.process import ServiceProcess
+from tests.support.waiting import wait_for
 
 from deltasync.core.roles import token_digest
 
-_DEADLINE_SECONDS = 30.0
 # By the name of each token; the token itself is `token_of(name)`.
 ROLES: Mapping[str, Sequence[str]] = {
     "trainer": ["publish:clicks*"],
@@ -62,11 +61,7 @@ class GuardedService(ServiceProcess):
         return [line for line in self.log.read_text().splitlines() if re.search(pattern, line)]
 
     def wait_for_line(self, pattern: str) -> str:
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while not (found := self.lines(pattern)):
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.01)
-        return found[0]
+        return wait_for(lambda: self.lines(pattern), self.log.read_text)[0]
 
     def ask(self, method: str, path: str, name: str = "", body: bytes | None = None) -> tuple[int, str]:
         """Status and body of a request with the token of that name."""

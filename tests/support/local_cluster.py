@@ -6,7 +6,6 @@ Their bucket is in memory, their logs are in a folder. They answer HTTP.
 import asyncio
 import itertools
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.support.http import HttpStatus
 from tests.support.local_service import publish
 from tests.support.many_logs import ManyLogs
 from tests.support.memory_bucket import MemoryBucket, MemoryStore
+from tests.support.waiting import wait_for
 
 from deltasync.api.access import Access
 from deltasync.api.audit import Audit
@@ -98,10 +98,7 @@ class LocalCluster:
         async def asked() -> bool:
             return true()
 
-        deadline = time.monotonic() + _TIMEOUT
-        while not self.run(asked):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: self.run(asked), seconds=_TIMEOUT)
 
     def model(self, owner: LocalProcess, consumer: str) -> str:
         """A published model that a process owns, with a consumer; every process knows of both."""

@@ -3,13 +3,13 @@
 import shutil
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
 from tests.support.ports import free_ports, is_free
+from tests.support.waiting import wait_for
 
 _DEADLINE_SECONDS = 60.0
 _PARTS = ("master", "volume", "filer", "s3", "s3.port.iceberg", "s3.port.lance")
@@ -33,11 +33,7 @@ class ObjectStorage:
             self._process = subprocess.Popen(
                 [self._program, "server", f"-dir={self._folder}", *ports, *more], stdout=log, stderr=log
             )
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while not self._answers():
-            assert self._process.poll() is None, "it ended before it listened"
-            assert time.monotonic() < deadline, "it did not listen in time"
-            time.sleep(0.05)
+        wait_for(self._answers, "it did not listen in time", _DEADLINE_SECONDS)
 
     def kill(self) -> None:
         self._process.kill()
@@ -49,6 +45,7 @@ class ObjectStorage:
         return {"endpoint_url": self.url, "key": "any", "secret": "any", "use_listings_cache": False}
 
     def _answers(self) -> bool:
+        assert self._process.poll() is None, "it ended before it listened"
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(self.url, timeout=1):

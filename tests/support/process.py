@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from tests.support.forks import Fork, services
 from tests.support.http import HttpStatus
 from tests.support.ports import free_ports, is_free
 from tests.support.programs import cleaned
+from tests.support.waiting import wait_for
 
 _DEADLINE_SECONDS = 30.0
 _WITH_SHARED_FILES = """
@@ -105,7 +105,7 @@ class ServiceProcess(HttpStatus):
     def wait_until_announced(self) -> None:
         """Wait until it says where it listens."""
         endpoints = self.data_dir / "endpoints.json"
-        self._wait_for(endpoints)
+        wait_for(lambda: self._has_begun(endpoints), "the service did not listen in time")
         found = json.loads(endpoints.read_text())
         self.grpc, self.http = found["grpc"], found["http"]
         self._ports = (self.grpc.rpartition(":")[2], self.http.rpartition(":")[2])
@@ -132,23 +132,20 @@ class ServiceProcess(HttpStatus):
         command = [sys.executable, *program, "serve", "--data-dir", str(self.data_dir)]
         return [*self._files, *command, "--grpc-port", grpc_port, "--http-port", http_port, *self.arguments]
 
-    def _wait_for(self, endpoints: Path) -> None:
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while not endpoints.exists():
-            assert self.process
-            assert self.process.poll() is None, "the service ended before it listened"
-            assert time.monotonic() < deadline, "the service did not listen in time"
-            time.sleep(0.01)
+    def _has_begun(self, endpoints: Path) -> bool:
+        assert self.process
+        begun = endpoints.exists()
+        assert begun or self.process.poll() is None, "the service ended before it listened"
+        return begun
 
     def wait_for_answer(self) -> None:
         """Wait until it answers HTTP where it did before it was started again."""
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while True:
-            with suppress(urllib.error.URLError):
-                self.get("/livez")
-                return
-            assert time.monotonic() < deadline, "the service did not answer in time"
-            time.sleep(0.01)
+        wait_for(self._answers, "the service did not answer in time")
+
+    def _answers(self) -> bool:
+        with suppress(urllib.error.URLError):
+            return bool(self.get("/livez"))
+        return False
 
     def kill(self) -> None:
         assert self.process

@@ -2,16 +2,15 @@
 
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any, Self
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from tests.support.waiting import wait_for
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
-_DEADLINE_SECONDS = 20.0
 
 
 class RedisServer:
@@ -27,11 +26,7 @@ class RedisServer:
         command = [PROGRAM, "--port", "0", "--unixsocket", self.socket, "--dir", str(self._folder)]
         command += ["--save", "", "--loglevel", "warning", *self._settings]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while not self._answers():
-            assert self._process.poll() is None, "the server ended before it listened"
-            assert time.monotonic() < deadline, "the server did not listen in time"
-            time.sleep(0.005)
+        wait_for(self._answers, "the server did not listen in time")
 
     def kill(self) -> None:
         self._process.kill()
@@ -41,6 +36,7 @@ class RedisServer:
         return redis.Redis(unix_socket_path=self.socket, retry=Retry(NoBackoff(), 0), **settings)
 
     def _answers(self) -> bool:
+        assert self._process.poll() is None, "the server ended before it listened"
         with self.client() as client:
             try:
                 return bool(client.ping())

@@ -83,6 +83,12 @@ class RankStream(Stream):
         opened: publish_pb2.PublishOpened = message.opened
         return opened
 
+    def publish_all(self, seed: int = 0) -> Position:
+        """Open with step 1, in which every row of `TABLES` is drawn."""
+        self.opened()
+        self.send(*full_part(1, random_rows(seed), WHOLE))
+        return self.sealed()
+
     def sealed(self) -> Position:
         message = self.receive()
         assert message.WhichOneof("message") == "sealed", message

@@ -4,8 +4,7 @@ import json
 import queue
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import grpc
 import pytest
 from tests.support.fleet import WAIT, Trainer
 from tests.support.guarded import ROLES, GuardedService, command_line_of, core_limits_of, metadata_of, token_of
+from tests.support.waiting import wait_for
 from tests.support.wire import WHOLE, full_part, publish_open, random_rows, subscribe_open
 
 from deltasync.client import Endpoint, NumpyTarget, Subscriber, SubscriberOptions
@@ -319,23 +319,16 @@ def subscribed(service: GuardedService, token_file: Path) -> Subscriber:
     return Subscriber(SubscriberOptions(service=endpoint, consumer="predictors", replica="p0"), NumpyTarget())
 
 
-def wait_until(replica: Subscriber, there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not there():
-        assert time.monotonic() < deadline, replica.connection
-        replica.check()
-        time.sleep(0.01)
-
-
 def test_a_replica_goes_on_with_its_new_token_once_the_old_one_is_revoked(
     service: GuardedService, tmp_path: Path
 ) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(token_of("predictor"))
     with subscribed(service, token_file) as replica:
-        wait_until(replica, lambda: replica.connection.connected)
+        wait_for(lambda: replica.connection.connected)
         service.write_roles({name: roles for name, roles in ROLES.items() if name != "predictor"})
-        wait_until(replica, lambda: bool(replica.connection.last_error))
+        wait_for(lambda: replica.connection.last_error)
+        replica.check()
         token_file.write_text(token_of("new"))
         service.write_roles({**ROLES, "new": ROLES["predictor"]})
         with Trainer(Endpoint(service.grpc, token=token_of("trainer"))) as trainer:

@@ -146,11 +146,9 @@ def test_names_of_tables_may_be_anything(path: str) -> None:
     assert need_of_request("GET", path) == Need(Role.READ)
 
 
-@pytest.mark.parametrize(
-    "method", ["", "/deltasync.v1.PublishService/publish", "/deltasync.v2.PublishService/Publish"]
-)
-def test_a_call_in_no_table_needs_admin(method: str) -> None:
-    assert need_of_call(method) == Need(Role.ADMIN)
+def test_a_call_in_no_table_needs_admin() -> None:
+    for method in ("", "/deltasync.v1.PublishService/publish", "/deltasync.v2.PublishService/Publish"):
+        assert need_of_call(method) == Need(Role.ADMIN)
 
 
 def test_the_readme_shows_the_table() -> None:

@@ -109,6 +109,9 @@ def test_bad_changes_change_nothing(
         ("PUT", "/consumers/probes/policy", {"top": 3}, "body: unknown key 'top'"),
         ("PUT", "/consumers/probes/policy", {"top_k": 1.5}, "top_k 1.5: expected"),
         ("PUT", "/consumers/probes/policy", None, "body: no JSON"),
+        ("PUT", "/consumers/probes/pause", [], "body: "),
+        ("PUT", "/consumers/probes/pause", {"reason": 1}, "reason"),
+        ("PUT", "/consumers/probes/pause", {"why": ""}, "body: unknown key 'why'"),
         ("POST", "/backup", {}, "body: expected directory, as a text"),
         ("POST", "/drain", {"process": 1}, "body: expected process, as a text"),
         ("POST", "/models/clicks/move", {}, "body: expected process, as a text"),
@@ -143,9 +146,7 @@ def test_a_consumer_made_anew_knows_nothing_of_its_predecessor(tmp_path: Path) -
     """Nor after a restart."""
     with RunningService(tmp_path / "data") as service:
         with RankStream(service.grpc) as rank, ReplicaStream(service.grpc, consumer="probes") as replica:
-            rank.opened()
-            rank.send(*full_part(1, random_rows(0), WHOLE))
-            position = rank.sealed()
+            position = rank.publish_all()
             rows, _ = replica.release()
             replica.send(ack(size_of(rows), position))
             replica.end()
@@ -176,9 +177,7 @@ def test_health_and_reflection_answer(running: RunningService) -> None:
 
 def test_metrics_are_prometheus_text_with_the_names_that_were_promised(running: RunningService) -> None:
     with RankStream(running.grpc) as rank, ReplicaStream(running.grpc) as replica:
-        rank.opened()
-        rank.send(*full_part(1, random_rows(0), WHOLE))
-        rank.sealed()
+        rank.publish_all()
         rows, _ = replica.release()
         rank.send(*part(2, [(0, [1, 2], random_rows(1)[0][:2])]))
         position = rank.sealed()
@@ -212,26 +211,6 @@ def test_metrics_are_prometheus_text_with_the_names_that_were_promised(running: 
         assert samples["deltasync_table_rows", (("model", "clicks"), ("table", WHOLE[0].table.name))] == 40
         assert samples["deltasync_table_bytes", (("model", "clicks"), ("table", WHOLE[0].table.name))] == 640
         assert samples["deltasync_log_bytes", ()] > size
-
-
-def test_the_command_line_manages_consumers(running: RunningService) -> None:
-    at = ("--service", running.http)
-    listed = deltasync("consumers", "list", *at)[1].splitlines()
-    assert [line.split()[:3] for line in listed[1:]] == [
-        ["predictors", "clicks", "empty"],
-        ["probes", "clicks", "empty"],
-    ]
-    made = deltasync("consumers", "create", "new", "--model", "m", *at, admin_token=TOKEN)
-    assert made == (0, "consumer new follows model m\n", "")
-    assert deltasync("consumers", "delete", "new", admin_token=TOKEN, service=running.http)[:2] == (
-        0,
-        "consumer new deleted\n",
-    )
-    code, _, said = deltasync("consumers", "delete", "new", *at, admin_token=TOKEN)
-    assert (code, said) == (1, "Error: no consumer 'new'; consumers: predictors, probes\n")
-    code, _, said = deltasync("consumers", "delete", "probes", *at)
-    assert code == 1
-    assert "role admin is needed" in said
 
 
 def test_the_command_line_shows_lag(running: RunningService) -> None:

@@ -1,11 +1,8 @@
 """The brake: a paused consumer's replicas stay at what they have, whatever is published."""
 
-import json
 import re
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.command import deltasync
@@ -204,29 +201,8 @@ def test_who_pauses_again_adds_a_reason_and_changes_neither_time_nor_name(servic
     first = service.get_json("/consumers/probes/lag")["paused"]
     admin.pause_consumer("probes", "two")
     assert service.get_json("/consumers/probes/lag")["paused"] == first | {"reason": "two; one"}
-    admin.pause_consumer("probes", "")
+    Endpoint(service.http, TOKEN).ask("PUT", "/consumers/probes/pause", None)
     assert service.get_json("/consumers/probes/lag")["paused"]["reason"] == "two; one"
-
-
-def _request(service: RunningService, method: str, body: bytes | None, token: str = TOKEN) -> Any:
-    headers = {"Authorization": f"Bearer {token}", "Deltasync-By": "anna"}
-    url = f"{service.http}/consumers/probes/pause"
-    request = urllib.request.Request(url, body, headers, method=method)  # noqa: S310
-    with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310
-        return json.load(response)
-
-
-def test_it_is_pulled_over_http(service: RunningService) -> None:
-    line = _request(service, "PUT", b'{"reason": "nonsense"}')
-    assert re.fullmatch(r"paused since \S+ by anna as admin token \(127.0.0.1:\d+\): nonsense", line["paused"])
-    assert _request(service, "PUT", None)["paused"].startswith("paused since")
-    assert _request(service, "DELETE", None)["paused"] == ""
-    for body in (b"[]", b'{"reason": 1}', b'{"why": ""}'):
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            _request(service, "PUT", body)
-    for method in ("PUT", "DELETE"):
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            _request(service, method, None, token="wrong")  # noqa: S106
 
 
 def test_what_is_wrong_pauses_nothing(service: RunningService) -> None:

@@ -4,9 +4,8 @@ import json
 import os
 import ssl
 import subprocess
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.support.deployments import (
 from tests.support.fleet import Trainer
 from tests.support.ports import free_ports
 from tests.support.programs import killed
+from tests.support.waiting import wait_for
 
 from deltasync.client import Admin, Endpoint
 
@@ -134,22 +134,20 @@ def brokers(
             stack.enter_context(killed(process))
         probe = broker["readinessProbe"]["httpGet"]["path"]
         for n in range(3):
-            _wait_for(f"http://{here[f'nats-{n}.nats:8222']}{probe}")
+            _wait_until_healthy(f"http://{here[f'nats-{n}.nats:8222']}{probe}")
             # A pod of the service that comes before they have a leader is started again.
-            _wait_for(f"http://{here[f'nats-{n}.nats:8222']}/healthz")
+            _wait_until_healthy(f"http://{here[f'nats-{n}.nats:8222']}/healthz")
         yield here
 
 
-def _wait_for(url: str) -> None:
-    deadline = time.monotonic() + _WAIT
-    while True:
-        try:
-            if httpx.get(url, timeout=5).is_success:
-                return
-        except httpx.HTTPError:
-            pass
-        assert time.monotonic() < deadline, url
-        time.sleep(0.05)
+def _answers(url: str, **settings: Any) -> httpx.Response | None:
+    with suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=5, **settings)
+    return None
+
+
+def _wait_until_healthy(url: str) -> None:
+    wait_for(lambda: (answer := _answers(url)) and answer.is_success, url, _WAIT)
 
 
 @pytest.fixture(scope="module")
@@ -170,15 +168,8 @@ def storage(
         process = subprocess.Popen([tool("weed"), *arguments, *ports], stdout=log, stderr=log)
     with killed(process):
         context = ssl.create_default_context(cafile=secrets["deltasync-tls"]["ca.crt"])
-        deadline = time.monotonic() + _WAIT
-        while True:
-            try:
-                httpx.get(f"https://127.0.0.1:{s3}", verify=context, timeout=5)
-                break
-            except httpx.HTTPError:
-                assert process.poll() is None, (place / "log").read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        url, log_of = f"https://127.0.0.1:{s3}", (place / "log").read_text
+        wait_for(lambda: _answers(url, verify=context) is not None, log_of, _WAIT)
         yield s3
 
 
@@ -209,10 +200,8 @@ def _get(service: Deployed, path: str, secrets: Secrets) -> httpx.Response:
 
 @pytest.mark.nightly
 def test_the_service_is_ready_with_brokers_that_are_believed(service: Deployed, secrets: Secrets) -> None:
-    deadline = time.monotonic() + _WAIT
-    while not (ready := _get(service, "/readyz", secrets)).is_success:
-        assert time.monotonic() < deadline, ready.text
-        time.sleep(0.05)
+    wait_for(lambda: _get(service, "/readyz", secrets).is_success, seconds=_WAIT)
+    ready = _get(service, "/readyz", secrets)
     assert "accepted" not in ready.text
     (process,) = _get(service, "/processes", secrets).json()
     assert (process["process"], process["grpc"]) == ("deltasync-0", "deltasync-0.deltasync:50051")

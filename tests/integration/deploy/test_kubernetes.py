@@ -37,6 +37,11 @@ def _containers(manifests: list[Doc]) -> Iterator[tuple[Doc, Doc, Doc]]:
             yield doc, pod, container
 
 
+def _container(manifests: list[Doc], kind: str) -> Doc:
+    (found,) = [container for doc, _, container in _containers(manifests) if doc["kind"] == kind]
+    return found
+
+
 def _argument(container: Doc, name: str) -> str:
     return next(str(arg).split("=", 1)[1] for arg in container["args"] if arg.startswith(f"--{name}="))
 
@@ -116,7 +121,7 @@ def test_workloads_select_their_own_pods_only(manifests: list[Doc]) -> None:
 
 @pytest.mark.parametrize(("kind", "readiness"), [("StatefulSet", "/readyz"), ("Deployment", "/ready")])
 def test_probes_ask_named_ports(manifests: list[Doc], kind: str, readiness: str) -> None:
-    (container,) = [c for doc, _, c in _containers(manifests) if doc["kind"] == kind]
+    container = _container(manifests, kind)
     probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     (port,) = {probe["port"] for probe in probes.values()}
     (number,) = [each["containerPort"] for each in container["ports"] if each["name"] == port]
@@ -201,14 +206,14 @@ def test_certificates_have_the_names_that_clients_dial_and_roles_name(deploy: Pa
 
 def test_ports_of_the_configuration_are_those_of_the_container(deploy: Path, manifests: list[Doc]) -> None:
     settings = tomllib.loads((deploy / "kubernetes/deltasync.toml").read_text())
-    (service,) = [c for doc, _, c in _containers(manifests) if doc["kind"] == "StatefulSet"]
+    service = _container(manifests, "StatefulSet")
     ports = {port["name"]: port["containerPort"] for port in service["ports"]}
     assert ports == {"grpc": settings["grpc_port"], "http": settings["http_port"]}
 
 
 def test_environment_does_not_hide_the_configuration(deploy: Path, manifests: list[Doc], stages: Stages) -> None:
     settings = tomllib.loads((deploy / "kubernetes/deltasync.toml").read_text())
-    (service,) = [c for doc, _, c in _containers(manifests) if doc["kind"] == "StatefulSet"]
+    service = _container(manifests, "StatefulSet")
     set_by = {entry["name"] for entry in service["env"]}
     set_by |= {word.split("=")[0] for name, rest in stages["service"] if name == "ENV" for word in rest.split()}
     assert not set_by & {f"DELTASYNC_{key.upper()}" for key in settings}
@@ -291,8 +296,7 @@ def test_a_predictor_has_time_to_answer_what_it_has_taken(manifests: list[Doc], 
 
 
 def test_a_replica_has_the_name_of_its_pod(manifests: list[Doc]) -> None:
-    (deployment,) = _of_kind(manifests, "Deployment").values()
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    container = _container(manifests, "Deployment")
     variable = re.fullmatch(r"\$\((\w+)\)", _argument(container, "replica"))
     assert variable
     sources = {each["name"]: each.get("valueFrom", {}) for each in container["env"]}
@@ -351,8 +355,7 @@ def test_the_service_asks_for_the_memory_that_sizing_says(root: Path, manifests:
     cuts = says(r"up to (\d+) MiB of a cut under way") + says(r"up to (\d+) MiB of its newest cut")
     sent = says(r"up to (\d+) MiB, these among them, of what replicas")
     needed = says(r"Memory of the service: \d+ to (\d+) MB") * 10**6 + (chunks + cuts + sent) * 2**20 + 10**9
-    (stateful,) = _of_kind(manifests, "StatefulSet").values()
-    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    container = _container(manifests, "StatefulSet")
     requested, limit = (
         container["resources"][kind]["memory"].removesuffix("Gi") for kind in ("requests", "limits")
     )

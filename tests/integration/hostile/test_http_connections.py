@@ -143,11 +143,6 @@ def test_a_network_of_ipv6_is_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.refused["http_connections_per_peer"] == 1
 
 
-def test_a_listener_says_tcp_so_that_answers_are_not_held_back() -> None:
-    with HttpListener(listening_socket("127.0.0.1", 0), Limits()) as listener:
-        assert listener.proto == socket.IPPROTO_TCP
-
-
 def test_idle_connections_of_grpc_leave_descriptors_for_all_else(tmp_path: Path) -> None:
     """Who knows HTTP/2 and then says nothing is not hung up on for long."""
     files, greeting = 256, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"

@@ -12,6 +12,7 @@ import pytest
 from tests.support.process import ServiceProcess
 from tests.support.state import rows_of
 from tests.support.volumes import small_volume
+from tests.support.waiting import wait_for
 from tests.support.wire import TABLES, USER, WHOLE, RankStream, full_part, part, random_rows
 
 from deltasync.core.tables import Shard, TableSpec
@@ -45,10 +46,7 @@ def threads(service: ServiceProcess) -> int:
 
 def wait_until_it_costs(service: ServiceProcess, wanted: dict[str, Any]) -> None:
     """Once streams that have ended are forgotten, there is what there was."""
-    deadline = time.monotonic() + 20
-    while (now := costs(service)) != wanted:
-        assert time.monotonic() < deadline, (now, wanted)
-        time.sleep(0.01)
+    wait_for(lambda: costs(service) == wanted, lambda: (costs(service), wanted))
 
 
 def logged(data_dir: Path) -> tuple[list[str], list[str]]:
@@ -63,9 +61,7 @@ def logged(data_dir: Path) -> tuple[list[str], list[str]]:
 def test_opens_that_are_refused_or_followed_by_nothing_leave_nothing() -> None:
     with small_volume(64 << 20) as volume, ServiceProcess(volume / "data", *CONSUMER, *ENDLESS_LOG) as service:
         with RankStream(service.grpc) as stream:
-            stream.send(*full_part(1, ROWS, WHOLE))
-            stream.opened()
-            stream.sealed()
+            stream.publish_all()
         before, busy, free = costs(service), threads(service), VolumeRoom.of(volume).free
         for number in range(700):
             model = f"m{number % 600}"

@@ -12,6 +12,7 @@ from tests.support.command import deltasync
 from tests.support.metrics import samples_of
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
+from tests.support.waiting import wait_for
 
 from deltasync.api.server_options import ServerOptions
 from deltasync.cli.probe import Probe
@@ -36,13 +37,11 @@ class ProbedService(RunningService):
         self.options = ServerOptions(**{**vars(self.options), "probe": begin})
 
     def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while True:
-            found: dict[str, Any] | None = self.get_json("/status")["processes"][0]["probe"]
-            if found and wanted(found):  # It begins once the service has been announced.
-                return found
-            assert time.monotonic() < deadline, found
-            time.sleep(0.01)
+        def probe() -> dict[str, Any]:
+            found: dict[str, Any] = self.get_json("/status")["processes"][0]["probe"]
+            return found or {}  # It begins once the service has been announced.
+
+        return wait_for(lambda: found if (found := probe()) and wanted(found) else {}, probe)
 
 
 def test_a_row_goes_all_the_way_while_nobody_else_publishes(tmp_path: Path) -> None:

@@ -101,9 +101,7 @@ def test_what_keeps_it_from_starting_is_an_error_that_says_so(
 def test_a_table_that_is_missing_is_an_error(tmp_path: Path, shared_file: bool) -> None:
     """Made anew in silence, it would be a table of zeros."""
     with RunningService(tmp_path / "data") as service, RankStream(service.grpc) as rank:
-        rank.opened()
-        rank.send(*full_part(1, random_rows(0), WHOLE))
-        rank.sealed()
+        rank.publish_all()
     (rows,) = (tmp_path / "data").rglob("shared" if shared_file else "*user*.rows")
     rows.unlink()
     said = refusal(tmp_path / "data")
@@ -205,9 +203,7 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(
 
 def test_what_the_service_keeps_is_its_own_to_read(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data") as process, RankStream(process.grpc) as rank:
-        rank.opened()
-        rank.send(*full_part(1, random_rows(0), WHOLE))
-        rank.sealed()
+        rank.publish_all()
     kept = [process.data_dir, *process.data_dir.rglob("*")]
     assert {"endpoints.json", "lock", "data.mdb", "tables"} < {path.name for path in kept}
     modes = {path: path.stat().st_mode & 0o777 for path in kept}

@@ -1,12 +1,12 @@
 """Processes that are started again when they were killed."""
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.soak.crew import Crew
+from tests.support.waiting import wait_for
 
 from deltasync.trainer.example.processes import Processes
 
@@ -22,11 +22,11 @@ def crew(tmp_path: Path) -> Iterator[Crew]:
 
 
 def supervised_until(crew: Crew, done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
+    def supervised() -> bool:
         crew.supervise()
-        time.sleep(0.01)
+        return done()
+
+    wait_for(supervised, seconds=60)
 
 
 def test_what_ends_by_itself_with_an_error_is_a_trouble(crew: Crew) -> None:

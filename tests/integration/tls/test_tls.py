@@ -3,7 +3,6 @@
 import re
 import socket
 import ssl
-import time
 from asyncio import constants
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ from tests.support.certificates import Pki
 from tests.support.fleet import Recorder, Trainer, follow
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
+from tests.support.waiting import wait_for
 
 from deltasync.api import certificates
 from deltasync.api.peer_certificates import names_of_auth_context, names_of_certificate
@@ -51,16 +51,14 @@ def secured(tmp_path: Path, pki: Pki, **settings: Any) -> RunningService:
 
 def until(said: str, ask: Callable[[], object]) -> None:
     """Ask until it fails in these words."""
-    deadline = time.monotonic() + WAIT
-    while True:
+
+    def answer() -> str:
         try:
-            found = ask()
+            return str(ask())
         except ServiceUnavailable as error:
-            found = error
-        if re.search(said, str(found)):
-            return
-        assert time.monotonic() < deadline, found
-        time.sleep(0.005)
+            return str(error)
+
+    wait_for(lambda: re.search(said, answer()), answer)
 
 
 def metrics(service: RunningService, pki: Pki) -> str:
@@ -79,10 +77,7 @@ def events(service: RunningService, pki: Pki) -> dict[str, int]:
 
 
 def wait_for_event(service: RunningService, pki: Pki, kind: str, number: int) -> None:
-    deadline = time.monotonic() + WAIT
-    while events(service, pki)[kind] < number:
-        assert time.monotonic() < deadline, kind
-        time.sleep(0.005)
+    wait_for(lambda: events(service, pki)[kind] >= number, kind)
 
 
 def test_rows_go_from_a_trainer_to_a_replica(service: RunningService, pki: Pki) -> None:

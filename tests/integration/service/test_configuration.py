@@ -1,4 +1,4 @@
-"""SIGHUP reads the consumers of the configuration again, and never ends the service."""
+"""The configuration at a start, and on SIGHUP, which never ends the service: what does not fit is said."""
 
 import os
 import re
@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.fleet import WAIT, Trainer, follow
 from tests.support.forks import Fork
 from tests.support.process import ServiceProcess
+
+from deltasync.client import NumpyTarget
 
 FIRST = """
 [consumers.one]
@@ -33,6 +36,7 @@ model = "other"
 WRONG = {
     "no-toml": ("[consumers", "configuration refused: nothing has changed: .*deltasync.toml: "),
     "unknown-setting": ("colour = 1", "configuration refused: .*unknown setting 'colour'"),
+    "gone": (None, "configuration refused: nothing has changed: .*No such file"),
     "unknown-key": (FIRST + "colour = 1", r"configuration refused: .*\[consumers.two\]: .*'colour'"),
 }
 
@@ -80,22 +84,14 @@ def test_what_has_changed_is_taken_over_and_said(tmp_path: Path, config: Path) -
 
 
 @pytest.mark.parametrize(("text", "said"), WRONG.values(), ids=WRONG)
-def test_an_error_in_the_file_changes_nothing(tmp_path: Path, config: Path, text: str, said: str) -> None:
+def test_an_error_in_the_file_changes_nothing(tmp_path: Path, config: Path, text: str | None, said: str) -> None:
     with Logged(tmp_path / "data", "--config", str(config)) as service:
-        config.write_text(text)
+        config.unlink() if text is None else config.write_text(text)
         service.hang_up()
         service.until(said)
         config.write_text(FIRST)
         service.hang_up()
         assert "reloaded: as before: one, two;" in service.until("configuration reloaded: ")
-        assert service.terminate() == 0
-
-
-def test_a_file_that_is_gone_changes_nothing(tmp_path: Path, config: Path) -> None:
-    with Logged(tmp_path / "data", "--config", str(config)) as service:
-        config.unlink()
-        service.hang_up()
-        service.until("configuration refused: nothing has changed: .*No such file")
         assert service.terminate() == 0
 
 
@@ -122,3 +118,36 @@ def ended(process: subprocess.Popen[bytes] | Fork) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ('[consumers.mobile]\nmodel = "other"\n', "consumer 'mobile' exists for model 'clicks': delete it first"),
+        ('[consumers.mobile]\nmodel = "clicks"\ntables = ["gone"]\n', "tables gone: no table of the model fits"),
+    ],
+)
+def test_a_consumer_that_cannot_be_as_configured_stays_as_it_is_and_says_so(
+    tmp_path: Path, config: Path, changed: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data, target = tmp_path / "data", NumpyTarget()
+    config.write_text('[consumers.mobile]\nmodel = "clicks"\n')
+    with ServiceProcess(data, "--config", str(config)) as service, Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        held = trainer.expected()
+        assert service.terminate() == 0
+    capfd.readouterr()
+    config.write_text(changed + '[consumers.new]\nmodel = "clicks"\n')
+    with ServiceProcess(data, "--config", str(config)) as service:
+        for name in ("mobile", "new"):
+            with follow(service, name, "p", target) as replica:
+                replica.wait_for(1, WAIT)
+            assert {name: rows.tobytes() for name, rows in target.tables.items()} == held
+        status, ready = service.get("/readyz")
+        assert (status, ready.splitlines()[0]) == (200, "ok")
+        assert "consumer 'mobile': its configuration is refused" in ready
+        assert said in ready
+        assert said in service.get_json("/consumers/mobile/lag")["reason"]
+        assert said not in service.get_json("/consumers/new/lag")["reason"]
+        assert service.terminate() == 0
+    assert "failed: consumer=mobile its configuration is refused" in capfd.readouterr().err
