@@ -65,7 +65,6 @@ async def test_acks_that_come_faster_than_the_disk_takes_them_are_not_kept(tmp_p
                 for replica in replicas:
                     service.registry.acknowledge(consumer, replica, Position("h", number))
             assert log_of(service).queue.bytes - before < 4096
-            assert len(_offsets(service)._moved) == 2
     async with opened(tmp_path) as service:
         found = service.registry.get("c").replicas.values()
         assert [each.applied for each in found] == 2 * [Position("h", 4999)]
@@ -122,24 +121,6 @@ def test_a_tenth_of_the_time_is_taken_and_none_waits_for_long() -> None:
 
 
 @in_loop()
-async def test_nothing_is_written_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, log = asyncio.get_running_loop(), SlowStore(MemoryDisk())
-    pauses = list[object]()
-    monkeypatch.setattr(loop, "call_later", lambda *arguments: pauses.append(arguments))
-    offset_log = OffsetLog(log, Events(), ())
-    offset_log.note("c", Replica("r"))
-    log.pending[0].set_result(None)
-    while not pauses:
-        await asyncio.sleep(0)
-    for number in range(9):
-        offset_log.note("c", Replica("r", Position("h", number)))
-    assert log.sizes == [1]
-    offset_log._go_on()
-    assert log.sizes == [1, 1]
-    assert recorded_offsets(log, "c")["r"].applied == Position("h", 8)
-
-
-@in_loop()
 async def test_a_replica_that_left_before_it_was_written_down_is_never_written(tmp_path: Path) -> None:
     """Replicas that come and go leave nothing behind, not even the record that they are gone."""
     async with opened(tmp_path) as service:
@@ -151,7 +132,6 @@ async def test_a_replica_that_left_before_it_was_written_down_is_never_written(t
                 replica = service.registry.connect(consumer, f"r{number}", stream)
                 service.registry.acknowledge(consumer, replica, AT)
                 service.registry.disconnect(consumer, replica, stream, "goodbye", forget=True)
-            assert _offsets(service)._moved == {}
     async with opened(tmp_path) as service:
         assert list(service.registry.get("c").replicas) == ["a"]
 
@@ -167,7 +147,6 @@ async def test_nothing_of_a_consumer_that_is_deleted_is_found_by_one_of_its_name
     service.registry.disconnect(consumer, gone, gone.stream, "goodbye", forget=True)
     await service.registry.delete("c")
     assert log_of(service).items("offset/") == {}
-    assert _offsets(service)._moved == {}
 
 
 @in_service()

@@ -2,25 +2,19 @@
 harms nobody."""
 
 import asyncio
-import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.crashes import Crashes
-from tests.support.local_model import LocalModel
 from tests.support.local_service import join, opened, publish, run, send
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, part, random_rows
 from tests.unit.support.async_tests import in_loop, in_service
 
-from deltasync.core.digests import checksum_of
 from deltasync.core.errors import Contradiction, ResyncRequired, StorageFailed
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.model import Model
@@ -227,83 +221,3 @@ def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
         run(copy, check)
     assert found == sorted(found), "once it has grown it stays so"
     assert set(found) == {False, True}
-
-
-def test_cuts_after_a_table_has_grown_come_back_flushed_or_not(tmp_path: Path) -> None:
-    """Files that the log does not name yet are not read, although they may have more than those that it names."""
-    data_dir, copies = tmp_path / "data", list[tuple[Path, dict[str, Any]]]()
-
-    def crash(model: Model) -> None:
-        copy = tmp_path / str(len(copies))
-        shutil.copytree(data_dir, copy)
-        copies.append((copy, tables_of(model)))
-
-    async def train(service: Service) -> None:
-        session = await publish(service)
-        model = service.models["clicks"]
-        assert model.flush()
-        for step, rows in enumerate((60, 70, 70), start=2):
-            tables = [replace(USER, rows=rows), ITEM]
-            session = await join_later(service, tables, step, continues=model.position)
-            crash(model)
-            changed = [step, *range(model.published[USER.name], rows)]
-            await send(session, part(step, [(0, changed, np.full((len(changed), 4), step, "<f4"))]))
-            await service.coordinators["clicks"].drain()
-            crash(model)
-            if step > 2:
-                assert model.flush()
-                crash(model)
-
-    async def check(folder: Path, expected: dict[str, Any], service: Service) -> None:
-        model = service.models["clicks"]
-        assert tables_of(model) == expected
-        used = {table.mapped.files.place.folder for table in model.tables}
-        assert len(list((folder / "models/clicks/tables").iterdir())) <= len(used) + 1, "and the flushed one"
-
-    run(data_dir, train)
-    assert len(copies) == 8
-    for copy, expected in copies:
-        run(copy, partial(check, copy, expected))
-
-
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("grow"), st.integers(0, 3)),
-        st.tuples(st.just("cut"), st.lists(st.integers(0, 30), max_size=4, unique=True)),
-        st.tuples(st.just("restart"), st.booleans()),
-    ),
-    max_size=12,
-)
-
-
-@given(STEPS)
-def test_a_table_that_grows_is_like_a_dictionary(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any]]
-) -> None:
-    """Rows and versions are those of a plain model, whatever the order of growing, publishing and restarting."""
-    folder = tmp_path_factory.mktemp("grows")
-
-    async def scenario() -> None:
-        table, plain, version = TableSpec("t", 3, 2), dict[int, tuple[int, float]](), 0
-        local = await LocalModel.opened(folder, log_max_bytes=1 << 22)
-        await local.add(table)
-        for kind, what in steps:
-            if kind == "grow":
-                table = replace(table, rows=table.rows + what)
-                await local.model.add_tables([table], later_run=True)
-            elif kind == "cut":
-                ids = sorted({row % table.rows for row in what})
-                version += 1
-                await local.cut({"t": {row: np.full(2, version + row, np.float32) for row in ids}})
-                plain |= {row: (version, version + row) for row in ids}
-            else:
-                await local.close()
-                local = await LocalModel.opened(folder, log_max_bytes=1 << 22)
-            (held,) = local.model.tables
-            assert held.spec == table
-            assert held.stamps.tolist() == [plain.get(row, (0, 0))[0] for row in range(table.rows)]
-            assert held.rows[:, 1].tolist() == [plain.get(row, (0, 0))[1] for row in range(table.rows)]
-            assert held.checksum == checksum_of(np.arange(table.rows), np.asarray(held.rows))
-        await local.close()
-
-    asyncio.run(scenario())

@@ -15,17 +15,21 @@ from tests.support.local_service import join, opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.mapping import in_a_file
 from tests.support.releases import deleted_rows
-from tests.support.wire import WHOLE, full_part, part, publish_open, random_rows
+from tests.support.wire import WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.core.errors import ServiceUnavailable, StorageFailed
 from deltasync.core.tables import TableSpec
 from deltasync.feeds import releases
 from deltasync.feeds.frozen_release import FrozenRelease
-from deltasync.publish.opening import check_open
-from deltasync.publish.session import PublishSession, open_session
+from deltasync.publish.session import PublishSession
 from deltasync.service.service import Service
 from deltasync.storage.lmdb_store import LmdbStore
+
+
+def check_rows(service: Service, rows: list[Any], model: str = "clicks") -> None:
+    for table, expected in zip(service.models[model].tables, rows, strict=True):
+        np.testing.assert_array_equal(table.rows, expected)
 
 
 @in_loop()
@@ -43,10 +47,8 @@ async def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -
         assert log_of(service).streams() == ["seals/clicks"]
         assert [seal.version for seal in model.store.seals()] == [1, 2]
     async with opened(tmp_path) as service:
-        model = service.models["clicks"]
-        assert model.position.number == 2
-        for table, expected in zip(model.tables, rows, strict=True):
-            np.testing.assert_array_equal(table.rows, expected)
+        assert service.models["clicks"].position.number == 2
+        check_rows(service, rows)
 
 
 @in_loop()
@@ -90,14 +92,11 @@ async def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> No
 @in_loop()
 async def test_two_models_do_not_mix(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
-        for model, seed in (("clicks", 0), ("click", 1)):
-            opening = check_open(publish_open(model=model).open)
-            session = await open_session(await service.open_model(model), opening)
-            await send(session, full_part(1, random_rows(seed), WHOLE))
+        for step, model in enumerate(("clicks", "click"), 1):
+            await publish(service, step, model=model)
     async with opened(tmp_path) as service:
-        for model, seed in (("clicks", 0), ("click", 1)):
-            for table, expected in zip(service.models[model].tables, random_rows(seed), strict=True):
-                np.testing.assert_array_equal(table.rows, expected)
+        for step, model in enumerate(("clicks", "click"), 1):
+            check_rows(service, random_rows(step), model)
 
 
 @in_loop()
@@ -121,8 +120,7 @@ async def test_tables_that_are_not_written_down_are_not_there(
         assert not [path for path in (tmp_path / "models").rglob("*") if path.is_file()]
         await send(await join(service), full_part(1, rows, WHOLE))
     async with opened(tmp_path) as service:
-        for table, expected in zip(service.models["clicks"].tables, rows, strict=True):
-            np.testing.assert_array_equal(table.rows, expected)
+        check_rows(service, rows)
 
 
 @in_loop()
@@ -148,8 +146,7 @@ async def test_tables_are_written_down_even_if_the_rank_has_gone(
         await service.wait_idle(20)
         assert service.models["clicks"].seals.newest_version == 1
     async with opened(tmp_path) as service:
-        for table, expected in zip(service.models["clicks"].tables, rows, strict=True):
-            np.testing.assert_array_equal(table.rows, expected)
+        check_rows(service, rows)
 
 
 @in_service()

@@ -479,7 +479,7 @@ async def test_a_stamp_from_the_future_is_none(tmp_path: Path) -> None:
         assert model.tables[0].counts.newest == 1
         assert live_rows(await model.release(0))[0].ids.tolist() == list(range(USER.rows))
         session = await join(service)
-        await cut(service, session, full_part(2, random_rows(1), WHOLE))
+        await cut(service, session, full_part(2, random_rows(2), WHOLE))
         assert len(live_rows(await model.release(1))[0]) == USER.rows
 
 

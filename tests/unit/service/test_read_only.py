@@ -63,12 +63,16 @@ async def test_a_consumer_of_a_misspelt_model_makes_no_model(service: Service, t
 async def test_a_consumer_that_came_before_its_model_is_fed_once_that_is_published(service: Service) -> None:
     consumer = await service.create_consumer("top", "clicks", Policy(top_k=1))
     plain = await service.create_consumer("plain", "clicks", Policy())
-    added = asyncio.create_task(service.model_added.changed())
+
+    async def fed_at_once() -> object:
+        await service.model_added.changed()
+        return service.feed(consumer)
+
+    fed = asyncio.create_task(fed_at_once())
     await asyncio.sleep(0)
     await publish(service)
-    await added
     assert service.feed(plain) is service.models["clicks"]
-    assert service.feed(consumer) is service.views.get(consumer) is not None
+    assert await fed is service.views.get(consumer) is not None
     assert await ask(service, "top") == "empty"
 
 

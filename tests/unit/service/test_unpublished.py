@@ -21,10 +21,8 @@ from tests.unit.support.async_tests import in_loop, in_service
 
 from deltasync.core.errors import Contradiction, DeltasyncError, LimitReached, StorageFailed
 from deltasync.core.limits import LimitOptions
-from deltasync.core.policy import Policy
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.model import Model
-from deltasync.publish.coordinator import CutCoordinator
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.housekeeping import housekeeping
@@ -308,22 +306,6 @@ def test_a_crash_at_any_point_of_the_first_cut_leaves_nothing_or_all_of_it(
     assert found == sorted(found)
     assert found.count(True) >= 1
     assert found.count(False) >= 7
-
-
-@in_service()
-async def test_consumers_that_were_there_first_have_their_views_before_the_model_is_there(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    top = await service.create_consumer("top", "clicks", Policy(top_k=1))
-    fed, add = list[object](), service.add
-
-    def adding(coordinator: CutCoordinator) -> None:
-        fed.append(service.feed(top))
-        add(coordinator)
-
-    monkeypatch.setattr(service, "add", adding)
-    await publish(service)
-    assert fed == [service.views.get(top)] != [None]
 
 
 SHAPES = [TableSpec("t", 4, 2), TableSpec("t", 4, 3), TableSpec("t", 6, 2)]

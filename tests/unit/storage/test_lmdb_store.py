@@ -3,6 +3,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
@@ -38,41 +39,29 @@ def numbers(log: LmdbStore, stream: str) -> list[tuple[int, int]]:
     return [(record.number, record.index) for record in log.read(stream)]
 
 
-@pytest.mark.parametrize("before", [None, b""])
-def test_a_log_that_could_not_be_made_is_made_at_the_next_start(
-    options: LogOptions, monkeypatch: pytest.MonkeyPatch, before: bytes | None
+@pytest.mark.parametrize("before", [None, b"", "a log"])
+def test_a_log_that_could_not_be_made_or_opened_is_at_the_next_start(
+    options: LogOptions, monkeypatch: pytest.MonkeyPatch, before: bytes | str | None
 ) -> None:
     file = options.directory / "data.mdb"
-    if before is not None:
+    if isinstance(before, str):
+        with closing(LmdbStore(options)) as log:
+            log.append("cuts/m", 4, 1, 0, b"first").result(TIMEOUT)
+    elif before is not None:
         options.directory.mkdir()
         file.write_bytes(before)
 
     def full(*_: object, **__: object) -> lmdb.Environment:
-        file.write_bytes(bytes(4096))  # Of the two heads, there was room for one.
+        if not isinstance(before, str):
+            file.write_bytes(bytes(4096))  # Of the two heads, there was room for one.
         raise lmdb.DiskError("data.mdb: No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr("deltasync.storage.lmdb_store.lmdb.open", full)
         with pytest.raises(StorageFailed, match="No space left on device"):
             LmdbStore(options)
-    LmdbStore(options).close()
-
-
-def test_a_log_that_could_not_be_opened_stays(options: LogOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = LmdbStore(options)
-    log.append("cuts/m", 4, 1, 0, b"first").result(TIMEOUT)
-    log.close()
-
-    def full(*_: object, **__: object) -> lmdb.Environment:
-        raise lmdb.DiskError("data.mdb: No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("deltasync.storage.lmdb_store.lmdb.open", full)
-        with pytest.raises(StorageFailed, match="No space left on device"):
-            LmdbStore(options)
-    log = LmdbStore(options)
-    assert numbers(log, "cuts/m") == [(4, 0)]
-    log.close()
+    with closing(LmdbStore(options)) as log:
+        assert numbers(log, "cuts/m") == ([(4, 0)] if isinstance(before, str) else [])
 
 
 def test_a_changed_byte_of_the_file_is_an_error_that_names_its_record(options: LogOptions) -> None:

@@ -93,26 +93,6 @@ def test_what_cannot_be_mapped_is_an_error_in_words(tmp_path: Path) -> None:
         Mapping(file.fileno(), 5000, "rows")
 
 
-def test_what_the_disk_refuses_is_an_error_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private: bool
-) -> None:
-    def refused(*_: object) -> int:
-        ctypes.set_errno(5)
-        return -1
-
-    def failed(*_: object) -> int:
-        raise OSError(5, os.strerror(5))
-
-    mapped = map_file(file_of(tmp_path))
-    rows = mapped.array(FP32, (10, 4))
-    with monkeypatch.context() as patch:
-        patch.setattr(mapping._c, "msync", refused)
-        patch.setattr(os, "fdatasync", failed)
-        with pytest.raises(StorageFailed, match="file cannot be flushed: Input/output error"):
-            mapped.flush(touched(rows))
-    mapped.flush(touched(rows))
-
-
 def test_a_write_that_is_refused_is_tried_once_more_to_know_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
