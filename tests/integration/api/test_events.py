@@ -36,9 +36,7 @@ def wait_for_line(caplog: pytest.LogCaptureFixture, pattern: str) -> str:
     return found[-1]
 
 
-def test_trainers_and_replicas_that_come_and_go_are_told(
-    service: RunningService, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_comes_and_goes_is_told(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", Recorder()):
         wait_until_in_sync(service, "top", trainer.publish_all())
         wait_until_in_sync(service, "top", trainer.change(5))
@@ -60,9 +58,7 @@ def test_who_is_refused_is_told_with_the_reason(service: RunningService, caplog:
     assert all(line.isprintable() for line in lines(caplog))
 
 
-def test_who_goes_without_a_word_was_not_refused(
-    service: RunningService, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_goes_without_a_word_is_not_refused(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
     with Stream(service.grpc, lambda channel: publish_pb2_grpc.PublishServiceStub(channel).Publish) as stream:
         stream.end()
         assert stream.rest() == []

@@ -151,9 +151,7 @@ def test_events_are_told_as_they_happen_and_after_the_last_one_seen(service: Run
     assert listed == [joined, left]
 
 
-def test_who_follows_events_too_slowly_is_told_so(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_follows_events_too_slowly_is_told(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
     (first, *_) = service.get_json("/events")
     monkeypatch.setattr(RecentEvents, "lacks", lambda _, number: number < first["number"])
     with stream(service, "/events", **{"Last-Event-ID": "1"}) as answer:
@@ -182,9 +180,7 @@ def test_every_check_has_a_name(service: RunningService) -> None:
     assert body.count("\n") == body.count(": ok\n") == 6
 
 
-def test_levels_of_the_log_are_changed_while_it_runs(
-    service: RunningService, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_levels_of_the_log_change_while_it_runs(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
     def put(body: str) -> int:
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
         request = urllib.request.Request(service.http + "/log-levels", body.encode(), headers, method="PUT")  # noqa: S310

@@ -124,9 +124,7 @@ def test_a_list_is_of_the_process_that_is_asked(cluster: LocalCluster, model: st
     assert ask(other, "GET", f"/tables/{USER.name}")[0] == 404
 
 
-def test_programs_and_commands_of_operators_take_the_address_of_any_process(
-    cluster: LocalCluster, model: str
-) -> None:
+def test_programs_and_commands_take_the_address_of_any_process(cluster: LocalCluster, model: str) -> None:
     for each in cluster.processes:
         admin = Admin(Endpoint(each.http, ADMIN_TOKEN))
         assert admin.consumer("mobile")["model"] == model
@@ -162,9 +160,7 @@ def test_any_process_lists_all_and_what_each_owns(cluster: LocalCluster, model: 
         assert [line["unowned"] for line in lines] == [[], []]
 
 
-def test_pages_of_the_services_processes_may_ask_others_and_no_other_page(
-    cluster: LocalCluster, model: str
-) -> None:
+def test_pages_of_the_processes_may_ask_others_and_no_other_page(cluster: LocalCluster, model: str) -> None:
     owner, other = cluster.processes
     for path in ("/status", "/consumers/nobody"):
         _, headers, _ = ask(owner, "GET", path, Origin=other.http)

@@ -274,9 +274,7 @@ def test_no_rank_of_an_older_run_gets_into_a_cut_of_the_newer(running: RunningSe
         (lambda _: None, False, "holds no version"),
     ],
 )
-def test_only_a_run_that_holds_the_head_continues(
-    running: RunningService, claim: Any, yes: bool, said: str
-) -> None:
+def test_only_who_holds_the_head_continues(running: RunningService, claim: Any, yes: bool, said: str) -> None:
     rows = random_rows(1)
     with RankStream(running.grpc) as first:
         publish_everything(first, rows)

@@ -182,9 +182,7 @@ def test_a_new_table_sends_replicas_to_reconnect(running: RunningService, rank: 
     assert target.tables["extra"].shape == (2, 1)
 
 
-def test_rows_that_change_meanwhile_come_once_with_their_last_value(
-    running: RunningService, rank: RankStream
-) -> None:
+def test_what_changes_meanwhile_comes_once_with_its_last_value(running: RunningService, rank: RankStream) -> None:
     """A replica that stays behind costs no more than one that keeps up: nothing is queued for it."""
     with ReplicaStream(running.grpc, budget=1) as replica:
         rows: list[Any] = []
@@ -291,9 +289,7 @@ def test_a_replica_that_never_acks_slows_only_itself(running: RunningService, ra
 
 
 @pytest.mark.parametrize("budget", [1, 610, 4096, 1 << 20])
-def test_a_subscriber_of_any_budget_gets_everything(
-    running: RunningService, rank: RankStream, budget: int
-) -> None:
+def test_a_subscriber_of_any_budget_gets_all(running: RunningService, rank: RankStream, budget: int) -> None:
     """It acks in time: credit that it keeps for itself must never be what the service waits for."""
     target, rows = NumpyTarget(), random_rows(0)
     options = SubscriberOptions(service=running.grpc, consumer="predictors", max_outstanding_bytes=budget)
@@ -308,9 +304,7 @@ def test_a_subscriber_of_any_budget_gets_everything(
 
 
 @pytest.mark.usefixtures("unasked")
-def test_what_comes_while_a_replica_is_busy_comes_as_one_release(
-    running: RunningService, rank: RankStream
-) -> None:
+def test_what_comes_while_it_is_busy_comes_as_one_release(running: RunningService, rank: RankStream) -> None:
     """It has four to apply: what changes meanwhile waits, and goes to it once, however often it has changed."""
     with ReplicaStream(running.grpc) as replica:
         first, *_ = be_busy(rank, replica)
@@ -334,9 +328,7 @@ def test_a_busy_replica_is_told_that_there_is_more(running: RunningService, rank
         assert (ids_of(rows), end.position.version) == ([5], 5)
 
 
-def test_a_busy_replica_that_is_damaged_is_repaired_and_damaged_once(
-    running: RunningService, rank: RankStream
-) -> None:
+def test_a_busy_replica_is_repaired_and_damaged_once(running: RunningService, rank: RankStream) -> None:
     """By every release under way it holds other rows than it was sent, for one reason."""
     with ReplicaStream(running.grpc) as replica:
         for applied in be_busy(rank, replica):
@@ -402,9 +394,7 @@ def test_while_it_is_paused_a_damaged_replica_is_told_nothing_that_it_would_look
         assert [each["event"] for each in running.get_json("/events")].count("replica_damaged") == 1
 
 
-def test_a_replica_that_was_sent_the_newest_waits_for_no_end_of_a_pause(
-    running: RunningService, rank: RankStream
-) -> None:
+def test_who_was_sent_the_newest_waits_for_no_end_of_a_pause(running: RunningService, rank: RankStream) -> None:
     with ReplicaStream(running.grpc) as replica:
         _, end = replica.release()
         admin_of(running).pause_consumer("predictors")

@@ -196,9 +196,7 @@ def test_a_first_release_that_arrives_damaged_is_repaired_too(
         assert lag["replicas"][0]["checked"]
 
 
-def test_a_damaged_replica_does_not_touch_the_others(
-    service: RunningService, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_replica_touches_no_other(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
     damaged, sound = Recorder(), Recorder()
     with (
         Trainer(service.grpc) as trainer,

@@ -143,9 +143,7 @@ def test_a_part_the_service_refuses_fails_for_good_and_the_next_is_taken(running
         assert trainer.publish(part(7, rows, [7])).result(WAIT).number == 2
 
 
-def test_who_waits_for_a_part_may_publish_the_next_at_once(
-    running: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_has_waited_may_publish_at_once(running: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that happens after the waiter was woken may still count."""
     rows, go = random_rows(0), threading.Event()
     invoke = Future._invoke_callbacks  # type: ignore[attr-defined]
@@ -401,9 +399,7 @@ def test_a_part_is_sent_again_until_it_is_sealed() -> None:
     assert sent == [3, 3, 1]
 
 
-def test_a_release_that_lacks_rows_stops_the_subscriber(
-    running: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_without_its_rows_is_an_error(running: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReleaseAssembler, "add", lambda *_: False)
     with publisher(running.grpc) as trainer, subscriber(running.grpc, NumpyTarget()) as replica:
         trainer.publish(full(1, random_rows(0))).result(WAIT)

@@ -105,9 +105,7 @@ def test_some_rows_of_a_constant(model: Model) -> None:
 
 
 @pytest.mark.nightly
-def test_a_release_is_not_seen_before_all_of_it_is_swapped_in(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_is_unseen_before_all_of_it_is_swapped_in(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Constants are written while others still serve; what is done in the pause is a swap."""
     target, features = followed(model), torch.ones(3, compiled.DIM)
     before, after = as_written(1).over(features), as_written(2).over(features)

@@ -138,9 +138,7 @@ def test_one_that_dies_in_the_middle_of_a_release_is_a_line_with_a_reason(
         ) + events(running, "replica_replaced")
 
 
-def test_of_two_replicas_of_one_name_the_older_one_stops(
-    running: RunningService, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_two_of_one_name_the_older_one_stops(running: RunningService, caplog: pytest.LogCaptureFixture) -> None:
     with Trainer(running.grpc) as trainer:
         trainer.publish_all()
         older = follow(running, "predictors", "twin", NumpyTarget())
@@ -185,9 +183,7 @@ def waiting(running: RunningService, monkeypatch: pytest.MonkeyPatch) -> Iterato
             yield replica
 
 
-def test_one_that_is_closed_while_it_is_not_connected_is_forgotten(
-    running: RunningService, waiting: Subscriber
-) -> None:
+def test_one_that_is_closed_while_unconnected_is_forgotten(running: RunningService, waiting: Subscriber) -> None:
     waiting.close()
     wait_for_lag(running, "predictors", lambda lag: not lag["replicas"])
     assert events(running, "replica_forgotten") == 1

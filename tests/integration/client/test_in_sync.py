@@ -189,9 +189,7 @@ def test_a_replica_that_claims_what_it_no_longer_holds_is_repaired(service: Runn
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
-def test_a_replica_that_comes_back_is_asked_what_it_holds_and_not_bothered_otherwise(
-    service: RunningService, consumer: str
-) -> None:
+def test_who_comes_back_is_asked_what_it_holds_and_no_more(service: RunningService, consumer: str) -> None:
     target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
         head = trainer.publish_all()
@@ -261,9 +259,7 @@ def test_checksums_that_are_missing_later_count(service: RunningService) -> None
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
-def test_what_changes_while_nothing_is_published_is_found_and_repaired(
-    service: RunningService, consumer: str
-) -> None:
+def test_what_changes_while_nothing_is_published_is_repaired(service: RunningService, consumer: str) -> None:
     target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
         head = trainer.publish_all()
@@ -305,9 +301,7 @@ def test_the_state_is_that_of_the_worst_replica(service: RunningService) -> None
 
 
 @pytest.mark.parametrize("policy", [Policy(), Policy(top_k=3)], ids=["plain", "ranked"])
-def test_a_misspelt_model_is_empty_and_the_models_there_are_are_named(
-    service: RunningService, policy: Policy
-) -> None:
+def test_a_misspelt_model_is_empty_and_the_others_are_named(service: RunningService, policy: Policy) -> None:
     admin_of(service).create_consumer("typo", "clikcs", policy)
     with follow(service, "typo", "a", NumpyTarget()):
         lag = wait_for_lag(service, "typo", lambda lag: len(lag["replicas"]) == 1)

@@ -198,9 +198,7 @@ def test_a_pause_of_the_trainer_keeps_replicas_ready(
 
 
 @pytest.mark.parametrize("consumer", EVERY)
-def test_a_replica_that_has_its_rows_from_before_is_shown_first_that_they_are_new(
-    tmp_path: Path, consumer: str
-) -> None:
+def test_one_that_has_its_rows_from_before_is_shown_first_that_they_are_new(tmp_path: Path, consumer: str) -> None:
     with RunningService(tmp_path / "data", policies=POLICIES) as service:
         with Trainer(service.grpc) as trainer, follow(service, consumer, "a", NumpyTarget()) as replica:
             replica.wait_for(trainer.publish_all(), WAIT)
@@ -349,9 +347,7 @@ def test_when_the_service_is_gone_the_limit_counts_though_nothing_comes(tmp_path
 
 
 @pytest.mark.parametrize("consumer", EVERY)
-def test_a_replica_that_holds_other_rows_is_not_ready_until_it_is_repaired(
-    service: RunningService, consumer: str
-) -> None:
+def test_one_that_holds_other_rows_is_not_ready_until_repaired(service: RunningService, consumer: str) -> None:
     target, told = Recorder(), Told()
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target, on_readiness=told) as replica:
         replica.wait_for(trainer.publish_all(), WAIT)
@@ -447,9 +443,7 @@ def test_a_table_that_a_target_can_follow_no_more_gets_older(service: RunningSer
 
 
 @pytest.mark.parametrize("consumer", EVERY)
-def test_under_a_steady_stream_of_cuts_a_replica_that_is_always_behind_is_ready(
-    service: RunningService, consumer: str
-) -> None:
+def test_under_a_steady_stream_of_cuts_one_that_is_behind_is_ready(service: RunningService, consumer: str) -> None:
     turns = threading.Semaphore(0)
 
     class Slow(Watched):

@@ -459,9 +459,7 @@ def test_a_full_store_is_named_and_nothing_is_lost(server: RedisServer, store: A
     check_equal(store, feed.model)
 
 
-def test_a_store_that_evicts_rows_is_refused(
-    server: RedisServer, store: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_evicts_is_refused(server: RedisServer, store: Any, caplog: pytest.LogCaptureFixture) -> None:
     store.config_set("maxmemory", "1gb")
     store.config_set("maxmemory-policy", "allkeys-lru")
     try:

@@ -52,9 +52,7 @@ def wire_bytes(target: Recorder) -> int:
 
 @pytest.mark.parametrize("consumer", ["plain", "ranked", "int8"])
 @pytest.mark.parametrize("changes", [0, 1])
-def test_only_what_has_changed_since_is_sent(
-    service: RunningService, url: str, consumer: str, changes: int
-) -> None:
+def test_only_what_has_changed_is_sent(service: RunningService, url: str, consumer: str, changes: int) -> None:
     with Trainer(service.grpc) as trainer:
         head = snapshot(service, trainer)
         for _ in range(changes):

@@ -189,9 +189,7 @@ def write_checkpoint(form: str, folder: Path, weights: dict[str, torch.Tensor], 
 
 
 @pytest.mark.parametrize("form", ["folder", "several", "file"])
-def test_a_checkpoint_is_compared_row_by_row(
-    service: RunningService, trainer: Trainer, tmp_path: Path, form: str
-) -> None:
+def test_a_checkpoint_is_compared(service: RunningService, trainer: Trainer, tmp_path: Path, form: str) -> None:
     position, weights = trainer.publish_all(), weights_of(trainer)
     weights["sparse.item.weight"][5] += 1
     trainer.set(USER, 7, 3.5)

@@ -63,7 +63,7 @@ def named(file: descriptor_pb2.FileDescriptorProto) -> Iterator[tuple[tuple[int,
         yield from (((6, number, 2, index), method.name) for index, method in enumerate(service.method))
 
 
-def test_every_name_has_a_comment_that_begins_with_it(
+def test_every_name_has_a_comment_that_begins_so(
     descriptors: list[descriptor_pb2.FileDescriptorProto],
 ) -> None:
     assert len(descriptors) == len(FILES)

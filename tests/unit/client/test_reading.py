@@ -194,9 +194,7 @@ def test_of_two_copies_one_can_always_be_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reader_that_comes_during_a_swap_does_not_keep_releases_from_others(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_comes_during_a_swap_holds_up_no_release(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(kind, "copies")
     target.apply(release_of(1))
     gate = target._copies._served.gate
@@ -337,9 +335,7 @@ def fail_in_the_middle(target: AnyTarget, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(side.copy, "stage", staging(side.copy.stage))
 
 
-def test_a_release_not_written_to_its_end_is_never_served(
-    target: AnyTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_half_written_is_never_served(target: AnyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     target.apply(release_of(1))
     fail_in_the_middle(target, monkeypatch)
     with pytest.raises(MemoryError):
@@ -354,9 +350,7 @@ def test_a_release_not_written_to_its_end_is_never_served(
 
 @pytest.mark.parametrize("where", ["in the middle", "before it began"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_served_stays_so_where_the_second_copy_fails(
-    kind: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_copy_that_fails_changes_nothing(kind: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise KeyboardInterrupt
 

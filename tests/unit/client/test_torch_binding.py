@@ -202,7 +202,7 @@ def test_nothing_is_warned_of_where_all_state_arrives_or_is_left_out(
     assert caplog.records == []
 
 
-def test_training_mode_is_warned_of_where_a_forward_would_change_what_follows(
+def test_training_mode_is_warned_of_where_a_forward_would_change_state(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Again with every repair: what something else has changed is often this."""
@@ -337,9 +337,7 @@ def test_a_module_that_no_longer_fits_is_an_error(later: bool) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part of it"])
-def test_what_torch_compile_wraps_follows_under_its_own_names(
-    whole: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_torch_compile_wraps_follows_under_own_names(whole: bool, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).eval()
     tables = [table_of(name, each, TableKind.PARAMETER) for name, each in model.state_dict().items()]
     features = torch.ones(4, 3)

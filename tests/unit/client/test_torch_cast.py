@@ -141,9 +141,7 @@ def test_another_target_over_the_same_model_knows_what_was_rounded() -> None:
         (torch.float16, ValueType.INT8, "fp16"),
     ],
 )
-def test_rounding_that_the_policy_does_not_ask_for_is_refused(
-    dtype: torch.dtype, sent: ValueType, advised: str
-) -> None:
+def test_rounding_that_no_policy_asks_for_is_refused(dtype: torch.dtype, sent: ValueType, advised: str) -> None:
     model = Model().to(dtype)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(Contradiction) as refused:

@@ -215,9 +215,7 @@ def rank_of(raw: int, ranks: int, size: int) -> int:
     st.sampled_from([1, 2, 3, 4]),
     st.sampled_from([100, 97, 2**40, LARGEST]),
 )
-def test_an_id_that_nobody_knows_takes_the_row_of_the_rank_that_it_is_sent_to(
-    raw_ids: list[int], ranks: int, size: int
-) -> None:
+def test_an_unknown_id_takes_the_row_of_the_rank_it_is_sent_to(raw_ids: list[int], ranks: int, size: int) -> None:
     model, ranges = model_of(sorting(input_hash_size=size)), ranges_of(ranks, size)
     target = TorchTarget(model)
     target.apply(release_of(1, resync=True, ids={3: 1_000_001}, ranges=ranges))

@@ -175,9 +175,7 @@ def test_a_copy_of_a_module_has_memory_of_its_own(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("registered", [False, True])
-def test_only_what_no_table_brings_is_warned_of(
-    bits: int, registered: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_no_table_brings_is_warned_of(bits: int, registered: bool, caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     module = quantised(model, bits)
     if registered:

@@ -90,9 +90,7 @@ def encoded(release: Release, value_type: ValueType = ValueType.INT8_TBE) -> Rel
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("sequences", [False, True], ids=["bags", "sequences"])
 @pytest.mark.parametrize("hashes", [False, True], ids=["sorted", "hashed"])
-def test_ids_take_the_rows_and_the_values_of_the_model_quantised_anew(
-    hashes: bool, sequences: bool, bits: int
-) -> None:
+def test_ids_take_rows_and_values_of_the_model_quantised_anew(hashes: bool, sequences: bool, bits: int) -> None:
     model = model_of(hashing() if hashes else sorting(), sequences=sequences)
     module = quantised(model, bits)
     form = as_sequences if sequences else lambda release: release

@@ -59,7 +59,7 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(1, 300), st.sampled_from([0, 1, 2]))
-def test_messages_with_rows_are_those_that_generated_classes_write(
+def test_messages_with_rows_are_as_generated_classes_write_them(
     step: int, slot: int, count: int, kind: int
 ) -> None:
     ids, values = np.arange(count), np.arange(count * 4, dtype="<f4").reshape(count, 4)
