@@ -3,7 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.support.fleet import release_at_once
+from tests.support.fleet import Trainer, release_at_once
 from tests.support.server import RunningService
 
 from deltasync.service.snapshots import SnapshotOptions
@@ -30,3 +30,10 @@ def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningS
         service.options = replace(service.options, snapshots=snapshots)
     with service:
         yield service
+
+
+@pytest.fixture
+def trainer(service: RunningService) -> Iterator[Trainer]:
+    """One of the service's, which has published nothing yet."""
+    with Trainer(service.grpc) as trainer:
+        yield trainer

@@ -125,39 +125,37 @@ def test_a_row_changed_behind_its_back_that_is_released_again_is_right_again(
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_a_new_process_finds_any_row_that_was_changed(
-    service: RunningService, caplog: pytest.LogCaptureFixture, kind: str
+    service: RunningService, trainer: Trainer, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     target = target_of(kind)
-    with Trainer(service.grpc) as trainer:
-        with follow(service, "top", "a", target) as replica:
-            wait_until_in_sync(service, "top", trainer.publish_all())
-        damage(target, 7)
-        with follow(service, "top", "a", target, held=replica.held):
-            lag = wait_until_in_sync(service, "top", trainer.set(USER, 8, 1.5))
-        assert target.bytes() == trainer.expected(ValueType.INT8)
-        assert lag["damages"] == 1
-        assert set(damages(caplog)) == {damaged("top")}
+    with follow(service, "top", "a", target) as replica:
+        wait_until_in_sync(service, "top", trainer.publish_all())
+    damage(target, 7)
+    with follow(service, "top", "a", target, held=replica.held):
+        lag = wait_until_in_sync(service, "top", trainer.set(USER, 8, 1.5))
+    assert target.bytes() == trainer.expected(ValueType.INT8)
+    assert lag["damages"] == 1
+    assert set(damages(caplog)) == {damaged("top")}
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_a_target_that_outlived_its_process_is_not_taken_for_damaged(
-    service: RunningService, caplog: pytest.LogCaptureFixture, kind: str, consumer: str
+    service: RunningService, trainer: Trainer, caplog: pytest.LogCaptureFixture, kind: str, consumer: str
 ) -> None:
     target = target_of(kind)
-    with Trainer(service.grpc) as trainer:
-        with follow(service, consumer, "a", target) as replica:
-            wait_until_in_sync(service, consumer, trainer.publish_all())
-        again = target
-        if isinstance(target, TorchRecorder):
-            with target.reading() as reading:
-                again = TorchRecorder(reading.module)
-        with follow(service, consumer, "a", again, held=replica.held):
-            lag = wait_until_in_sync(service, consumer, trainer.change(3))
-        assert again.bytes() == expected(trainer, consumer)
-        assert damages(caplog) == []
-        assert not any(release.whole for release in again.releases)
-        assert lag["replicas"][0]["checked"]
+    with follow(service, consumer, "a", target) as replica:
+        wait_until_in_sync(service, consumer, trainer.publish_all())
+    again = target
+    if isinstance(target, TorchRecorder):
+        with target.reading() as reading:
+            again = TorchRecorder(reading.module)
+    with follow(service, consumer, "a", again, held=replica.held):
+        lag = wait_until_in_sync(service, consumer, trainer.change(3))
+    assert again.bytes() == expected(trainer, consumer)
+    assert damages(caplog) == []
+    assert not any(release.whole for release in again.releases)
+    assert lag["replicas"][0]["checked"]
 
 
 class Forgetful(Recorder):
@@ -196,13 +194,11 @@ def test_a_first_release_that_arrives_damaged_is_repaired_too(
         assert lag["replicas"][0]["checked"]
 
 
-def test_a_damaged_replica_touches_no_other(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_replica_touches_no_other(
+    service: RunningService, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
     damaged, sound = Recorder(), Recorder()
-    with (
-        Trainer(service.grpc) as trainer,
-        follow(service, "top", "damaged", damaged),
-        follow(service, "top", "sound", sound),
-    ):
+    with follow(service, "top", "damaged", damaged), follow(service, "top", "sound", sound):
         wait_until_in_sync(service, "top", trainer.publish_all(), replicas=2)
         damage(damaged, 7)
         for step in range(4):  # Until the blocks have come round.
@@ -271,103 +267,97 @@ def test_a_damaged_replica_is_shown_and_does_not_advance(service: RunningService
 
 @pytest.mark.parametrize(("wanted", "whole"), [([5], []), ([USER.rows], [0]), ([1 << 63], [0])])
 def test_rows_that_a_table_does_not_have_are_no_rows_to_repair(
-    service: RunningService, raw: Raw, wanted: list[int], whole: list[int]
+    service: RunningService, trainer: Trainer, raw: Raw, wanted: list[int], whole: list[int]
 ) -> None:
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        position, right, _ = raw.take()
-        raw.say(position, {**right, 0: right[0] ^ 1}, wanted)
-        assert raw.take() == (position, right, whole)
-        raw.say(position, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
+    trainer.publish_all()
+    position, right, _ = raw.take()
+    raw.say(position, {**right, 0: right[0] ^ 1}, wanted)
+    assert raw.take() == (position, right, whole)
+    raw.say(position, right)
+    wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
 
 
-def test_the_same_ack_twice_is_as_good_as_once(service: RunningService, raw: Raw) -> None:
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        position, right, _ = raw.take()
-        raw.say(position, {**right, 0: right[0] ^ 1})
-        raw.say(position, {**right, 0: right[0] ^ 1})
-        repair, right, whole = raw.take()
-        assert whole == [0]
-        assert service.get_json("/consumers/top/lag")["offset"] == 0
-        raw.say(repair, right)
-        raw.say(repair, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
-        trainer.change(4)
-        position, right, whole = raw.take()
-        assert (whole, position.number) == ([], repair.number + 1)
-        raw.say(position, right)
-        raw.say(position, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
+def test_the_same_ack_twice_is_as_good_as_once(service: RunningService, trainer: Trainer, raw: Raw) -> None:
+    trainer.publish_all()
+    position, right, _ = raw.take()
+    raw.say(position, {**right, 0: right[0] ^ 1})
+    raw.say(position, {**right, 0: right[0] ^ 1})
+    repair, right, whole = raw.take()
+    assert whole == [0]
+    assert service.get_json("/consumers/top/lag")["offset"] == 0
+    raw.say(repair, right)
+    raw.say(repair, right)
+    wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
+    trainer.change(4)
+    position, right, whole = raw.take()
+    assert (whole, position.number) == ([], repair.number + 1)
+    raw.say(position, right)
+    raw.say(position, right)
+    wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
 
 
-def test_what_is_acked_before_it_came_is_not_checked(service: RunningService, raw: Raw) -> None:
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        first, right, _ = raw.take()
-        raw.say(first, right)
-        wait_for_lag(service, "top", lambda lag: lag["state"] == "in sync")
-        trainer.set(USER, 8, 1.5)  # All of it goes with the next release: none follows that.
-        received_bytes = raw.received_bytes
-        second, right, _ = raw.take()
-        raw.received_bytes = received_bytes
-        raw.say(second, {**right, 0: right[0] ^ 1})
-        lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
-        assert (lag["state"], lag["replicas"][0]["checked"]) == ("delivered", False)
+def test_what_is_acked_before_it_came_is_not_checked(service: RunningService, trainer: Trainer, raw: Raw) -> None:
+    trainer.publish_all()
+    first, right, _ = raw.take()
+    raw.say(first, right)
+    wait_for_lag(service, "top", lambda lag: lag["state"] == "in sync")
+    trainer.set(USER, 8, 1.5)  # All of it goes with the next release: none follows that.
+    received_bytes = raw.received_bytes
+    second, right, _ = raw.take()
+    raw.received_bytes = received_bytes
+    raw.say(second, {**right, 0: right[0] ^ 1})
+    lag = wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
+    assert (lag["state"], lag["replicas"][0]["checked"]) == ("delivered", False)
 
 
-def test_acks_of_older_releases_change_nothing(service: RunningService, raw: Raw) -> None:
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        first, first_right, _ = raw.take()
-        raw.say(first, first_right)
+def test_acks_of_older_releases_change_nothing(service: RunningService, trainer: Trainer, raw: Raw) -> None:
+    trainer.publish_all()
+    first, first_right, _ = raw.take()
+    raw.say(first, first_right)
+    trainer.change(5)
+    second, right, _ = raw.take()
+    raw.say(second, right)
+    wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
+    raw.say(first, {0: 1, 1: 2})
+    raw.say(first, first_right)
+    raw.say(second, right)
+    trainer.change(5)
+    third, right, whole = raw.take()
+    assert whole == []
+    lag = service.get_json("/consumers/top/lag")
+    assert lag["offset"] == second.number
+    assert lag["replicas"][0]["damaged"] == []
+    raw.say(third, right)
+    wait_for_lag(service, "top", lambda lag: lag["offset"] == third.number)
+
+
+def test_a_replica_that_comes_back_damaged_is_repaired(service: RunningService, trainer: Trainer) -> None:
+    trainer.publish_all()
+    with ReplicaStream(service.grpc, consumer="top", replica="raw") as stream:
+        one = Raw(stream)
+        first, right, _ = one.take()
+        one.say(first, right)
+        wait_for_lag(service, "top", lambda lag: lag["offset"] == first.number)
         trainer.change(5)
-        second, right, _ = raw.take()
-        raw.say(second, right)
+        second, right, _ = one.take()
+        one.say(second, {**right, 0: 5})
+        wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
+    with ReplicaStream(service.grpc, consumer="top", replica="raw", held=first) as stream:
+        one = Raw(stream)
+        # Shown until it is known to be sound.
+        wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
+        again, right, _ = one.take()
+        one.say(again, {**right, 0: 5})
+        repair, right, whole = one.take()
+        assert (again, repair, whole) == (second, second, [0])
+        one.say(repair, right)
         wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
-        raw.say(first, {0: 1, 1: 2})
-        raw.say(first, first_right)
-        raw.say(second, right)
-        trainer.change(5)
-        third, right, whole = raw.take()
-        assert whole == []
-        lag = service.get_json("/consumers/top/lag")
-        assert lag["offset"] == second.number
-        assert lag["replicas"][0]["damaged"] == []
-        raw.say(third, right)
-        wait_for_lag(service, "top", lambda lag: lag["offset"] == third.number)
 
 
-def test_a_replica_that_comes_back_damaged_is_repaired(service: RunningService) -> None:
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        with ReplicaStream(service.grpc, consumer="top", replica="raw") as stream:
-            one = Raw(stream)
-            first, right, _ = one.take()
-            one.say(first, right)
-            wait_for_lag(service, "top", lambda lag: lag["offset"] == first.number)
-            trainer.change(5)
-            second, right, _ = one.take()
-            one.say(second, {**right, 0: 5})
-            wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
-        with ReplicaStream(service.grpc, consumer="top", replica="raw", held=first) as stream:
-            one = Raw(stream)
-            # Shown until it is known to be sound.
-            wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
-            again, right, _ = one.take()
-            one.say(again, {**right, 0: 5})
-            repair, right, whole = one.take()
-            assert (again, repair, whole) == (second, second, [0])
-            one.say(repair, right)
-            wait_for_lag(service, "top", lambda lag: lag["offset"] == second.number)
-
-
-def test_checksums_are_of_what_values_stand_for(service: RunningService) -> None:
+def test_checksums_are_of_what_values_stand_for(service: RunningService, trainer: Trainer) -> None:
     """So that a client in another language can find them too."""
-    with Trainer(service.grpc) as trainer:
-        trainer.publish_all()
-        with ReplicaStream(service.grpc, consumer="top", replica="raw") as stream:
-            _, sums, _ = Raw(stream).take()
-        held = [as_sent(table, trainer.rows[table.name], ValueType.INT8) for table in trainer.tables]
-        assert sums == {slot: checksum_of(np.arange(len(rows)), rows) for slot, rows in enumerate(held)}
+    trainer.publish_all()
+    with ReplicaStream(service.grpc, consumer="top", replica="raw") as stream:
+        _, sums, _ = Raw(stream).take()
+    held = [as_sent(table, trainer.rows[table.name], ValueType.INT8) for table in trainer.tables]
+    assert sums == {slot: checksum_of(np.arange(len(rows)), rows) for slot, rows in enumerate(held)}

@@ -207,31 +207,30 @@ def right(end: Any) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
-def test_a_claim_is_no_proof(service: RunningService, consumer: str) -> None:
+def test_a_claim_is_no_proof(service: RunningService, trainer: Trainer, consumer: str) -> None:
     """Nothing is published meanwhile. What it says is judged, also before it has read what it was asked."""
-    with Trainer(service.grpc) as trainer:
-        head = trainer.publish_all()
-        with ReplicaStream(service.grpc, consumer=consumer, replica="raw") as stream:
-            rows, end = stream.release()
-            held = Position(end.position.history, end.position.version)
-            stream.send(checked_ack(sum(len(each.ids) + len(each.values) for each in rows), held, right(end)))
-            wait_until_in_sync(service, consumer, head)
-        with ReplicaStream(service.grpc, consumer=consumer, replica="raw", held=held) as stream:
-            rows, end = stream.release()
-            assert (rows, end.position.version) == ([], held.number)
-            assert until(service, consumer, "delivered", head)["replicas"][0]["offset"] == held.number
-            stream.send(ack(0, held))
-            until(service, consumer, "delivered", head)
-            stream.send(checked_ack(0, held, right(end)))
-            wait_until_in_sync(service, consumer, head)
-            stream.send(checked_ack(0, held, {**right(end), 1: 7}))
-            wait_for_lag(service, consumer, lambda lag: lag["state"] == "damaged")
-        with ReplicaStream(service.grpc, consumer=consumer, replica="raw", held=held) as stream:
-            stream.until("opened")
-            stream.send(checked_ack(0, held, {0: 1, 1: 2}))
-            stream.release()
-            stream.send(checked_ack(0, held, {0: 1, 1: 2}))
-            until(service, consumer, "damaged", head)
+    head = trainer.publish_all()
+    with ReplicaStream(service.grpc, consumer=consumer, replica="raw") as stream:
+        rows, end = stream.release()
+        held = Position(end.position.history, end.position.version)
+        stream.send(checked_ack(sum(len(each.ids) + len(each.values) for each in rows), held, right(end)))
+        wait_until_in_sync(service, consumer, head)
+    with ReplicaStream(service.grpc, consumer=consumer, replica="raw", held=held) as stream:
+        rows, end = stream.release()
+        assert (rows, end.position.version) == ([], held.number)
+        assert until(service, consumer, "delivered", head)["replicas"][0]["offset"] == held.number
+        stream.send(ack(0, held))
+        until(service, consumer, "delivered", head)
+        stream.send(checked_ack(0, held, right(end)))
+        wait_until_in_sync(service, consumer, head)
+        stream.send(checked_ack(0, held, {**right(end), 1: 7}))
+        wait_for_lag(service, consumer, lambda lag: lag["state"] == "damaged")
+    with ReplicaStream(service.grpc, consumer=consumer, replica="raw", held=held) as stream:
+        stream.until("opened")
+        stream.send(checked_ack(0, held, {0: 1, 1: 2}))
+        stream.release()
+        stream.send(checked_ack(0, held, {0: 1, 1: 2}))
+        until(service, consumer, "damaged", head)
 
 
 def test_checksums_that_are_missing_later_count(service: RunningService) -> None:

@@ -216,33 +216,29 @@ def test_one_that_has_its_rows_from_before_is_shown_first_that_they_are_new(tmp_
 
 @pytest.mark.parametrize("consumer", EVERY)
 def test_a_replica_that_was_away_is_not_ready_before_it_holds_what_came_meanwhile(
-    service: RunningService, service_clock: Clock, consumer: str
+    service: RunningService, trainer: Trainer, service_clock: Clock, consumer: str
 ) -> None:
     """With its whole fleet away, the release it holds is still the newest when it comes back."""
-    with Trainer(service.grpc) as trainer:
-        with lost(follow(service, consumer, "a", NumpyTarget())) as replica:
-            replica.wait_for(trainer.publish_all(), WAIT)
-        wait_for_lag(service, consumer, lambda lag: not lag["replicas"][0]["connected"])
-        tables = {name: rows.copy() for name, rows in trainer.rows.items()}
-        head = trainer.change(10)
-        service_clock.move_on(2 * LIMIT)
-        target = Watched()
-        target.tables = tables
-        with follow(service, consumer, "a", target, held=replica.held) as back:
-            target.watch(back)
-            back.wait_for(head, WAIT)
-            back.wait_until_ready(WAIT)
+    with lost(follow(service, consumer, "a", NumpyTarget())) as replica:
+        replica.wait_for(trainer.publish_all(), WAIT)
+    wait_for_lag(service, consumer, lambda lag: not lag["replicas"][0]["connected"])
+    tables = {name: rows.copy() for name, rows in trainer.rows.items()}
+    head = trainer.change(10)
+    service_clock.move_on(2 * LIMIT)
+    target = Watched()
+    target.tables = tables
+    with follow(service, consumer, "a", target, held=replica.held) as back:
+        target.watch(back)
+        back.wait_for(head, WAIT)
+        back.wait_until_ready(WAIT)
     upto = next(n for n, release in enumerate(target.releases) if release.version >= head.number)
     assert not any(target.ready[: upto + 1])
 
 
 @pytest.mark.parametrize("consumer", WITH_LIMIT)
-def test_a_short_absence_is_no_reason(service: RunningService, consumer: str) -> None:
+def test_a_short_absence_is_no_reason(service: RunningService, trainer: Trainer, consumer: str) -> None:
     told = Told()
-    with (
-        Trainer(service.grpc) as trainer,
-        follow(service, consumer, "a", Recorder(), on_readiness=told) as replica,
-    ):
+    with follow(service, consumer, "a", Recorder(), on_readiness=told) as replica:
         trainer.publish_all()
         replica.wait_until_ready(WAIT)
         with ReplicaStream(service.grpc, consumer=consumer, replica="a") as other:
@@ -389,17 +385,14 @@ def test_what_was_held_of_another_history_shows_nothing_of_what_had_to_be_repair
         assert not replica.ready, replica.readiness
 
 
-def test_a_replica_that_cannot_apply_a_release_is_not_ready(service: RunningService) -> None:
+def test_a_replica_that_cannot_apply_a_release_is_not_ready(service: RunningService, trainer: Trainer) -> None:
     told, broken = Told(), list[bool]()
 
     def apply(_: Release) -> None:
         if broken:
             raise Contradiction("no room for it")
 
-    with (
-        Trainer(service.grpc) as trainer,
-        follow(service, "predictors", "a", CallbackTarget(apply), on_readiness=told) as replica,
-    ):
+    with follow(service, "predictors", "a", CallbackTarget(apply), on_readiness=told) as replica:
         trainer.publish_all()
         assert told.next().yes
         broken.append(True)
@@ -502,11 +495,8 @@ def test_a_client_without_tokens_is_not_sent_away_for_another_limit(service: Run
             assert stream.until("progress").token == 0
 
 
-def test_tokens_come_back_and_are_not_looked_into(service: RunningService) -> None:
-    with (
-        Trainer(service.grpc) as trainer,
-        ReplicaStream(service.grpc, consumer="limited", replica="raw") as stream,
-    ):
+def test_tokens_come_back_and_are_not_looked_into(service: RunningService, trainer: Trainer) -> None:
+    with ReplicaStream(service.grpc, consumer="limited", replica="raw") as stream:
         head = trainer.publish_all()
         _, end = stream.release()
         assert (end.token, end.behind_ns) == (0, 0)
@@ -522,12 +512,9 @@ def test_tokens_come_back_and_are_not_looked_into(service: RunningService) -> No
         assert stream.release()[1].token == 3
 
 
-def test_a_consumer_that_is_deleted_stops_its_replicas(service: RunningService) -> None:
+def test_a_consumer_that_is_deleted_stops_its_replicas(service: RunningService, trainer: Trainer) -> None:
     told = Told()
-    with (
-        Trainer(service.grpc) as trainer,
-        follow(service, "limited", "a", NumpyTarget(), on_readiness=told) as replica,
-    ):
+    with follow(service, "limited", "a", NumpyTarget(), on_readiness=told) as replica:
         trainer.publish_all()
         assert told.next().yes
         admin_of(service).delete_consumer("limited")

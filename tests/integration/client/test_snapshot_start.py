@@ -70,12 +70,11 @@ def test_only_what_has_changed_is_sent(service: RunningService, url: str, consum
         assert target.bytes() == trainer.expected()
 
 
-def test_rows_that_were_deleted_since_are_gone(service: RunningService, url: str) -> None:
-    with Trainer(service.grpc) as trainer:
-        snapshot(service, trainer)
-        trainer.delete(USER, [1, 2])
-        head = trainer.set(USER, 2, 7.0)
-        target = started(service, "plain", url, head)
+def test_rows_that_were_deleted_since_are_gone(service: RunningService, trainer: Trainer, url: str) -> None:
+    snapshot(service, trainer)
+    trainer.delete(USER, [1, 2])
+    head = trainer.set(USER, 2, 7.0)
+    target = started(service, "plain", url, head)
     assert target.bytes() == trainer.expected()
     assert not target.tables["user"][1].any()
 
@@ -96,10 +95,9 @@ def remade(service: RunningService) -> Trainer:
 @pytest.mark.parametrize("later", [grown, with_another_table, remade])
 @pytest.mark.parametrize("consumer", ["plain", "ranked"])
 def test_tables_may_have_changed_since(
-    service: RunningService, url: str, consumer: str, later: Callable[[RunningService], Trainer]
+    service: RunningService, trainer: Trainer, url: str, consumer: str, later: Callable[[RunningService], Trainer]
 ) -> None:
-    with Trainer(service.grpc) as trainer:
-        snapshot(service, trainer)
+    snapshot(service, trainer)
     with later(service) as trainer:
         trainer.publish_all()
         head = trainer.change(SINCE)
@@ -108,34 +106,31 @@ def test_tables_may_have_changed_since(
 
 
 def test_who_finds_no_snapshot_is_sent_everything(
-    service: RunningService, url: str, caplog: pytest.LogCaptureFixture
+    service: RunningService, trainer: Trainer, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Trainer(service.grpc) as trainer:
-        target = started(service, "plain", url, trainer.publish_all())
+    target = started(service, "plain", url, trainer.publish_all())
     assert target.bytes() == trainer.expected()
     assert "begins with nothing" in caplog.text
 
 
-def test_who_is_sent_ids_alone_begins_with_nothing(service: RunningService, url: str) -> None:
+def test_who_is_sent_ids_alone_begins_with_nothing(service: RunningService, trainer: Trainer, url: str) -> None:
     releases = list[Release]()
-    with Trainer(service.grpc) as trainer:
-        head = snapshot(service, trainer)
-        with follow(service, "ids", "new", CallbackTarget(releases.append), snapshots=url) as each:
-            each.wait_for(head, WAIT)
+    head = snapshot(service, trainer)
+    with follow(service, "ids", "new", CallbackTarget(releases.append), snapshots=url) as each:
+        each.wait_for(head, WAIT)
     assert sum(len(rows) for rows in releases[0].rows) == USER.rows + ITEM.rows
 
 
 def test_a_snapshot_that_is_damaged_is_passed_over(
-    service: RunningService, url: str, caplog: pytest.LogCaptureFixture
+    service: RunningService, trainer: Trainer, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Trainer(service.grpc) as trainer:
-        snapshot(service, trainer)
-        head = trainer.change(SINCE)
-        admin_of(service).make_snapshot("clicks")
-        newest = max((Path(url) / "clicks" / "data").iterdir())
-        newest.write_bytes(b"?" + newest.read_bytes()[1:])
-        with caplog.at_level(logging.INFO):
-            target = started(service, "plain", url, head)
+    snapshot(service, trainer)
+    head = trainer.change(SINCE)
+    admin_of(service).make_snapshot("clicks")
+    newest = max((Path(url) / "clicks" / "data").iterdir())
+    newest.write_bytes(b"?" + newest.read_bytes()[1:])
+    with caplog.at_level(logging.INFO):
+        target = started(service, "plain", url, head)
     assert target.bytes() == trainer.expected()
     assert "passed over" in caplog.text
 

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,6 @@ POLICIES = {
     "int8": Policy(top_k=10_000, value_type=ValueType.INT8),
     "ids": Policy(mode=Mode.IDS),
 }
-
-
-@pytest.fixture
-def trainer(service: RunningService) -> Iterator[Trainer]:
-    with Trainer(service.grpc) as trainer:
-        yield trainer
 
 
 def found(comparison: Comparison) -> dict[str, VerifiedTable]:
