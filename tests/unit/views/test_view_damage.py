@@ -121,9 +121,10 @@ async def test_a_damaged_row_of_the_model_is_in_no_release_and_told_to_the_model
     assert live_rows(await view.release(view.position.number - 1))[0].ids.tolist() == [7]
 
 
-async def test_a_damaged_row_of_the_model_leaves_its_place_to_others(local: LocalModel) -> None:
+async def test_a_damaged_row_of_the_model_leaves_its_place_to_others(models: Models) -> None:
     """Also another that is found as the release is made."""
-    policy = Policy(top_k=1)
+    policy, other = Policy(top_k=1), TableSpec("other", 4, 2)
+    local = await models.published(USER, other, rows={USER.name: ROWS, "other": {0: np.ones(2, np.float32)}})
     view = await local.prepared_view(policy)
     number = view.position.number
     await local.cut({USER.name: {row: ROWS[row] + row for row in (7, 8, 9)}})
