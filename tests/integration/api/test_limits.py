@@ -56,21 +56,15 @@ def test_a_peer_has_so_many_streams(service: RunningService) -> None:
             for number in range(3):
                 stack.enter_context(ReplicaStream(service.grpc, replica=f"r{number}")).until("progress")
             assert "streams of a peer: at most 3 are allowed (limit streams_per_peer)" in refusal(service)
+            # It is told so before its message is received.
+            bare = stack.enter_context(RankStream(service.grpc, bare=True))
+            code, details = bare.refusal()
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "limit streams_per_peer" in details
             assert taken(service) == 3
         wait_until_free(service)
     refused = samples_of(service)["deltasync_limit_refused_total", (("limit", "streams_per_peer"),)]
     assert refused >= 2
-
-
-def test_one_that_is_refused_is_told_so_before_its_message_is_received(service: RunningService) -> None:
-    with ExitStack() as stack:
-        for number in range(3):
-            stack.enter_context(ReplicaStream(service.grpc, replica=f"r{number}")).until("progress")
-        bare = stack.enter_context(RankStream(service.grpc, bare=True))  # Which sends nothing.
-        code, details = bare.refusal()
-        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "limit streams_per_peer" in str(details)
-    wait_until_free(service)
 
 
 @pytest.mark.parametrize(

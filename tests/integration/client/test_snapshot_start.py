@@ -95,9 +95,10 @@ def remade(service: RunningService) -> Trainer:
 @pytest.mark.parametrize("later", [grown, with_another_table, remade])
 @pytest.mark.parametrize("consumer", ["plain", "ranked"])
 def test_tables_may_have_changed_since(
-    service: RunningService, trainer: Trainer, url: str, consumer: str, later: Callable[[RunningService], Trainer]
+    service: RunningService, url: str, consumer: str, later: Callable[[RunningService], Trainer]
 ) -> None:
-    snapshot(service, trainer)
+    with Trainer(service.grpc) as trainer:
+        snapshot(service, trainer)
     with later(service) as trainer:
         trainer.publish_all()
         head = trainer.change(SINCE)

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -257,12 +257,10 @@ def test_a_writer_that_waits_for_long_says_for_whom(
 
     monkeypatch.setattr("deltasync.client.gate.logger.filters", [others_move])
     gate._turns.read(-1)
-    with gate.reading():
-        context = threads(through(gate.writing(), seen, "writer"))
-        context.__enter__()
+    with ExitStack() as later, gate.reading():
+        later.enter_context(threads(through(gate.writing(), seen, "writer")))
         for _ in range(2):
             gate.until_waiting()
-    context.__exit__(None, None, None)
     assert seen == ["writer"]
     (said,) = [each.message for each in caplog.records]
     assert said.endswith(f"and waits on: they came in from a thread that has ended, {name}")

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -160,15 +160,13 @@ def test_a_forward_inside_of_another_reading_is_of_the_same_version(target: AnyT
         begun.set()
         target.apply(release_of(2))
 
-    with target.reading() as outer:
-        context = threads(release)
-        context.__enter__()
+    with ExitStack() as later, target.reading() as outer:
+        later.enter_context(threads(release))
         assert begun.wait(WAIT)
         for _ in range(100):
             with target.reading() as inner:
                 assert inner is outer
                 assert values_of(inner) == {1}
-    context.__exit__(None, None, None)
     assert read(target) == (2, {2})
 
 
@@ -182,14 +180,12 @@ def test_of_two_copies_one_can_always_be_read(kind: str) -> None:
         while not new or new[-1][0] == 1:
             new.append(read(target))
 
-    with target.reading() as old:
-        context = threads(lambda: target.apply(release_of(2)))
-        context.__enter__()
+    with ExitStack() as later, target.reading() as old:
+        later.enter_context(threads(lambda: target.apply(release_of(2))))
         with threads(come):
             pass
         assert new[-1] == (2, {2})
         assert (old.version, values_of(old)) == (1, {1})
-    context.__exit__(None, None, None)
     assert read(target) == (2, {2})
 
 
@@ -212,13 +208,11 @@ def test_a_reader_that_comes_during_a_swap_holds_up_no_release(kind: str, monkey
         while new[-1] < 3:
             new.append(read(target)[0])
 
-    with target.reading() as reading:
-        context = threads(lambda: target.apply(release_of(3)))
-        context.__enter__()
+    with ExitStack() as later, target.reading() as reading:
+        later.enter_context(threads(lambda: target.apply(release_of(3))))
         with threads(come):
             pass
         assert (reading.version, values_of(reading)) == (2, {2})
-    context.__exit__(None, None, None)
 
 
 def test_a_table_that_grows_or_goes_is_of_one_version_too() -> None:

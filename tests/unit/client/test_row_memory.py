@@ -93,23 +93,20 @@ def test_rows_past_the_end_are_zeros() -> None:
     assert not found[2:].any()
 
 
-@pytest.mark.parametrize("ids", [[-1], [ROWS], [0, 2**40], [-(2**40), 0]])
-def test_rows_that_are_not_there_are_refused(ids: list[int]) -> None:
-    held = random_rows(ROWS, "<f4")
-    before = held.tobytes()
-    with pytest.raises(
-        Contradiction, match=f"ids {ids[0]} to {ids[-1]} of 20 bytes a row, for memory of 7 rows of 20"
-    ):
-        staged_rows(held, np.array(ids), random_rows(len(ids), "<f4"))
-    assert held.tobytes() == before
-
-
 @pytest.mark.parametrize(
-    "values", [np.zeros((1, DIM + 1), "<f4"), np.zeros((1, DIM), "<f8"), np.zeros((1, 1), "<f4")]
+    ("ids", "values"),
+    [
+        *((ids, random_rows(len(ids), "<f4")) for ids in ([-1], [ROWS], [0, 2**40], [-(2**40), 0])),
+        *(([1], values) for values in (np.zeros((1, 6), "<f4"), np.zeros((1, 5), "<f8"), np.zeros((1, 1), "<f4"))),
+    ],
 )
-def test_rows_of_another_width_are_refused(values: Values) -> None:
-    with pytest.raises(Contradiction, match="for memory of 7 rows of 20 bytes: not written"):
-        staged_rows(random_rows(ROWS, "<f4"), np.array([1]), values)
+def test_rows_that_are_not_there_or_of_another_width_are_refused(ids: list[int], values: Values) -> None:
+    held = random_rows(ROWS, "<f4")
+    before, width = held.tobytes(), values[0].nbytes
+    said = f"ids {ids[0]} to {ids[-1]} of {width} bytes a row, for memory of 7 rows of 20 bytes: not written"
+    with pytest.raises(Contradiction, match=said):
+        staged_rows(held, np.array(ids), values)
+    assert held.tobytes() == before
 
 
 def test_what_may_not_be_written_is_not() -> None:
