@@ -155,7 +155,7 @@ def test_a_missing_key_is_named_and_those_that_are_there() -> None:
     ("wrong", "said"),
     [
         *((JaggedTensor(ids, lengths=LENGTHS), "") for ids in NO_IDS),
-        *((torch.nested.nested_tensor(list(ids.split([2, 1])), layout=torch.jagged), "") for ids in NO_IDS),
+        *((torch.nested.nested_tensor(list(torch.split(ids, [2, 1])), layout=torch.jagged), "") for ids in NO_IDS),
         (torch.tensor([1, 2]), "expected ids of B examples"),
         (torch.tensor([[1, 2], [3, 0]]), "expected ids of B examples"),
         (RIGHT.unsqueeze(2), "expected ids of B examples"),

@@ -104,12 +104,12 @@ def test_a_dense_optimizer_forgets_a_deleted_row(
     optimizer = make(model.parameters())
     for _ in range(3):
         optimizer.zero_grad()
-        (model.t**2).sum().backward()  # type: ignore[no-untyped-call]
+        (model.t**2).sum().backward()
         optimizer.step()
     tracker.clear()
     tracker.delete("t", torch.tensor([1]))
     optimizer.zero_grad()
-    (model.t**2).sum().backward()  # type: ignore[no-untyped-call]
+    (model.t**2).sum().backward()
     optimizer.step()
     assert ids(tracker.get_delta()) == ([0, 2, 3], [1])
     fresh = make([nn.Parameter(torch.zeros(1, 2))])
