@@ -195,19 +195,6 @@ def backup(tmp_path: Path) -> Path:
     return tmp_path / "backup"
 
 
-def test_a_backup_is_restored_into_an_empty_folder_alone(backup: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "something").touch()
-    with pytest.raises(InvalidInput, match="has something already: name a new or an empty folder"):
-        restore(backup, tmp_path / "other")
-    assert [each.name for each in (tmp_path / "other").iterdir()] == ["something"]
-    with pytest.raises(InvalidInput, match="has something already"):
-        back_up_offline(tmp_path / "data", backup)
-    (tmp_path / "empty").mkdir()
-    restore(backup, tmp_path / "empty")
-    assert held_by_newcomers(tmp_path / "empty", "predictors")[0] == 1
-
-
 def test_what_is_restored_has_its_room(tmp_path: Path) -> None:
     """On a disk that is full later, writing to a mapped file without it would end the process."""
     table = TableSpec("zeros", 300_000, 8)

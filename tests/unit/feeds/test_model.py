@@ -18,7 +18,7 @@ from tests.support.releases import deleted_rows
 from tests.support.wire import WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_loop, in_service
 
-from deltasync.core.errors import ServiceUnavailable, StorageFailed
+from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.tables import TableSpec
 from deltasync.feeds import releases
 from deltasync.feeds.frozen_release import FrozenRelease
@@ -97,30 +97,6 @@ async def test_two_models_do_not_mix(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         for step, model in enumerate(("clicks", "click"), 1):
             check_rows(service, random_rows(step), model)
-
-
-@in_loop()
-async def test_tables_that_are_not_written_down_are_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else cuts of theirs would be acknowledged, and be gone after a restart."""
-    rows = random_rows(0)
-
-    def fails(*_: Any) -> Future[None]:
-        failed: Future[None] = Future()
-        failed.set_exception(StorageFailed("the log is full"))
-        return failed
-
-    async with opened(tmp_path) as service:
-        with monkeypatch.context() as patch:
-            patch.setattr(LmdbStore, "put", fails)
-            with pytest.raises(StorageFailed, match="the log is full"):
-                await publish(service)
-        assert service.models == {}
-        assert not [path for path in (tmp_path / "models").rglob("*") if path.is_file()]
-        await send(await join(service), full_part(1, rows, WHOLE))
-    async with opened(tmp_path) as service:
-        check_rows(service, rows)
 
 
 @in_loop()

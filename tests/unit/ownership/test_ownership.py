@@ -88,19 +88,6 @@ async def test_two_that_claim_at_once_are_told_who_was_first(world: World) -> No
 
 
 @in_world()
-async def test_models_that_have_a_log_are_taken_by_their_heirs(world: World) -> None:
-    models = [f"model-{number}" for number in range(30)]
-    for model in models:
-        world.log(model)
-    processes = await started(world)
-    for model in models:
-        owner, others = by_heir(processes, model)
-        assert owner.answers(model)
-        assert not any(other.answers(model) for other in others)
-    assert all(process.models.opened for process in processes)
-
-
-@in_world()
 async def test_the_models_of_one_that_died_are_taken_over_within_two_leases_and_nothing_else_moves(
     world: World,
 ) -> None:
@@ -186,17 +173,6 @@ async def test_one_that_cannot_take_a_model_gives_it_back_and_another_tries(worl
     assert EventKind.MODEL_NOT_TAKEN in kinds(owner)
     await pass_time(world, processes, 4)
     assert sum(each.answers(MODEL) for each in others) == 1
-
-
-@in_world()
-async def test_one_that_is_alone_tries_again(world: World) -> None:
-    (alone,) = await started(world, "a")
-    alone.models.refuses = True
-    with pytest.raises(NotOwner):
-        await alone.ownership.claim(MODEL)
-    alone.models.refuses = False
-    await pass_time(world, [alone], 12)
-    assert alone.answers(MODEL)
 
 
 @in_world()

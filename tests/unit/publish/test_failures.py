@@ -81,21 +81,6 @@ async def test_a_version_that_cannot_be_applied_is_applied_later_and_before_the_
 
 
 @in_loop()
-async def test_a_service_that_cannot_apply_a_version_still_drains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(tmp_path) as service:
-        session = await publish(service)
-        await becomes(lambda: service.models["clicks"].position.number == 1)
-        monkeypatch.setattr(Model, "_apply", broken)
-        await send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))]))
-        await becomes(lambda: service.event_counts[EventKind.FAILED] > 0)
-    monkeypatch.undo()
-    async with opened(tmp_path) as again:
-        assert again.models["clicks"].tables[0].rows[3].tolist() == [7] * 4
-
-
-@in_loop()
 async def test_no_later_version_is_sealed_at_the_end_over_one_that_was_not_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

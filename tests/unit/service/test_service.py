@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,36 +130,6 @@ async def test_many_small_cuts_are_flushed_too(service: Service, monkeypatch: py
     assert not model.should_flush(1 << 30)
     await send(session, part(2, []))
     assert model.should_flush(1 << 30)
-
-
-@in_service(flush_bytes=1)
-async def test_a_flush_that_fails_is_tried_again_and_nothing_else_stops(
-    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
-    failed_again, flushed = asyncio.Event(), asyncio.Event()
-    truncate, tries = LmdbStore.truncate, list[str]()
-    loop = asyncio.get_running_loop()
-
-    def full(*_: Any) -> Future[None]:
-        tries.append(caplog.text)
-        if len(tries) == 2:
-            loop.call_soon_threadsafe(failed_again.set)
-        raise StorageFailed("the log is full")
-
-    def works(log: LmdbStore, *arguments: Any) -> Future[None]:
-        loop.call_soon_threadsafe(flushed.set)
-        return truncate(log, *arguments)
-
-    monkeypatch.setattr(LmdbStore, "truncate", full)
-    keeper = asyncio.create_task(housekeeping(service))
-    session = await publish(service)
-    await failed_again.wait()
-    assert "failed: model=clicks it is flushed again later: the log is full" in tries[1]
-    monkeypatch.setattr(LmdbStore, "truncate", works)
-    await flushed.wait()
-    keeper.cancel()
-    assert (await send(session, part(2, []))) == Position(session.sealed.history, 2)
 
 
 @in_service(log_max_bytes=2 << 20, flush_bytes=1)

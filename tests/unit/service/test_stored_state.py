@@ -205,11 +205,15 @@ def test_a_volume_of_its_own_for_models_is_no_model(tmp_path: Path) -> None:
         check_log(log, tmp_path / "data" / "models")
 
 
-def test_who_is_no_data_directory_or_is_in_use_is_not_looked_at(copy: Path, tmp_path: Path) -> None:
+def test_what_is_no_data_directory_or_in_use_or_incomplete_is_not_mended(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="is no data directory"):
         check_data_directory(tmp_path / "nothing")
-    with lock_data_directory(copy), pytest.raises(StorageFailed, match="in use by another service"):
-        check_data_directory(copy)
+    for look in (check_data_directory, mend_data_directory):
+        with lock_data_directory(copy), pytest.raises(StorageFailed, match="in use by another service"):
+            look(copy)
+    _lose_folder(copy)
+    with pytest.raises(StorageFailed, match="is missing"):
+        mend_data_directory(copy)
 
 
 def test_stamps_are_mended_and_rows_where_the_log_has_them(copy: Path) -> None:
@@ -223,20 +227,6 @@ def test_stamps_are_mended_and_rows_where_the_log_has_them(copy: Path) -> None:
     assert user.reason.startswith("row 29: the trainer publishes them again")
     again = check_data_directory(copy)
     assert left(again) == [("", USER.name, "other bits than were stored in row 29")]
-
-
-def test_stamps_that_were_mended_when_the_tables_were_opened_are_told(copy: Path) -> None:
-    change(shared(copy, "tables"), 40 * 16 + 8 * 30 + 2)
-    found = {(each.consumer, each.table): each for each in mend_data_directory(copy).tables}
-    assert (found["", USER.name].restamped, found["", USER.name].left) == (1, 0)
-
-
-def test_what_cannot_be_mended_is_said_as_anywhere_else(copy: Path) -> None:
-    with lock_data_directory(copy), pytest.raises(StorageFailed, match="in use by another service"):
-        mend_data_directory(copy)
-    _lose_folder(copy)
-    with pytest.raises(StorageFailed, match="is missing"):
-        mend_data_directory(copy)
 
 
 def test_a_tag_is_of_one_row_of_one_table(copy: Path) -> None:

@@ -93,6 +93,9 @@ async def test_files_that_cannot_be_flushed_are_trouble_of_the_volume_until_they
             await asyncio.sleep(0.001)
         assert "cannot be flushed" not in service.volumes.trouble  # The reason alone, and where.
         assert "on volume 'models'" in service.volumes.trouble
+        assert service.event_counts[EventKind.FAILED] > 0, "it is flushed again later"
+        session = await join(service, continues=service.models["clicks"].position)
+        assert (await send(session, part(2, [])) or Position()).number == 2
     while service.volumes.trouble:
         await asyncio.sleep(0.001)
     keeper.cancel()
