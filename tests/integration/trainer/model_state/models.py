@@ -5,23 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from tests.integration.trainer.torchrec_defects.models import CPU, META, distributed
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
-from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
-from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
-from torchrec.distributed.sharding_plan import (
-    ParameterShardingGenerator,
-    column_wise,
-    construct_module_sharding_plan,
-    row_wise,
-    table_wise,
-)
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding_plan import ParameterShardingGenerator, column_wise, row_wise, table_wise
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import (
@@ -40,7 +28,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.tracking.row_reset import evict_on_cpu
 
-CPU, META = torch.device("cpu"), torch.device("meta")
 TABLES = ("user", "item")
 ROWS, DIM, NUMBERS, IDS, SAMPLES = 20, 8, 3, 2, 8
 # Raw ids are below; those of a table are not many more than its rows at a time.
@@ -206,26 +193,8 @@ def _config(name: str) -> dict[str, Any]:
 def sharded(case: Case) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
     """The model over all ranks, and the optimizer of what is outside of its tables."""
     torch.manual_seed(1)
-    model = Model(case, META)
-    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.3}
-    bags, sequences = EmbeddingBagCollectionSharder(fused), EmbeddingCollectionSharder(fused)
-    collisions = ManagedCollisionCollectionSharder()
-    sharders: dict[type[nn.Module], Any] = {
-        EmbeddingBagCollection: bags,
-        EmbeddingCollection: sequences,
-        ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollectionSharder(bags, collisions),
-        ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder(sequences, collisions),
-    }
-    plan = construct_module_sharding_plan(
-        model.sparse, dict.fromkeys(TABLES, case.sharding), sharders[type(model.sparse)], device_type="cpu"
-    )
-    distributed = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=CPU,
-        plan=ShardingPlan(plan={"sparse": plan}),
-        sharders=list(sharders.values()),
-    )
-    evict_on_cpu(distributed)
-    dense = [parameter for name, parameter in distributed.named_parameters() if not name.startswith("sparse.")]
-    return distributed, torch.optim.Adam(dense, lr=0.05)
+    sharding, optimizer = dict.fromkeys(TABLES, case.sharding), EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    model = distributed(Model(case, META), sharding, optimizer, learning_rate=0.3)
+    evict_on_cpu(model)
+    dense = [parameter for name, parameter in model.named_parameters() if not name.startswith("sparse.")]
+    return model, torch.optim.Adam(dense, lr=0.05)

@@ -34,14 +34,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 # What a table is called in the `state_dict` of a model with a collection "bags" or "sequences".
 BAGS, SEQUENCES = "bags.embedding_bags", "sequences.embeddings"
 
-_SHARDERS: dict[type[nn.Module], Any] = {
-    EmbeddingBagCollection: EmbeddingBagCollectionSharder,
-    EmbeddingCollection: EmbeddingCollectionSharder,
-}
-_COLLISION_SHARDERS: dict[type[nn.Module], Any] = {
-    ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollectionSharder,
-    ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder,
-}
+_COLLIDED = ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection
 
 
 def bag(name: str, *features: str, rows: int = ROWS, dim: int = DIM, **options: Any) -> EmbeddingBagConfig:
@@ -55,8 +48,9 @@ def bags(*tables: str | EmbeddingBagConfig) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables=configs, device=META)
 
 
-def sequence(name: str, *, dim: int = DIM, **options: Any) -> EmbeddingConfig:
-    return EmbeddingConfig(name=name, num_embeddings=ROWS, embedding_dim=dim, feature_names=[name], **options)
+def sequence(name: str, *features: str, rows: int = ROWS, dim: int = DIM, **options: Any) -> EmbeddingConfig:
+    names = list(features) or [name]
+    return EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names, **options)
 
 
 def sequences(*tables: str | EmbeddingConfig) -> EmbeddingCollection:
@@ -68,11 +62,16 @@ def collided(
     *tables: EmbeddingBagConfig | EmbeddingConfig,
     policy: Callable[[], Any] = DistanceLFU_EvictionPolicy,
     every: int = 1,
+    **options: Any,
 ) -> nn.Module:
     """Tables of one kind behind managed collision, which may evict ids every so many batches."""
     remappings = {
         table.name: MCHManagedCollisionModule(
-            zch_size=table.num_embeddings, device=CPU, eviction_policy=policy(), eviction_interval=every
+            zch_size=table.num_embeddings,
+            device=CPU,
+            eviction_policy=policy(),
+            eviction_interval=every,
+            **options,
         )
         for table in tables
     }
@@ -93,7 +92,7 @@ class Model(nn.Module):
         for name, collection in collections.items():
             self.add_module(name, collection)
         self._features = {name: _features_of(collection) for name, collection in collections.items()}
-        self._collided = {name for name in collections if type(collections[name]) in _COLLISION_SHARDERS}
+        self._collided = {name for name, collection in collections.items() if isinstance(collection, _COLLIDED)}
         self.dense = nn.Linear(1, 1) if dense else None
 
     def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,14 +137,7 @@ def distributed(
     group: dist.ProcessGroup | None = None,
     **fused: Any,
 ) -> DistributedModelParallel:
-    fused = {"optimizer": optimizer, "learning_rate": 0.5} | fused
-    plain = {kind: sharder(fused_params=fused) for kind, sharder in _SHARDERS.items()}
-    of_bags = FeatureProcessedEmbeddingBagCollectionSharder(plain[EmbeddingBagCollection])
-    sharders = plain | {FeatureProcessedEmbeddingBagCollection: of_bags}
-    sharders |= {
-        kind: sharder(inner)
-        for (kind, sharder), inner in zip(_COLLISION_SHARDERS.items(), plain.values(), strict=True)
-    }
+    sharders = sharders_of({"optimizer": optimizer, "learning_rate": 0.5} | fused)
     plan = {
         name: _planned(module, sharders[type(module)], sharding, dist.get_world_size(group))
         for name, module in model.named_modules()
@@ -158,6 +150,18 @@ def distributed(
         plan=ShardingPlan(plan=plan),
         sharders=list(sharders.values()),
     )
+
+
+def sharders_of(fused: dict[str, Any]) -> dict[type[nn.Module], Any]:
+    """Those of each kind of module, with such parameters of fused tables."""
+    bags, sequences = EmbeddingBagCollectionSharder(fused), EmbeddingCollectionSharder(fused)
+    return {
+        EmbeddingBagCollection: bags,
+        EmbeddingCollection: sequences,
+        FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder(bags),
+        ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollectionSharder(bags),
+        ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder(sequences),
+    }
 
 
 def _planned(module: nn.Module, sharder: Any, sharding: Mapping[str, Any], ranks: int) -> Any:

@@ -8,35 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from tests.integration.trainer.torchrec_defects.models import META, collided, sharders_of
 from tests.integration.trainer.tracking.batches import LONGEST, Batch
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
-from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
-from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.distributed.sharding_plan import ParameterShardingGenerator, construct_module_sharding_plan
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
+from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-META = torch.device("meta")
 # Below what ids are that managed collision maps to rows.
 RAW_IDS = 60
 
@@ -120,11 +106,12 @@ def processed(tables: Tables) -> Part:
 
 
 def collision_bags(tables: Tables, eviction_interval: int) -> Part:
-    return Part(tables, partial(_collision_bags, tables, eviction_interval), lambda output: _pooled(output[0]))
+    make = partial(_collided, _bag_configs(tables), eviction_interval)
+    return Part(tables, make, lambda output: _pooled(output[0]))
 
 
 def collision_sequences(tables: Tables, eviction_interval: int) -> Part:
-    make = partial(_collision_sequences, tables, eviction_interval)
+    make = partial(_collided, _sequence_configs(tables), eviction_interval)
     return Part(tables, make, lambda output: _together(output[0]))
 
 
@@ -139,13 +126,19 @@ def _together(output: Any) -> torch.Tensor:
 
 
 def _bags(tables: Tables, *, weighted: bool = False) -> EmbeddingBagCollection:
-    configs = [EmbeddingBagConfig(**_config(name, spec), pooling=spec.pooling) for name, spec in tables.items()]
-    return EmbeddingBagCollection(tables=configs, device=META, is_weighted=weighted)
+    return EmbeddingBagCollection(tables=_bag_configs(tables), device=META, is_weighted=weighted)
+
+
+def _bag_configs(tables: Tables) -> list[EmbeddingBagConfig]:
+    return [EmbeddingBagConfig(**_config(name, spec), pooling=spec.pooling) for name, spec in tables.items()]
 
 
 def _sequences(tables: Tables) -> EmbeddingCollection:
-    configs = [EmbeddingConfig(**_config(name, spec)) for name, spec in tables.items()]
-    return EmbeddingCollection(tables=configs, device=META)
+    return EmbeddingCollection(tables=_sequence_configs(tables), device=META)
+
+
+def _sequence_configs(tables: Tables) -> list[EmbeddingConfig]:
+    return [EmbeddingConfig(**_config(name, spec)) for name, spec in tables.items()]
 
 
 def _config(name: str, spec: TableSpec) -> dict[str, Any]:
@@ -164,30 +157,8 @@ def _processed(tables: Tables) -> FeatureProcessedEmbeddingBagCollection:
     return FeatureProcessedEmbeddingBagCollection(_bags(tables, weighted=True), weights)
 
 
-def _collision_bags(tables: Tables, eviction_interval: int) -> ManagedCollisionEmbeddingBagCollection:
-    inner = _bags(tables)
-    collisions = _collisions(tables, eviction_interval, inner.embedding_bag_configs())
-    return ManagedCollisionEmbeddingBagCollection(inner, collisions)
-
-
-def _collision_sequences(tables: Tables, eviction_interval: int) -> ManagedCollisionEmbeddingCollection:
-    inner = _sequences(tables)
-    collisions = _collisions(tables, eviction_interval, inner.embedding_configs())
-    return ManagedCollisionEmbeddingCollection(inner, collisions)
-
-
-def _collisions(tables: Tables, eviction_interval: int, configs: Any) -> ManagedCollisionCollection:
-    modules = {
-        name: MCHManagedCollisionModule(
-            zch_size=spec.rows,
-            device=torch.device("cpu"),
-            eviction_interval=eviction_interval,
-            eviction_policy=DistanceLFU_EvictionPolicy(),
-            input_hash_size=RAW_IDS,
-        )
-        for name, spec in tables.items()
-    }
-    return ManagedCollisionCollection(modules, configs)
+def _collided(configs: list[Any], eviction_interval: int) -> nn.Module:
+    return collided(*configs, every=eviction_interval, input_hash_size=RAW_IDS)
 
 
 class Model(nn.Module):
@@ -213,7 +184,7 @@ def build(case: Case) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """The model over all ranks, and its optimizer."""
     torch.manual_seed(1)
     model = Model(case)
-    sharders = _sharders()
+    sharders = sharders_of({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1})
     distributed = DistributedModelParallel(
         model,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
@@ -229,20 +200,7 @@ def build(case: Case) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     return distributed, CombinedOptimizer([distributed.fused_optimizer, *others])
 
 
-def _sharders() -> dict[type[nn.Module], ModuleSharder[nn.Module]]:
-    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
-    bag, sequence = EmbeddingBagCollectionSharder(fused), EmbeddingCollectionSharder(fused)
-    collisions = ManagedCollisionCollectionSharder()
-    return {
-        EmbeddingBagCollection: bag,
-        EmbeddingCollection: sequence,
-        FeatureProcessedEmbeddingBagCollection: FeatureProcessedEmbeddingBagCollectionSharder(bag),
-        ManagedCollisionEmbeddingBagCollection: ManagedCollisionEmbeddingBagCollectionSharder(bag, collisions),
-        ManagedCollisionEmbeddingCollection: ManagedCollisionEmbeddingCollectionSharder(sequence, collisions),
-    }
-
-
-def _plan(module: nn.Module, tables: Tables, sharders: Mapping[type[nn.Module], ModuleSharder[nn.Module]]) -> Any:
+def _plan(module: nn.Module, tables: Tables, sharders: Mapping[type[nn.Module], Any]) -> Any:
     for name, parameter in module.named_parameters():
         spec = tables.get(name.split(".")[-2])
         if spec and spec.optimizer:

@@ -16,22 +16,12 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tests.integration.trainer.torchrec_defects.models import META, bag, bags, distributed, sequence, sequences
 from tests.support.ranks import leave
 from tests.support.side_by_side import Operation, SideBySide, operations
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    construct_module_sharding_plan,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -49,17 +39,9 @@ MOMENTA = (TrackingMode.MOMENTUM_DIFF, TrackingMode.MOMENTUM_DIFF, TrackingMode.
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        meta = torch.device("meta")
-        bags = [
-            EmbeddingBagConfig(name=name, num_embeddings=ROWS, embedding_dim=8, feature_names=features)
-            for name, features in BAGS.items()
-        ]
-        sequence = EmbeddingConfig(
-            name="sequence", num_embeddings=ROWS, embedding_dim=4, feature_names=["sequence"]
-        )
-        self.bags = EmbeddingBagCollection(tables=bags, device=meta)
-        self.sequences = EmbeddingCollection(tables=[sequence], device=meta)
-        self.dense = nn.Linear(8 * LOOKUPS, 2, device=meta)
+        self.bags = bags(*(bag(name, *features, rows=ROWS, dim=8) for name, features in BAGS.items()))
+        self.sequences = sequences(sequence("sequence", rows=ROWS))
+        self.dense = nn.Linear(8 * LOOKUPS, 2, device=META)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         # Gradients are positive: every row that is looked up changes.
@@ -70,34 +52,20 @@ class Model(nn.Module):
 
 
 def build() -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
-    model, ranks = Model(), dist.get_world_size()
-    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
-    bags = EmbeddingBagCollectionSharder(fused_params=fused)
-    sequences = EmbeddingCollectionSharder(fused_params=fused)
-    shared: dict[str, Any] = {"local_size": ranks, "world_size": ranks, "device_type": "cpu"}
-    by_bag = {
-        "rows": row_wise(compute_kernel="fused"),
-        "whole": table_wise(rank=ranks - 1, compute_kernel="fused"),
-        "other": table_wise(rank=ranks - 1, compute_kernel="fused"),
+    ranks = dist.get_world_size()
+    by_rows, on_last = row_wise(compute_kernel="fused"), table_wise(rank=ranks - 1, compute_kernel="fused")
+    sharding = {
+        "rows": by_rows,
+        "whole": on_last,
+        "other": on_last,
         "columns": column_wise(ranks=[0, ranks - 1], compute_kernel="fused"),
         "copies": data_parallel(),
+        "sequence": by_rows,
     }
-    by_sequence = {"sequence": row_wise(compute_kernel="fused")}
-    distributed = DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=ShardingPlan(
-            plan={
-                "bags": construct_module_sharding_plan(model.bags, by_bag, bags, **shared),
-                "sequences": construct_module_sharding_plan(model.sequences, by_sequence, sequences, **shared),
-            }
-        ),
-        sharders=[bags, sequences],
-    )
-    rest = [parameter for _, parameter in in_backward_optimizer_filter(distributed.named_parameters())]
+    model = distributed(Model(), sharding, EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.1)
+    rest = [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())]
     # Momentum moves rows that were not looked up.
-    return distributed, torch.optim.SGD(rest, lr=0.1, momentum=0.9)
+    return model, torch.optim.SGD(rest, lr=0.1, momentum=0.9)
 
 
 class Trained(SideBySide):
