@@ -58,25 +58,15 @@ def serving(attack: Attack, *, roles: bool) -> Iterator[Served]:
 
 
 class LoggedService(ServiceProcess):
-    """A service whose log is a file."""
+    """A service of a process of its own whose log is a file."""
 
     def __init__(self, data_dir: Path, *arguments: str, log: Path) -> None:
-        super().__init__(data_dir, *arguments)
-        self.log = log
-
-    @property
-    def pid(self) -> int:
-        assert self.process
-        return self.process.pid
+        super().__init__(data_dir, *arguments, fresh=True, log=log)
+        self.log: Path = log
 
     def preload(self, library: Path) -> None:
         """Start it with a library before all others."""
         self._environment = self._environment | {"LD_PRELOAD": str(library)}
-
-    def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(self._command(), env=self._environment, stdout=log, stderr=log)
-        self.wait_until_announced()
 
 
 def _consumers(attack: Attack) -> list[str]:

@@ -36,17 +36,7 @@ from tests.bench.process import (
 )
 from tests.bench.timing import spread_of
 
-from deltasync.client import (
-    Admin,
-    Endpoint,
-    Mode,
-    Part,
-    Policy,
-    Publisher,
-    RowBatch,
-    TableSpec,
-    ValueType,
-)
+from deltasync.client import Admin, Endpoint, Mode, Part, Policy, Publisher, RowBatch, TableSpec, ValueType
 from deltasync.core.rows import Ids
 from deltasync.trainer.example.processes import Service
 

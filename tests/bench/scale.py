@@ -23,15 +23,7 @@ from tests.bench.children import Children, Peer, publisher
 from tests.bench.process import TICK_SECONDS, cpu_seconds
 from tests.bench.timing import spread_of
 
-from deltasync.client import (
-    Admin,
-    Endpoint,
-    Part,
-    Policy,
-    Publisher,
-    RowBatch,
-    TableSpec,
-)
+from deltasync.client import Admin, Endpoint, Part, Policy, Publisher, RowBatch, TableSpec
 from deltasync.core.rows import Ids
 
 POLICIES = {"": Policy(), "topk_": Policy(top_k=0.1)}

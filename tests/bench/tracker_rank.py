@@ -43,6 +43,15 @@ from deltasync.trainer.tracking.tracker import Tracker
 DIM, IDS_PER_SAMPLE = 64, 50
 
 
+_FQN = "sparse.embeddings.table"
+MODES = (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING)
+ROWS, IDS, STEPS_PER_READ = 10_000_000, 200_000, 20
+# The exponents that fit MovieTweetings best: 0.89 for how often films are rated, 0.70 for how often users rate.
+SKEWS = {0.9: 5, 0.7: 3}
+"""Windows to measure, by skew."""
+SMALL_ROWS, SMALL_IDS, SMALL_STEPS = 100_000, 2_000, 1_000
+
+
 class RowModel(nn.Module):
     """An `EmbeddingCollection` of one table, and a linear layer over each row looked up."""
 
@@ -112,9 +121,6 @@ def _ranks(uniform: torch.Tensor, rows: int, skew: float) -> torch.Tensor:
     drawn = (((rows + 1) ** flat - 1) * uniform + 1) ** (1 / flat)
     ranks: torch.Tensor = (drawn.long() - 1).clamp_(0, rows - 1)
     return ranks
-
-
-_FQN = "sparse.embeddings.table"
 
 
 class Stopwatch:
@@ -223,14 +229,6 @@ class TrackerPair:
         if not same:
             raise RuntimeError(f"mode {self.mode.value!r}: the trackers do not say the same")
         return len(ours.ids)
-
-
-MODES = (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING)
-ROWS, IDS, STEPS_PER_READ = 10_000_000, 200_000, 20
-# The exponents that fit MovieTweetings best: 0.89 for how often films are rated, 0.70 for how often users rate.
-SKEWS = {0.9: 5, 0.7: 3}
-"""Windows to measure, by skew."""
-SMALL_ROWS, SMALL_IDS, SMALL_STEPS = 100_000, 2_000, 1_000
 
 
 @dataclass(frozen=True)

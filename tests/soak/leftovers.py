@@ -13,6 +13,11 @@ from deltasync.storage.log_store import LogOptions
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(.*)", re.MULTILINE)
 
 
+# What the service itself keeps beside its log and its tables.
+_OWN = {"lock", "endpoints.json"}
+_LOG = "log"
+
+
 def tracebacks(folder: Path) -> list[str]:
     """The errors that were logged with a traceback: file, and the traceback's last line.
 
@@ -22,11 +27,6 @@ def tracebacks(folder: Path) -> list[str]:
     return [
         f"{file.name}: {last}" for file in files for last in _TRACEBACK.findall(file.read_text(errors="replace"))
     ]
-
-
-# What the service itself keeps beside its log and its tables.
-_OWN = {"lock", "endpoints.json"}
-_LOG = "log"
 
 
 def leftovers(data_dir: Path) -> list[str]:

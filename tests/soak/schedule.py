@@ -4,6 +4,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.5, 4.0
+_SHORTEST_GAP, _LONGEST_GAP = 0.2, 1.8  # Shares of the mean: some faults begin before others are over.
+
 
 @dataclass(frozen=True, kw_only=True)
 class SoakOptions:
@@ -14,10 +17,6 @@ class SoakOptions:
     mean_gap: float = 3.5
     small: bool = False
     keep: bool = False
-
-
-_SHORTEST_SECONDS, _LONGEST_SECONDS = 0.5, 4.0
-_SHORTEST_GAP, _LONGEST_GAP = 0.2, 1.8  # Shares of the mean: some faults begin before others are over.
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,5 @@ def _embedding(tensor: ModuleTensor) -> TrackedTable:
     tracked = dense_table(tensor)
     table = replace(tracked.table, kind=TableKind.EMBEDDING)
     return replace(
-        tracked,
-        table=table,
-        shards=[replace(shard, shard=Shard.whole(table)) for shard in tracked.shards],
+        tracked, table=table, shards=[replace(shard, shard=Shard.whole(table)) for shard in tracked.shards]
     )

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 from tests.support.process import ServiceProcess
-from tests.support.waiting import wait_for
 
 from deltasync.core.roles import token_digest
 
@@ -39,10 +38,10 @@ class GuardedService(ServiceProcess):
     """A service with a roles file, and consumer "predictors" of model "clicks"."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self.roles, self.log = folder / "roles.toml", folder / "service.log"
+        self.roles, log = folder / "roles.toml", folder / "service.log"
         self.write_roles()
         consumers = ("--consumer", "predictors=clicks", "--consumer", "others=clicks")
-        super().__init__(folder / "data", "--roles", str(self.roles), *consumers, *arguments)
+        super().__init__(folder / "data", "--roles", str(self.roles), *consumers, *arguments, log=log)
         self._environment["DELTASYNC_ADMIN_TOKEN"] = token_of("admin token")
 
     def write_roles(self, roles: Mapping[str, Sequence[str]] = ROLES) -> None:
@@ -50,18 +49,6 @@ class GuardedService(ServiceProcess):
         new.touch(0o600)
         new.write_text(roles_text(roles))
         new.replace(self.roles)
-
-    def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:
-        with self.log.open("a") as log:
-            self.process = self._started(self._command(), log.fileno())
-        self.wait_until_announced()
-
-    def lines(self, pattern: str) -> list[str]:
-        """The lines of the log in which there is something."""
-        return [line for line in self.log.read_text().splitlines() if re.search(pattern, line)]
-
-    def wait_for_line(self, pattern: str) -> str:
-        return wait_for(lambda: self.lines(pattern), self.log.read_text)[0]
 
     def ask(self, method: str, path: str, name: str = "", body: bytes | None = None) -> tuple[int, str]:
         """Status and body of a request with the token of that name."""

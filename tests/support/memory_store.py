@@ -51,14 +51,7 @@ class MemoryStore:
         self._disk.streams.setdefault(stream, {})[number, part, index] = record
         return _done()
 
-    def drop(
-        self,
-        stream: str,
-        number: int,
-        part: int | None = None,
-        *,
-        patient: bool = False,
-    ) -> Future[None]:
+    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
         if part is None:
             return self._keep(stream, lambda address: address[0] < number)
         return self._keep(stream, lambda address: address[:2] != (number, part))

@@ -21,7 +21,7 @@ class ObjectStorage:
     def __init__(self, folder: Path) -> None:
         program = Path(sys.executable).with_name("weed")
         self._program = str(program) if program.exists() else shutil.which("weed")
-        self._folder, self._ports = folder, dict(zip(_PARTS, _ports(), strict=True))
+        self._folder, self._ports = folder, dict(zip(_PARTS, weed_ports(len(_PARTS)), strict=True))
         self.url = f"http://127.0.0.1:{self._ports['s3']}"
 
     def start(self) -> None:
@@ -63,6 +63,6 @@ class ObjectStorage:
         self.kill()
 
 
-def _ports() -> list[int]:
+def weed_ports(count: int) -> list[int]:
     """Those of gRPC, which are 10,000 higher, are free and below the ports of connections too."""
-    return free_ports(len(_PARTS), lambda port: port < 20_000 and is_free(port) and is_free(port + 10_000))
+    return free_ports(count, lambda port: port < 20_000 and is_free(port) and is_free(port + 10_000))

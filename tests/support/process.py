@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import urllib.error
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
@@ -61,6 +62,7 @@ class ServiceProcess(HttpStatus):
 
     Unless its tables are `private`, as if there were too little memory for that. It may have so many `files`
     open, if that is said. It is a fork of a process that has imported what it needs, unless it is `fresh`.
+    What it logs goes into the file `log`, if there is one.
 
     Attributes:
         ahead_seconds: by so much its clock is ahead of this process's, from its next start on.
@@ -74,9 +76,11 @@ class ServiceProcess(HttpStatus):
         private: bool = True,
         files: int = 0,
         fresh: bool = False,
+        log: Path | None = None,
     ) -> None:
         self.fresh = fresh or bool(code)
         self.data_dir = data_dir
+        self.log = log
         self.ahead_seconds = 0
         self.program = ["-m", "deltasync"] if private else ["-c", _WITH_SHARED_FILES]
         self._environment = environment(code) | {"DELTASYNC_ADMIN_TOKEN": ADMIN_TOKEN}
@@ -93,7 +97,8 @@ class ServiceProcess(HttpStatus):
         with suppress(IsADirectoryError):
             (self.data_dir / "endpoints.json").unlink(missing_ok=True)
         limit = [] if largest_file is None else ["prlimit", f"--fsize={largest_file}:"]
-        self.process = self._started([*limit, *self._command()])
+        with self.log.open("ab") if self.log else nullcontext() as log:
+            self.process = self._started([*limit, *self._command()], log.fileno() if log else 2)
         if announced:
             self.wait_until_announced()
 
@@ -110,9 +115,26 @@ class ServiceProcess(HttpStatus):
         self.grpc, self.http = found["grpc"], found["http"]
         self._ports = (self.grpc.rpartition(":")[2], self.http.rpartition(":")[2])
 
-    def largest_file_is(self, size: int) -> None:
+    @property
+    def pid(self) -> int:
         assert self.process
-        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        return self.process.pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self.process
+        self.process.send_signal(number)
+
+    def lines(self, pattern: str) -> list[str]:
+        """The lines of its log in which there is something."""
+        assert self.log
+        return [line for line in self.log.read_text().splitlines() if re.search(pattern, line)]
+
+    def wait_for_line(self, pattern: str) -> str:
+        assert self.log
+        return wait_for(lambda: self.lines(pattern), self.log.read_text)[0]
+
+    def largest_file_is(self, size: int) -> None:
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     def run_to_end(self) -> "subprocess.CompletedProcess[str]":
         """Run a service that is expected not to start."""
@@ -154,7 +176,7 @@ class ServiceProcess(HttpStatus):
 
     def terminate(self) -> int:
         assert self.process
-        self.process.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         return self.process.wait(_DEADLINE_SECONDS)
 
     def __enter__(self) -> Self:

@@ -224,12 +224,7 @@ class SideBySide:
         return first, self.plain.read(name)
 
     def _check_read(
-        self,
-        name: str,
-        delta: Delta,
-        expected: tuple[dict[Row, bytes | None], ModelRead],
-        *,
-        values: bool = True,
+        self, name: str, delta: Delta, expected: tuple[dict[Row, bytes | None], ModelRead], *, values: bool = True
     ) -> None:
         first, read = expected
         assert not self.plain.lost()

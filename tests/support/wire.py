@@ -27,9 +27,7 @@ class Stream:
         self._channel = grpc.insecure_channel(address)
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._call = method(self._channel)(
-            iter(self._requests.get, None),
-            timeout=_TIMEOUT_SECONDS,
-            metadata=[protocol_to_metadata()],
+            iter(self._requests.get, None), timeout=_TIMEOUT_SECONDS, metadata=[protocol_to_metadata()]
         )
 
     def send(self, *requests: Any) -> None:

@@ -15,15 +15,7 @@ from tests.support.fleet import checked_ack, wait_for_lag
 from tests.support.metrics import EVENT_METRICS, METRICS, SNAPSHOT_METRICS, TLS_METRICS, samples_of
 from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
-from tests.support.wire import (
-    TABLES,
-    WHOLE,
-    RankStream,
-    ReplicaStream,
-    full_part,
-    random_rows,
-    size_of,
-)
+from tests.support.wire import TABLES, WHOLE, RankStream, ReplicaStream, full_part, random_rows, size_of
 
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -346,8 +338,7 @@ def test_a_damaged_replica_is_seen_until_it_is_repaired(topped: RunningService) 
         shown = deltasync("lag", "top", "--service", topped.http)[1]
         names = ", ".join(table.name for table in TABLES)
         assert re.search(
-            rf"(?m)^replica p0 +holds other rows than it was sent in {re.escape(names)}, which are to be",
-            shown,
+            rf"(?m)^replica p0 +holds other rows than it was sent in {re.escape(names)}, which are to be", shown
         )
         follower.acknowledge(whole, {each.slot: each.sum for each in whole.sums})
         wait_for_lag(topped, "top", lambda lag: lag["state"] == "in sync")

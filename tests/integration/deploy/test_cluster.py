@@ -25,6 +25,7 @@ from tests.support.deployments import (
     wait_for_probe,
 )
 from tests.support.fleet import Trainer
+from tests.support.object_storage import weed_ports
 from tests.support.ports import free_ports
 from tests.support.programs import killed
 from tests.support.waiting import wait_for
@@ -152,16 +153,13 @@ def _wait_until_healthy(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def storage(
-    overlay: list[Doc],
-    secrets: Secrets,
-    tool: Callable[[str], str],
-    tmp_path_factory: pytest.TempPathFactory,
+    overlay: list[Doc], secrets: Secrets, tool: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[int]:
     """The object storage as its pod starts it, at a port here."""
     place, container = tmp_path_factory.mktemp("storage"), _container(overlay, "storage")
     places = _places(overlay, "storage", secrets, place) | {"/data": place / "data"}
     (place / "data").mkdir()
-    s3, *others = free_ports(4)
+    s3, *others = weed_ports(4)
     arguments = [moved(each, places).replace("-s3.port=8333", f"-s3.port={s3}") for each in container["args"]]
     ports = [f"-{name}.port={port}" for name, port in zip(("master", "volume", "filer"), others, strict=True)]
     with (place / "log").open("wb") as log:
@@ -169,7 +167,8 @@ def storage(
     with killed(process):
         context = ssl.create_default_context(cafile=secrets["deltasync-tls"]["ca.crt"])
         url, log_of = f"https://127.0.0.1:{s3}", (place / "log").read_text
-        wait_for(lambda: _answers(url, verify=context) is not None, log_of, _WAIT)
+        wait_for(lambda: _answers(url, verify=context) is not None or process.poll() is not None, log_of, _WAIT)
+        assert process.poll() is None, log_of()
         yield s3
 
 

@@ -48,10 +48,7 @@ def lines(
     """Each `deltasync` command line, without its first word, by where it stands."""
     image = dict(stages["service"])
     assert json.loads(image["ENTRYPOINT"]) == ["deltasync"]
-    found = {
-        "Dockerfile": json.loads(image["CMD"]),
-        "compose.yaml": compose["services"]["service"]["command"],
-    }
+    found = {"Dockerfile": json.loads(image["CMD"]), "compose.yaml": compose["services"]["service"]["command"]}
     (found["service.yaml"],) = [c["args"] for c in containers if c["image"] == "deltasync-service"]
     program, *found["deltasync.service"] = shlex.split(dict(unit)["ExecStart"])
     assert Path(program).name == "deltasync"

@@ -102,11 +102,7 @@ def test_the_command_says_what_to_install(installed: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("verb", "missing", "extras"),
-    [
-        ("serve", "fastapi", "service"),
-        ("demo", "rich", "service,trainer"),
-    ],
+    ("verb", "missing", "extras"), [("serve", "fastapi", "service"), ("demo", "rich", "service,trainer")]
 )
 def test_a_verb_says_what_to_install(
     installed: Path, tmp_path: Path, verb: str, missing: str, extras: str

@@ -249,11 +249,7 @@ def test_arguments_expand_only_variables_that_are_there(manifests: list[Doc], ov
         names = set(re.findall(r"\$\((\w+)\)", " ".join(container.get("args", []))))
         assert names <= there
         used |= {(doc["kind"], name) for name in names}
-    assert used == {
-        ("Deployment", "POD_NAME"),
-        ("Job", "JOB_COMPLETION_INDEX"),
-        ("StatefulSet", "POD_NAME"),
-    }
+    assert used == {("Deployment", "POD_NAME"), ("Job", "JOB_COMPLETION_INDEX"), ("StatefulSet", "POD_NAME")}
 
 
 def test_ranks_meet_at_the_first_pod(manifests: list[Doc]) -> None:

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +19,10 @@ HOUR = 3600
 SOON = 600
 
 
-class SetClock:
-    """The clock of this process, which is all there is: set by so many seconds."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.ahead_seconds = 0
-        right = time.time_ns
-        patch.setattr(time, "time_ns", lambda: right() + self.ahead_seconds * 10**9)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SetClock:
-    return SetClock(monkeypatch)
-
-
 @pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["set forward", "set back"])
-def test_the_services_clock_is_set_while_all_runs(running: RunningService, clock: SetClock, ahead: int) -> None:
+def test_the_services_clock_is_set_while_all_runs(
+    running: RunningService, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
     admin_of(running).create_consumer("top", "clicks", Policy(top_k=3, ready_within_seconds=SOON - 1))
     target = Recorder()
     with Trainer(running.grpc) as trainer, ReplicaStream(running.grpc, replica="behind") as behind:
@@ -44,7 +31,8 @@ def test_the_services_clock_is_set_while_all_runs(running: RunningService, clock
         with follow(running, "top", "t", target) as replica:
             replica.wait_until_ready(20)
             trainer.change(20)
-            clock.ahead_seconds = ahead
+            right = time.time_ns
+            monkeypatch.setattr(time, "time_ns", lambda: right() + ahead * 10**9)
             for name in ("predictors", "top"):  # Of what was made before.
                 _check(running.get_json(f"/consumers/{name}/lag"))
             trainer.change(20)
@@ -60,40 +48,13 @@ def test_the_services_clock_is_set_while_all_runs(running: RunningService, clock
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["set forward", "set back"])
-@pytest.mark.parametrize("consumer", ["plain", "top"])
-def test_the_services_clock_is_set_during_a_pause(
-    running: RunningService, clock: SetClock, consumer: str, ahead: int
-) -> None:
-    """It makes nobody older, who then is not ready any more."""
-    admin = admin_of(running)
-    policy = Policy(top_k=3) if consumer == "top" else Policy()
-    admin.create_consumer(consumer, "clicks", replace(policy, ready_within_seconds=SOON))
-    with Trainer(running.grpc) as trainer, follow(running, consumer, "r", Recorder()) as replica:
-        trainer.publish_all()
-        replica.wait_until_ready(20)
-        admin.pause_consumer(consumer)
-        clock.ahead_seconds = ahead
-        trainer.change(20)
-        with ReplicaStream(running.grpc, consumer=consumer, replica="b", held=replica.held) as other:
-            told = other.until("progress", "release_end")
-            assert 0 <= told.behind_ns < SOON * 10**9
-        assert replica.ready
-        admin.resume_consumer(consumer)
-        replica.wait_for(2, 20)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("ahead", [HOUR, -HOUR], ids=["ahead", "behind"])
 def test_a_service_comes_back_with_another_clock_than_its_peers(tmp_path: Path, ahead: int) -> None:
     """Releases go out, replicas are ready and not forgotten, and the later run is the one that publishes."""
     arguments = ("--consumer", "predictors=clicks", "--replica-retention-seconds", str(SOON))
     policy = Policy(top_k=3, min_interval_seconds=0.1, max_age_seconds=0.5, ready_within_seconds=20)
     target, began = Recorder(), time.time_ns()
-    with (
-        ServiceProcess(tmp_path / "data", *arguments) as service,
-        ExitStack() as stack,
-    ):
+    with ServiceProcess(tmp_path / "data", *arguments) as service, ExitStack() as stack:
         admin_of(service).create_consumer("top", "clicks", policy)
         trainer = stack.enter_context(Trainer(service.grpc, started=began))
         replica = stack.enter_context(follow(service, "top", "t", target))

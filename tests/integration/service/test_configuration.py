@@ -1,11 +1,8 @@
 """The configuration at a start, and on SIGHUP, which never ends the service: what does not fit is said."""
 
-import os
-import re
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.fleet import WAIT, Trainer, follow
@@ -41,29 +38,8 @@ WRONG = {
 }
 
 
-class Logged(ServiceProcess):
-    """A service whose log can be read."""
-
-    def start(self, *, announced: bool = True, largest_file: int | None = None) -> None:
-        reading, writing = os.pipe()
-        self.process = self._started(self._command(), writing)
-        os.close(writing)
-        self._log = os.fdopen(reading)
-        self.until("listening")
-
-    def until(self, pattern: str) -> str:
-        for line in self._log:
-            if re.search(pattern, line):
-                return line
-        raise AssertionError(f"the service has ended without {pattern!r}")
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._log.close()
-
-    def hang_up(self) -> None:
-        assert self.process
-        self.process.send_signal(signal.SIGHUP)
+def logged(folder: Path, *arguments: str) -> ServiceProcess:
+    return ServiceProcess(folder / "data", *arguments, log=folder / "service.log")
 
 
 @pytest.fixture
@@ -74,10 +50,10 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_what_has_changed_is_taken_over_and_said(tmp_path: Path, config: Path) -> None:
-    with Logged(tmp_path / "data", "--config", str(config)) as service:
+    with logged(tmp_path, "--config", str(config)) as service:
         config.write_text(SECOND)
-        service.hang_up()
-        line = service.until("configuration reloaded: ")
+        service.send_signal(signal.SIGHUP)
+        line = service.wait_for_line("configuration reloaded: ")
         assert "limit streams: 7, was 1000; limit message_bytes: 5000000 from the next start on; made" in line
         assert "made: three; changed: two; refused: one; other settings are read at the next start" in line
         assert service.terminate() == 0
@@ -85,20 +61,20 @@ def test_what_has_changed_is_taken_over_and_said(tmp_path: Path, config: Path) -
 
 @pytest.mark.parametrize(("text", "said"), WRONG.values(), ids=WRONG)
 def test_an_error_in_the_file_changes_nothing(tmp_path: Path, config: Path, text: str | None, said: str) -> None:
-    with Logged(tmp_path / "data", "--config", str(config)) as service:
+    with logged(tmp_path, "--config", str(config)) as service:
         config.unlink() if text is None else config.write_text(text)
-        service.hang_up()
-        service.until(said)
+        service.send_signal(signal.SIGHUP)
+        service.wait_for_line(said)
         config.write_text(FIRST)
-        service.hang_up()
-        assert "reloaded: as before: one, two;" in service.until("configuration reloaded: ")
+        service.send_signal(signal.SIGHUP)
+        assert "reloaded: as before: one, two;" in service.wait_for_line("configuration reloaded: ")
         assert service.terminate() == 0
 
 
 def test_without_a_file_it_says_so(tmp_path: Path) -> None:
-    with Logged(tmp_path / "data") as service:
-        service.hang_up()
-        service.until("configuration reloaded: there is no file: start the service with --config")
+    with logged(tmp_path) as service:
+        service.send_signal(signal.SIGHUP)
+        service.wait_for_line("configuration reloaded: there is no file: start the service with --config")
         assert service.terminate() == 0
 
 

@@ -8,17 +8,7 @@ import pytest
 from tests.support.fleet import admin_of, lost, wait_for_lag
 from tests.support.metrics import EVENT_METRICS, samples_of
 from tests.support.server import RunningService
-from tests.support.wire import (
-    TABLES,
-    WHOLE,
-    RankStream,
-    ReplicaStream,
-    ack,
-    full_part,
-    part,
-    random_rows,
-    size_of,
-)
+from tests.support.wire import TABLES, WHOLE, RankStream, ReplicaStream, ack, full_part, part, random_rows, size_of
 
 from deltasync.client import NumpyTarget, Policy, Subscriber, SubscriberOptions
 from deltasync.wire.messages import position_from_message

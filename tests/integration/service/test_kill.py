@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.fleet import wait_until_in_sync
+from tests.support.fleet import follow, wait_until_in_sync
 from tests.support.process import ServiceProcess
 from tests.support.state import lag_of
 from tests.support.wire import block
@@ -22,7 +22,6 @@ from deltasync.client import (
     RowBatch,
     Shard,
     Subscriber,
-    SubscriberOptions,
     TableSpec,
 )
 from deltasync.storage.lmdb_store import LmdbStore
@@ -110,10 +109,6 @@ class Trainer:
             self.moved.notify_all()
 
 
-def subscriber(service: ServiceProcess, replica: str, target: NumpyTarget) -> Subscriber:
-    return Subscriber(SubscriberOptions(service=service.grpc, consumer="predictors", replica=replica), target)
-
-
 def offsets_are_what_was_applied(service: ServiceProcess, replicas: list[Subscriber]) -> None:
     """The offset is read first: what a replica holds only grows."""
     lag = lag_of(service)
@@ -133,12 +128,7 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path, private: bool, kills: int)
     service = ServiceProcess(tmp_path / "data", *arguments, private=private)
     targets = [NumpyTarget(), NumpyTarget()]
     with service:
-        replicas = [
-            Subscriber(
-                SubscriberOptions(service=service.grpc, consumer="predictors", replica=f"p{number}"), target
-            )
-            for number, target in enumerate(targets)
-        ]
+        replicas = [follow(service, "predictors", f"p{number}", target) for number, target in enumerate(targets)]
         trainer = Trainer(service.grpc)
         trainer.wait_for(1)
         for replica in replicas:
@@ -160,7 +150,7 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path, private: bool, kills: int)
         assert [each.number for each in trainer.acknowledged] == list(range(1, head.number + 1))
         assert {each.history for each in trainer.acknowledged} == {head.history}
         late = NumpyTarget()
-        replicas.append(subscriber(service, "p2", late))
+        replicas.append(follow(service, "predictors", "p2", late))
         for replica, target in zip(replicas, [*targets, late], strict=True):
             assert replica.wait_for(head.number, WAIT) == head
             for table, rows in zip(TABLES, trainer.rows, strict=True):

@@ -109,36 +109,6 @@ def no_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "posix_fallocate", full)
 
 
-def test_it_starts_without_room_whenever_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it cannot serve for want of it, comes by itself once there is room."""
-    with monkeypatch.context() as patch:
-        crashes = Crashes(patch, tmp_path / "data", tmp_path)
-        run(tmp_path / "data", live)
-    waited = 0
-
-    async def start(copy: Path) -> bool:
-        async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
-            with monkeypatch.context() as patch:
-                no_room(patch)
-                service = Service(ServiceOptions(data_dir=copy), tasks)
-                recovery = tasks.create_task(service.recover())
-                while service.recovering and not service.volumes.trouble:
-                    await asyncio.sleep(0.001)
-                served = not service.recovering
-            await recovery
-            assert served or service.models
-            await service.volumes.look_after()
-            assert not service.volumes.trouble
-            assert files_of(service) == set()
-            await service.drain()
-            return served
-
-    for copy in crashes.copies[1:]:
-        waited += not asyncio.run(start(copy))
-        shutil.rmtree(copy)
-    assert 0 < waited < len(crashes.copies) - 1  # Those with a table that has grown, which needs other files.
-
-
 def test_a_model_whose_removal_has_no_room_to_be_finished_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

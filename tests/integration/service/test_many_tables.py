@@ -40,8 +40,7 @@ def nowhere() -> CallbackTarget:
 
 def held(service: ServiceProcess) -> tuple[int, int]:
     """Open files and mappings of a service."""
-    assert service.process
-    folder = Path(f"/proc/{service.process.pid}")
+    folder = Path(f"/proc/{service.pid}")
     return len(list((folder / "fd").iterdir())), len((folder / "maps").read_text().splitlines())
 
 

@@ -45,13 +45,15 @@ def later_run(
     service: RunningService, tables: Sequence[TableSpec], continues: Position, number: int = 2
 ) -> Publisher:
     options = PublisherOptions(
-        service=service.grpc,
-        model="clicks",
-        run=f"run-{number}",
-        run_started_unix_ns=number,
-        continues=continues,
+        service=service.grpc, model="clicks", run=f"run-{number}", run_started_unix_ns=number, continues=continues
     )
     return Publisher(options, list(tables), [Shard.whole(table) for table in tables])
+
+
+def part_of(tables: Sequence[TableSpec], rows: Sequence[np.ndarray], changed: dict[int, np.ndarray]) -> Part:
+    """Some rows of some tables, by slot."""
+    batches = [RowBatch(Shard.whole(tables[slot]), ids, rows[slot][ids]) for slot, ids in changed.items()]
+    return Part(step=1, step_end_unix_ns=time.time_ns(), rows=batches)
 
 
 def test_only_what_a_larger_run_publishes_travels(ranked: RunningService) -> None:
@@ -65,8 +67,7 @@ def test_only_what_a_larger_run_publishes_travels(ranked: RunningService) -> Non
         received, held = (plain.received_rows, coded.received_rows), plain.bytes()
         assert received == (USER.rows + ITEM.rows,) * 2
         with later_run(ranked, LARGER, head) as publisher:
-            batches = [RowBatch(Shard.whole(LARGER[slot]), ids, rows[slot][ids]) for slot, ids in new.items()]
-            head = publisher.publish(Part(step=1, step_end_unix_ns=time.time_ns(), rows=batches)).result(WAIT)
+            head = publisher.publish(part_of(LARGER, rows, new)).result(WAIT)
             assert head.number == 2
             for consumer in ("predictors", "ranked"):
                 lag = wait_until_in_sync(ranked, consumer, head)
@@ -97,8 +98,7 @@ def test_who_was_away_meanwhile_gets_what_it_lacks(ranked: RunningService) -> No
     ids = np.arange(USER.rows, 500)
     rows = random_rows(7, LARGER[:1])[0]
     with later_run(ranked, LARGER[:1], head) as publisher:
-        batch = RowBatch(Shard.whole(LARGER[0]), ids, rows[ids])
-        head = publisher.publish(Part(step=1, step_end_unix_ns=1, rows=[batch])).result(WAIT)
+        head = publisher.publish(part_of(LARGER, [rows], {0: ids})).result(WAIT)
     before = target.received_rows
     with follow(ranked, "predictors", "a", target, held=held) as replica:
         replica.wait_for(head, WAIT)
@@ -161,8 +161,7 @@ def test_a_module_that_lacks_what_is_new_follows_the_rest_and_lag_names_it(ranke
         held = user.weight.detach().clone()
         with later_run(ranked, LARGER, head) as publisher:
             changed = {0: np.array([3, *range(USER.rows, 500)]), 1: np.array([2, 30]), 2: np.arange(20)}
-            batches = [RowBatch(Shard.whole(LARGER[slot]), ids, rows[slot][ids]) for slot, ids in changed.items()]
-            head = publisher.publish(Part(step=1, step_end_unix_ns=1, rows=batches)).result(WAIT)
+            head = publisher.publish(part_of(LARGER, rows, changed)).result(WAIT)
             replica.wait_for(head, WAIT)
             lag = wait_for_lag(ranked, "predictors", lambda lag: lag["offset"] == head.number)
     assert lag["state"] == "partial"

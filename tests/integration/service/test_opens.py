@@ -40,8 +40,7 @@ def costs(service: ServiceProcess) -> dict[str, Any]:
 
 
 def threads(service: ServiceProcess) -> int:
-    assert service.process
-    return len(list(Path(f"/proc/{service.process.pid}/task").iterdir()))
+    return len(list(Path(f"/proc/{service.pid}/task").iterdir()))
 
 
 def wait_until_it_costs(service: ServiceProcess, wanted: dict[str, Any]) -> None:

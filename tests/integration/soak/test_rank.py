@@ -25,12 +25,7 @@ MODEL = "clicks"
 @pytest.fixture
 def run(tmp_path: Path) -> TrainingRun:
     made = TrainingRun(
-        number=0,
-        id="r",
-        started_unix_ns=time.time_ns(),
-        first_step=1,
-        ranks=2,
-        tables=FIRST_TABLES,
+        number=0, id="r", started_unix_ns=time.time_ns(), first_step=1, ranks=2, tables=FIRST_TABLES
     )
     write_runs(runs_file(tmp_path, MODEL), [made])
     return made

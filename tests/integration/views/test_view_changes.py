@@ -208,9 +208,7 @@ def test_a_consumer_made_anew_under_the_same_name_begins_anew(service: RunningSe
 
 
 def test_a_replica_that_joins_while_tables_change_is_given_them_as_they_were_announced(
-    service: RunningService,
-    admin: Admin,
-    monkeypatch: pytest.MonkeyPatch,
+    service: RunningService, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for what the policy wants to be there."""
     target, joining = Recorder(), Recorder()

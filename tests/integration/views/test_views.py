@@ -116,9 +116,7 @@ def test_a_slow_replica_does_not_hold_up_the_others(service: RunningService) -> 
 def all_released(service: RunningService, head: Position) -> dict[str, Any]:
     """The lag once every row of a version is released, whoever has applied it."""
     return wait_for_lag(
-        service,
-        "top",
-        lambda lag: lag["release"]["version"] == head.number and lag["release"]["left_rows"] == 0,
+        service, "top", lambda lag: lag["release"]["version"] == head.number and lag["release"]["left_rows"] == 0
     )
 
 

@@ -14,6 +14,8 @@ from tests.soak.journal import replace_file
 from tests.soak.schedule import Fault
 from tests.soak.world import SERVICE, World
 
+_WRITE_SECONDS = 0.05
+
 
 def flip_bit(models: Path, pick: float) -> str:
     """Flip a bit of some file below a folder, where that has something; which, and at what byte."""
@@ -31,9 +33,6 @@ def flip_bit(models: Path, pick: float) -> str:
                 opened.write(bytes([byte ^ 1 << rng.randrange(8)]))
             return f"{file.name}, byte {at}"
     return "nothing"
-
-
-_WRITE_SECONDS = 0.05
 
 
 def fill_disk(world: World, fault: Fault) -> Sequence[str]:
