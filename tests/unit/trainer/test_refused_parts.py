@@ -16,6 +16,7 @@ from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired
 from deltasync.trainer import run as trainer_run
 from deltasync.trainer import sync as trainer_sync
 from deltasync.trainer.distributed import agreement
+from deltasync.trainer.standstill import Standstill
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 RANKS = 2
@@ -224,3 +225,21 @@ def test_training_goes_on_where_one_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
     play(service, monkeypatch, story)
     assert service.sealed[:2] == [(True, True), (False, False)]
+
+
+# Waiting for a part of another rank: counted in time, from when it began.
+
+
+def test_it_is_long_after_a_minute_without_an_end() -> None:
+    now = [0.0]
+    standstill = Standstill(lambda: now[0])
+    standstill.note(waits=True)
+    now[0] = 59.0
+    standstill.note(waits=True)
+    assert not standstill.long
+    now[0] = 60.0
+    assert standstill.long
+    standstill.note(waits=False)
+    assert not standstill.long
+    standstill.note(waits=True)
+    assert not standstill.long

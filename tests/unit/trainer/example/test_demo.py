@@ -1,7 +1,10 @@
-"""What the demo does before its first process: options that do not fit, and folders that it leaves."""
+"""The demo's processes, options that do not fit, and folders that it leaves."""
 
 import io
+import os
+import signal
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,3 +102,49 @@ def test_logs_are_kept_and_named_after_a_failure_and_not_after_an_interrupt(
     named = "".join(f"logs and results: {folder}\n" for folder in folders)
     waiting = "starting the service; the first time its kernels are compiled, half a minute or more\n"
     assert said.getvalue() == waiting + named
+
+
+# The demo's processes.
+
+_ENDS_BY_ITSELF = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[1])))
+print("ready")
+signal.pause()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that ends on SIGTERM with the status in its argument."""
+    (tmp_path / "ends_by_itself.py").write_text(_ENDS_BY_ITSELF)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "ends_by_itself"
+
+
+def started(processes: Processes, name: str, *arguments: str) -> None:
+    processes.start(name, arguments)
+    while "ready" not in processes.tail(name):
+        time.sleep(0.01)
+
+
+def test_what_was_halted_goes_on_to_its_end(program: str, tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        started(processes, "replica-0", program, "0")
+        os.kill(processes.pid("replica-0"), signal.SIGSTOP)
+        processes.stop("replica-0")
+        assert (processes.status("replica-0"), processes.running("replica-0")) == (0, False)
+
+
+def test_a_process_that_fails_shows_the_end_of_its_log(program: str, tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        started(processes, "replica-0", program, "3")
+        with pytest.raises(DemoFailed, match="replica-0 ended with status 3; the end of its log:\nready"):
+            processes.stop("replica-0")
+
+
+def test_processes_end_with_the_block(program: str, tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        started(processes, "replica-0", program, "0")
+        assert processes.running("replica-0")
+    assert processes.status("replica-0") == 0

@@ -1,4 +1,4 @@
-"""Which versions are known, by number and seal, in a run and in a checkpoint of several ranks."""
+"""What is saved: formats, and which versions are known in a checkpoint of several ranks."""
 
 import io
 from typing import Any
@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from deltasync.client import Position
+from deltasync.core.errors import InvalidInput
+from deltasync.trainer.checks import check_format
 from deltasync.trainer.published_versions import PublishedVersions
 from deltasync.trainer.sync_state import SyncState
 
@@ -83,3 +85,24 @@ def test_a_checkpoint_is_at_the_lowest_version_of_its_ranks(
     states = [state(9, *each) for each in zip(positions, versions, strict=True)]
     found = SyncState.of_all(states).position
     assert (found, found.seal) == (expected, expected.seal)
+
+
+# Formats of what was saved: those that are known, and those that are not.
+
+
+@pytest.mark.parametrize("found", [1, 2, 3])
+def test_formats_up_to_the_newest_are_read(found: int) -> None:
+    check_format("a state", found, 3)
+
+
+@pytest.mark.parametrize("found", [4, 10**9])
+def test_a_newer_format_is_refused_with_both_numbers_and_a_way_out(found: int) -> None:
+    message = f"a state is of format {found}, this version reads 3: update deltasync, or start"
+    with pytest.raises(InvalidInput, match=message):
+        check_format("a state", found, 3)
+
+
+@pytest.mark.parametrize("found", [0, -1, 1.0, "1", True, None, b"\0"])
+def test_what_is_no_format_is_not_taken_for_one(found: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"^a state: format: .* expected a whole number of at least 1$"):
+        check_format("a state", found, 3)
