@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, opened, publish, run, send
+from tests.support.local_service import join, opened, publish, send
 from tests.support.log import log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_loop, in_service
@@ -227,23 +227,18 @@ async def test_what_cannot_be_asked_for(
     assert log_of(service).items("delete/") == {}
 
 
-def test_a_request_whose_asker_is_gone_is_not_forgotten_and_then_remembered(tmp_path: Path) -> None:
-    async def scenario(service: Service) -> None:
+@in_loop()
+async def test_a_request_whose_asker_is_gone_is_not_forgotten_and_then_remembered(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
         await publish(service)
         asking = asyncio.create_task(ask(service, [3]))
         while not service.pending_deletes():
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.wait([asking])
-        pending.extend(each.request.number for each in service.pending_deletes())
-
-    async def again(service: Service) -> None:
-        assert [each.request.number for each in service.pending_deletes()] == pending
-
-    pending: list[int] = []
-    run(tmp_path, scenario)
-    run(tmp_path, again)
-    assert len(pending) == 1
+        (pending,) = service.pending_deletes()
+    async with opened(tmp_path) as service:
+        assert [each.request.number for each in service.pending_deletes()] == [pending.request.number]
 
 
 @in_service()

@@ -160,30 +160,24 @@ async def test_many_rows_are_asked_for_a_few_at_a_time(service: Service, monkeyp
     assert asked == [[[3, 4, 5, 6]], [[7, 8, 9, 10]], [[3, 4, 5, 6]]], "not what is on its way"
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["it is deleted", "a full part does not name it"])
 @in_service()
-async def test_a_deleted_row_is_zeros_again(service: Service) -> None:
-    session, model = await published(service)
-    requests = part(2, [(0, [5], np.zeros((1, 4), "<f4"))])
-    requests[0].chunk.rows.deleted, requests[0].chunk.rows.values = True, b""
-    await cut(service, session, requests)
-    model.flush()
-    flip(model.tables[0], 5)
-    await model.damage.sweep()
-    assert lists(model.damage.rows) == {USER.name: [5]}
-    assert list(await model.damage.mend()) == [USER.name]
-    assert not model.tables[0].rows[5].any()
-
-
-@in_service()
-async def test_a_row_that_a_full_part_does_not_name_is_zeros_again(service: Service) -> None:
-    """The log has what it was before, and no delete."""
+async def test_a_deleted_row_is_zeros_again(service: Service, named: bool) -> None:
+    """Of one that a full part does not name, the log has what it was before, and no delete."""
     session, model = await published(service)
     ids = np.setdiff1d(np.arange(USER.rows), [5])
-    everything = [(0, ids, ROWS[0][ids]), (1, np.arange(ITEM.rows), ROWS[1])]
-    await cut(service, session, part(2, everything, full=True))
+    if named:
+        requests = part(2, [(0, [5], np.zeros((1, 4), "<f4"))])
+        requests[0].chunk.rows.deleted, requests[0].chunk.rows.values = True, b""
+    else:
+        requests = part(2, [(0, ids, ROWS[0][ids]), (1, np.arange(ITEM.rows), ROWS[1])], full=True)
+    await cut(service, session, requests)
+    if named:
+        model.flush()
     assert model.tables[0].deleted(np.array([5])).all()
     flip(model.tables[0], 5)
     await model.damage.sweep()
+    assert lists(model.damage.rows) == {USER.name: [5]}
     assert list(await model.damage.mend()) == [USER.name]
     assert not model.tables[0].rows[5].any()
 
@@ -454,17 +448,6 @@ async def test_a_model_in_trouble_keeps_no_other_from_being_looked_after(
         over.set()
     keeper.cancel()
     assert model.tables[0].rows.tobytes() == ROWS[0].tobytes()
-
-
-@in_loop()
-async def test_damage_of_before_a_restart_is_found_after_it(tmp_path: Path) -> None:
-    async with opened(tmp_path) as service:
-        _, model = await published(service)
-        flip(model.tables[0], 11)
-        model.flush()
-    async with opened(tmp_path) as service:
-        with pytest.raises(DamagedRows, match="row 11"):
-            await service.models["clicks"].release(0)
 
 
 @in_loop()

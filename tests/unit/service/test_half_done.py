@@ -2,11 +2,10 @@
 
 import asyncio
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.local_service import publish, run
+from tests.support.local_service import publish
 from tests.unit.support.async_tests import in_service
 
 from deltasync.api.reload import Reloaded, reload_on
@@ -55,8 +54,9 @@ async def test_a_quarantine_goes_on_where_a_consumer_is_deleted_meanwhile(servic
     assert [each.pause is not None for each in after.values()] == [True]
 
 
-def test_a_configuration_that_is_taken_over_in_part_is_not_said_to_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@in_service()
+async def test_a_configuration_that_is_taken_over_in_part_is_not_said_to_change_nothing(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     put = LmdbStore.put
 
@@ -65,19 +65,15 @@ def test_a_configuration_that_is_taken_over_in_part_is_not_said_to_change_nothin
             raise StorageFailed("the log is full")
         return put(log, name, *arguments, **fields)
 
-    async def scenario(service: Service) -> None:
-        consumers = tuple(ConsumerOptions(name, "clicks", Policy()) for name in ("first", "second"))
-        wanted = Reloaded(consumers, LimitOptions())
-        reloading = asyncio.Event()
-        reloads = asyncio.create_task(reload_on(reloading, service, lambda: wanted))
-        monkeypatch.setattr(LmdbStore, "put", full)
-        reloading.set()
-        while "log is full" not in caplog.text:
-            await asyncio.sleep(0)
-        monkeypatch.undo()
-        reloads.cancel()
-        assert "first" in service.registry.consumers
-
-    run(tmp_path, scenario)
+    consumers = tuple(ConsumerOptions(name, "clicks", Policy()) for name in ("first", "second"))
+    reloading = asyncio.Event()
+    reloads = asyncio.create_task(reload_on(reloading, service, lambda: Reloaded(consumers, LimitOptions())))
+    monkeypatch.setattr(LmdbStore, "put", full)
+    reloading.set()
+    while "log is full" not in caplog.text:
+        await asyncio.sleep(0)
+    monkeypatch.undo()
+    reloads.cancel()
+    assert "first" in service.registry.consumers
     assert "nothing has changed" not in caplog.text
     assert "the configuration is taken over in part: made: first" in caplog.text

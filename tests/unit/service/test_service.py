@@ -73,25 +73,21 @@ async def test_consumers_made_at_the_same_time_are_one(service: Service) -> None
 
 def test_what_a_crash_left_of_a_deleted_consumer_is_ignored(tmp_path: Path) -> None:
     log = LmdbStore(LogOptions(directory=tmp_path / "log", max_bytes=1 << 20))
+    offset = {"history": "h", "version": 3, "seal": 9, "acked_unix_ns": 5}
     for name, meta in {
         "consumer/a": {"model": "m", "created_unix_ns": 1, "policy": {}},
-        "offset/a/p": {"history": "h", "version": 3, "seal": 9, "acked_unix_ns": 5},
-        "offset/ab/p": {"history": "h", "version": 4, "seal": 9, "acked_unix_ns": 5},
+        "offset/a/p": offset,
+        "offset/ab/p": offset,
     }.items():
         log.put(name, pack_json(meta)).result(20)
 
     async def load() -> ConsumerRegistry:
         return ConsumerRegistry(EmbeddedLogs(log), 10, Events())
 
-    registry = asyncio.run(load())
-    assert list(registry.consumers) == ["a"]
-    (replica,) = registry.consumers["a"].replicas.values()
-    assert (replica.name, replica.applied, replica.acked_unix_ns, replica.stream) == (
-        "p",
-        Position("h", 3),
-        5,
-        None,
-    )
+    (consumer,) = asyncio.run(load()).consumers.values()
+    (replica,) = consumer.replicas.values()
+    found = (replica.name, replica.applied, replica.acked_unix_ns, replica.stream)
+    assert (consumer.name, *found) == ("a", "p", Position("h", 3), 5, None)
     log.close()
 
 

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,29 +245,23 @@ async def test_an_open_with_another_shape_fixes_nothing_for_other_runs(service: 
     assert service.models["clicks"].tables[2].spec == TableSpec("more", 9, 9)
 
 
-def test_tables_that_earlier_versions_have_made_for_an_open_give_way(tmp_path: Path) -> None:
+@in_loop()
+async def test_tables_that_earlier_versions_have_made_for_an_open_give_way(tmp_path: Path) -> None:
     """Those of a model of which nothing is published are removed at the start; of others, when one publishes."""
-
-    async def make(service: Service) -> None:
+    wanted = [*TABLES, TableSpec("more", 9, 9)]
+    async with opened(tmp_path) as service:
         await publish(service)
         await asyncio.to_thread(service.models["clicks"].flush)
         service.models["clicks"].store.change([TableSpec("more", 5, 3)], service.models["clicks"].published)
-
-    async def publish_another(service: Service) -> None:
+    with closing(LmdbStore(LogOptions(directory=tmp_path / "log"))) as log:
+        ModelStore(log, "opened", tmp_path / "models" / "opened").change(TABLES, {})
+    async with opened(tmp_path) as service:
         assert list(service.models) == ["clicks"]
         assert len(service.models["clicks"].tables) == 3
-        await publish(service, 2, run="run-2", started=2, tables=[*TABLES, TableSpec("more", 9, 9)])
-
-    async def check(service: Service) -> None:
+        await publish(service, 2, run="run-2", started=2, tables=wanted)
+    async with opened(tmp_path) as service:
         (_, _, more) = service.models["clicks"].tables
-        np.testing.assert_array_equal(more.rows, random_rows(2, [*TABLES, TableSpec("more", 9, 9)])[2])
-
-    run(tmp_path, make)
-    log = LmdbStore(LogOptions(directory=tmp_path / "log"))
-    ModelStore(log, "opened", tmp_path / "models" / "opened").change(TABLES, {})
-    log.close()
-    for scenario in (publish_another, check):
-        run(tmp_path, scenario)
+        np.testing.assert_array_equal(more.rows, random_rows(2, wanted)[2])
     assert [each.name for each in (tmp_path / "models").iterdir()] == ["clicks"]
 
 

@@ -1,14 +1,13 @@
 """Who meets a volume that refuses writes, and who says so; and what a slow one keeps waiting."""
 
 import asyncio
-import logging
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, publish, run, send
+from tests.support.local_service import join, publish, send
 from tests.support.log import log_of
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
@@ -136,21 +135,19 @@ async def test_while_the_disk_is_slow_the_event_loop_goes_on(
     assert position.number == 2
 
 
-def test_commits_are_counted_and_slow_ones_said_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@in_service()
+async def test_commits_are_counted_and_slow_ones_said_now_and_then(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def slow_ones() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "is slow" in each.getMessage()]
+
     monkeypatch.setattr(lmdb_store, "_SLOW_SECONDS", 0.0)
-
-    async def scenario(service: Service) -> None:
-        before = sum(log_of(service).commits.read()[0])
-        await publish(service)
-        assert sum(log_of(service).commits.read()[0]) > before
-        said = [each for each in caplog.records if "is slow" in each.getMessage()]
-        assert len(said) == 1
-        assert str(tmp_path / "log") in said[0].getMessage()
-        monkeypatch.setattr(lmdb_store, "_SAID_SECONDS", 0.0)
-        await asyncio.wrap_future(log_of(service).put("x", b""))
-        assert len([each for each in caplog.records if "is slow" in each.getMessage()]) > 1
-
-    with caplog.at_level(logging.WARNING):
-        run(tmp_path, scenario)
+    before = sum(log_of(service).commits.read()[0])
+    await publish(service)
+    assert sum(log_of(service).commits.read()[0]) > before
+    (said,) = slow_ones()
+    assert str(tmp_path / "log") in said
+    monkeypatch.setattr(lmdb_store, "_SAID_SECONDS", 0.0)
+    await asyncio.wrap_future(log_of(service).put("x", b""))
+    assert len(slow_ones()) > 1

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import lmdb
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.support.damage import flipped
 from tests.support.log import held_up
 
@@ -267,27 +265,6 @@ TIMEOUT = 20
 
 def nothing(_: object) -> None:
     pass
-
-
-@given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), max_size=60), st.integers(1, 40_000))
-def test_writes_are_handed_over_in_their_order_and_none_stays_behind_in_a_full_queue(
-    writes: list[tuple[int, bool]], most_bytes: int
-) -> None:
-    queue, submitted = WriteQueue(most_bytes), list[Future[None]]()
-    for size, patient in writes:
-        submitted.append(queue.submit(nothing, size, patient=patient))
-        assert queue.bytes == sum(1024 + each for each, _ in writes[: len(submitted)])
-        assert queue.full == (queue.bytes > most_bytes)
-        handed_over = len(submitted) - len(queue._waiting)
-        assert handed_over == len(submitted) if queue.full or not patient else handed_over > len(submitted) - 8
-    queue.close()
-    taken, closing = [], False
-    while not closing:
-        batch, closing = queue.take()
-        taken += batch
-    assert [each.done for each in taken] == submitted
-    queue.end(taken)
-    assert queue.bytes == 0
 
 
 def test_a_lower_limit_leaves_no_write_waiting_for_others() -> None:
