@@ -57,6 +57,14 @@ class Told:
         self.closed = True
 
 
+def step(sync: DeltaSync, scalars: Scalars, told: Told, **numbers: Any) -> None:
+    """One that is told."""
+    sync.step()
+    told.busy.clear()
+    scalars.step(**numbers)
+    assert told.busy.wait(WAIT)
+
+
 class Broken(dict[str, Any]):
     """A callback that fails, and that no set could hold."""
 
@@ -102,13 +110,9 @@ def test_a_callback_that_fails_is_logged_once_and_ends_nothing(
     sync: DeltaSync, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = Told()
-
     with Scalars(sync, [Broken(), told], ScalarOptions(every=1)) as scalars:
         for _ in range(5):
-            sync.step()
-            told.busy.clear()
-            scalars.step()
-            assert told.busy.wait(WAIT)
+            step(sync, scalars, told)
     assert len(told.calls) == 5
     said = [each for each in caplog.records if "the disk is full" in each.getMessage()]
     assert [each.levelno for each in said] == [logging.WARNING]
@@ -122,10 +126,7 @@ def test_a_number_that_is_none_is_logged_once_and_the_others_are_told(
     told = Told()
     with Scalars(sync, [told], ScalarOptions(every=1)) as scalars:
         for loss in (torch.ones(2), torch.ones(2), torch.ones(1)):
-            sync.step()
-            told.busy.clear()
-            scalars.step(loss=loss, learning_rate=0.1)
-            assert told.busy.wait(WAIT)
+            step(sync, scalars, told, loss=loss, learning_rate=0.1)
     assert [numbers.get("loss") for _, numbers in told.calls] == [None, None, 1.0]
     assert all(numbers["learning_rate"] == 0.1 and "version" in numbers for _, numbers in told.calls)
     assert caplog.text.count("number 'loss' has failed: only one element tensors") == 1

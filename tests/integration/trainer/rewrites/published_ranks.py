@@ -1,11 +1,10 @@
-"""The ranks of test_published: a model whose rows change in unusual ways, published as it is trained.
+"""The ranks of test_published: two replicas of a model are trained, averaged and published.
 
-Arguments: what happens to it, the address of a service, and a folder for what the ranks hold at the end. There is
-no `assert` here: TorchRec has to run without them to average on a CPU.
+Arguments: the address of a service, and a folder for what the ranks hold at the end. There is no `assert` here:
+TorchRec has to run without them to average on a CPU.
 """
 
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.rewrites.resharded import by_columns, on_rank, reshard
-from tests.integration.trainer.torchrec_defects.models import CPU, Model, bag, bags, sharded, train
+from tests.integration.trainer.rewrites.resharded import by_columns, on_rank
+from tests.integration.trainer.torchrec_defects.models import CPU, Model, bag, bags, train
 from tests.integration.trainer.tracking.rows import weights
 from tests.support.ranks import leave
 from torch.distributed.remote_device import _remote_device
-from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
@@ -26,7 +24,6 @@ from torchrec.distributed.types import ShardingPlan
 
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
-OPTIMIZER = EmbOptimType.EXACT_ROWWISE_ADAGRAD
 TABLES: dict[str, Any] = {
     "whole": on_rank(1),
     "columns": by_columns(0, 1),
@@ -52,18 +49,10 @@ class OnCpu(DMPCollection):  # type: ignore[misc]
             tensor /= dist.get_world_size(group)
 
 
-def collection() -> Any:
-    return bags(*(bag(name, "f", dim=8) for name in TABLES))
-
-
-def one_model() -> DistributedModelParallel:
-    return sharded({"bags": collection()}, TABLES, dense=True, optimizer=OPTIMIZER)
-
-
 def two_of_two_ranks() -> OnCpu:
-    model, sharder = (
-        Model({"bags": collection()}, dense=True),
-        EmbeddingBagCollectionSharder({"optimizer": OPTIMIZER, "learning_rate": 0.5}),
+    model = Model({"bags": bags(*(bag(name, "f", dim=8) for name in TABLES))}, dense=True)
+    sharder = EmbeddingBagCollectionSharder(
+        {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5}
     )
     plan = construct_module_sharding_plan(
         model.get_submodule("bags"), TABLES, sharder, local_size=2, world_size=2, device_type="cpu"
@@ -81,34 +70,17 @@ def two_of_two_ranks() -> OnCpu:
     return distributed
 
 
-def move(model: Any, step: int) -> None:
-    if step % 3 == 2:
-        rank = step // 3 % 2
-        reshard(model, "bags", whole=on_rank(rank), columns=by_columns(1 - rank, rank))
-
-
-def average(model: Any, step: int) -> None:
-    if step % 3 == 2:
-        model.sync()
-
-
-HAPPENINGS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], None]]] = {
-    "moves": (one_model, move),
-    "averages": (two_of_two_ranks, average),
-}
-
-
-def main(what: str, service: str, folder: str) -> None:
+def main(service: str, folder: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.manual_seed(1)
-    make, happen = HAPPENINGS[what]
-    model, rank = make(), dist.get_rank()
+    model, rank = two_of_two_ranks(), dist.get_rank()
     options = SyncOptions(service=service, model="clicks", publish_every=2, verify=True)
     with DeltaSync(model, options) as sync:
-        for step in range(11):  # It last happens two steps before the end.
+        for step in range(11):  # The last averages are two steps before the end.
             train(model, f=[(5 * step + 3 * rank) % 16])
             sync.step()
-            happen(model, step)
+            if step % 3 == 2:
+                model.sync()
             torch.save(weights(model), Path(folder, f"rank{rank}.pt"))
         tracked = [table.name for table in sync.tracker.tables]
     Path(folder, f"tracked{rank}.txt").write_text("\n".join(tracked))

@@ -66,17 +66,12 @@ def a_module_of_a_module_that_has_collections_is_called_ahead() -> None:
 
 
 @scenario
-def a_module_of_a_module_without_collections_is_called_ahead() -> None:
+def modules_deep_within_others_are_called_ahead_alone_and_with_those() -> None:
     class Middle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.deep = nn.ModuleDict({"a": nn.ModuleList([Shift(), Shift()])})
 
-    check_like_plain(_nested("own.deep.a.1", Middle), ahead={"list.0.own.deep.a.1": 1})
-
-
-@scenario
-def modules_within_a_module_are_called_ahead_with_it() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -85,6 +80,7 @@ def modules_within_a_module_are_called_ahead_with_it() -> None:
         def forward(self, features: KeyedJaggedTensor) -> Any:
             return self.second(self.first(features, 1), 2)
 
+    check_like_plain(_nested("own.deep.a.1", Middle), ahead={"list.0.own.deep.a.1": 1})
     check_like_plain(
         Prepared(lambda m, b: [m.both(b.sparse)], {"both": Both}), ahead={"both.first": 1, "both.second": 1}
     )

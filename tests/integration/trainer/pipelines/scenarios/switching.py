@@ -130,15 +130,6 @@ def torchrecs_own_is_attached_meanwhile() -> None:
     check_same(pipelined.held(), plain.held())
 
 
-@scenario
-def torchrecs_own_is_attached_meanwhile_to_a_part_of_the_model() -> None:
-    _, pipelined = _pair()
-    theirs, ours, iterator = _theirs(pipelined), pipelined.pipeline(), rich(8)
-    ours.progress(iterator)
-    with pytest.raises(Contradiction, match="something else has taken the place of this pipeline's forward"):
-        theirs.progress(iterator)
-
-
 class Moded(PreparedModel):
     """Looks up other ids in evaluation than in training, and drops out some of what it found."""
 
