@@ -1,3 +1,5 @@
+"""What a cut takes, lacks and refuses, and when a row's norm explodes."""
+
 import itertools
 import re
 import tracemalloc
@@ -14,6 +16,7 @@ from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.publish import cut as cuts
 from deltasync.publish.cut import Cut, RankPart
+from deltasync.publish.norm_guard import NormGuard, NormLimit, exceeds
 from deltasync.publish.opening import check_open
 from deltasync.publish.runs import Run
 
@@ -227,3 +230,43 @@ def test_a_map_is_of_a_table_that_is_sharded_or_not(kind: TableKind) -> None:
     rows = replace(TABLE, kind=kind)
     ids = TableSpec("raw_ids", rows.rows, 1, np.dtype("<i8"), TableKind.ID_MAP, rows.name)
     assert check_open(publish_open(tables=[rows, ids], shards=[]).open).tables == [rows, ids]
+
+
+NORMED = TableSpec("t", 10, 2)
+
+
+def test_it_says_table_row_both_norms_and_the_limit() -> None:
+    assert exceeds("t", 3, 25, 2, 10.0) == (
+        "table 't': row 3 has norm 25, more than 10 times the largest that a row of it has had, 2 "
+        "(--max-norm-growth)"
+    )
+
+
+def rows(values: list[float], kind: TableKind = TableKind.EMBEDDING, dtype: str = "<f4") -> RowBatch:
+    table = TableSpec("t", 10, 2, np.dtype(dtype), kind)
+    array = np.repeat(np.array(values, dtype)[:, None], 2, axis=1)
+    return RowBatch(Shard.whole(table), np.arange(len(values)), array)
+
+
+@given(st.lists(st.lists(st.floats(0, 1000, width=16), min_size=1, max_size=5), min_size=1, max_size=6))
+def test_rows_are_compared_with_the_largest_of_all_cuts_before(cuts: list[list[float]]) -> None:
+    guard, largest = NormGuard(NormLimit(4.0)), 0.0
+    for values in cuts:
+        found = guard.look(rows(values))
+        norm = max(values) * 2**0.5
+        assert found.largest == pytest.approx(norm, rel=1e-5)
+        if abs(norm - 4 * largest) > 1e-3 * norm:
+            assert bool(found.excess) is (largest > 0 and norm > 4 * largest)
+        guard.note({"t": found.largest})
+        largest = max(largest, norm)
+
+
+def test_half_floats_deletes_and_buffers() -> None:
+    guard = NormGuard(NormLimit(2.0))
+    guard.note({"t": 1.0})
+    assert guard.look(rows([60000.0], dtype="<f2")).excess
+    assert not guard.look(rows([60000.0], TableKind.BUFFER)).excess
+    assert not guard.look(RowBatch.deletes(Shard.whole(NORMED), np.arange(3))).excess
+    assert not NormGuard(None).look(rows([1e30])).excess
+    guard.forget("t")
+    assert not guard.look(rows([60000.0])).excess

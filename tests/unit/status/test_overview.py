@@ -1,15 +1,26 @@
-"""What a process says of consumers and models that it cannot answer for yet, and of models that nobody has."""
+"""What a process says of consumers, models and volumes, also of those that it cannot answer for yet."""
 
+import json
+import re
 from collections.abc import Collection
 from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import get_args
 
 from tests.unit.support.async_tests import in_service
 
+from deltasync.cli.lag import _HOLDING
+from deltasync.cli.text_table import urgency
 from deltasync.core.owner import Owner
 from deltasync.ownership.alone import Alone
 from deltasync.ownership.member import Member
 from deltasync.service.service import Service
+from deltasync.status.lag import State
+from deltasync.status.metrics import _volume_metrics
 from deltasync.status.overview import consumer_overviews, model_overviews, unowned_models
+from deltasync.storage.broker_volume import BrokerVolume
+from deltasync.storage.volume import Volume
 
 
 class Owning(Alone):
@@ -46,3 +57,35 @@ async def test_a_model_that_nobody_has_is_named_by_every_process(service: Servic
     (line,) = model_overviews(service)
     assert (line.model, line.head) == ("lost", None)
     assert line.trouble == "no process that is known to be alive has this model"
+
+
+def test_brokers_are_not_full_because_they_do_not_say_what_is_left(tmp_path: Path) -> None:
+    brokers = BrokerVolume("b0:4222")
+    free, failed = _volume_metrics([brokers, Volume("models", tmp_path)])
+    assert [(each.labels["volume"], each.value > 0) for each in free.samples] == [("models", True)]
+    assert [(each.labels["volume"], each.value) for each in failed.samples] == [("log", 0), ("models", 0)]
+    brokers.troubles["clicks"] = "they do not answer"
+    _, failed = _volume_metrics([brokers])
+    assert [each.value for each in failed.samples] == [1]
+
+
+STATES = set(get_args(State))
+
+
+def words_of(name: str) -> list[str]:
+    """A list of words of the page's."""
+    text = (files("deltasync.api") / "page" / "text.js").read_text()
+    found = re.search(rf"const {name} = (?:new Set\()?(\[[^\]]*\])", text)
+    assert found
+    return list(json.loads(found[1]))
+
+
+def test_the_page_and_the_command_have_the_same_order_of_all_states() -> None:
+    order = words_of("ORDER")
+    assert set(order) == STATES
+    assert order == sorted(STATES, key=urgency)
+
+
+def test_no_state_is_misspelt() -> None:
+    assert {*words_of("GOOD"), *words_of("FINE")} | {"failed", "damaged", "away"} == STATES
+    assert _HOLDING <= STATES

@@ -260,9 +260,6 @@ def test_whatever_a_write_dies_of_reaches_who_waits_and_the_next_one_is_done(
     assert log.items("") == {}
 
 
-TIMEOUT = 20
-
-
 def nothing(_: object) -> None:
     pass
 

@@ -1,0 +1,223 @@
+"""What operators ask for: pauses, quarantines, deletions, another configuration; also where it fails half way."""
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.local_service import join, opened, publish, send
+from tests.support.log import log_of
+from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
+from tests.unit.support.async_tests import in_loop, in_service
+
+from deltasync.api.reload import Reloaded, reload_on
+from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.errors import Contradiction, ServiceUnavailable, StorageFailed
+from deltasync.core.events import EventKind
+from deltasync.core.limits import LimitOptions
+from deltasync.core.policy import Policy
+from deltasync.feeds.model import Model
+from deltasync.publish.opening import check_open
+from deltasync.publish.session import open_session
+from deltasync.service import removals
+from deltasync.service.brake import Brake
+from deltasync.service.removals import Removals
+from deltasync.service.service import Service
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogStore
+from deltasync.storage.removal import note_removal
+from deltasync.views.registry import ViewRegistry
+
+
+@pytest.mark.parametrize("error", [StorageFailed("read-only"), asyncio.CancelledError()], ids=["fails", "left"])
+@in_service()
+async def test_who_could_not_go_on_is_paused_after_a_restart_too(
+    service: Service, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise error
+
+    await publish(service)
+    await service.registry.create("c", "clicks", Policy())
+    await Brake(service).pull("c", "", "anna")
+    await service.update_consumer("c", Policy(top_k=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(ViewRegistry, "begin", fails)
+        with pytest.raises(type(error)):
+            await Brake(service).release("c", "anna")
+    after = ConsumerRegistry(service.logs, 1.0, service.events)
+    assert service.registry.get("c").pause == after.get("c").pause is not None
+
+
+@pytest.mark.parametrize("gone", ["first", "second"])
+@in_service()
+async def test_a_quarantine_goes_on_where_a_consumer_is_deleted_meanwhile(service: Service, gone: str) -> None:
+    for name in ("first", "second"):
+        await service.registry.create(name, "clicks", Policy())
+    async with service.registry._creating:
+        held = asyncio.create_task(service.registry.hold_back("clicks", 2, "row 7 has norm 1e6"))
+        await asyncio.sleep(0)
+        await service.delete_consumer(gone)
+    await held
+    after = ConsumerRegistry(service.logs, 1.0, service.events).consumers
+    assert [each.pause is not None for each in after.values()] == [True]
+
+
+@in_service()
+async def test_a_configuration_that_is_taken_over_in_part_is_not_said_to_change_nothing(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put = LmdbStore.put
+
+    def full(log: LmdbStore, name: str, *arguments: Any, **fields: Any) -> Future[None]:
+        if name == "consumer/second":
+            raise StorageFailed("the log is full")
+        return put(log, name, *arguments, **fields)
+
+    consumers = tuple(ConsumerOptions(name, "clicks", Policy()) for name in ("first", "second"))
+    reloading = asyncio.Event()
+    reloads = asyncio.create_task(reload_on(reloading, service, lambda: Reloaded(consumers, LimitOptions())))
+    monkeypatch.setattr(LmdbStore, "put", full)
+    reloading.set()
+    while "log is full" not in caplog.text:
+        await asyncio.sleep(0)
+    monkeypatch.undo()
+    reloads.cancel()
+    assert "first" in service.registry.consumers
+    assert "nothing has changed" not in caplog.text
+    assert "the configuration is taken over in part: made: first" in caplog.text
+
+
+WHY = "row 7 has norm 1e6"
+
+
+async def is_held(service: Service, name: str, model: str = "clicks") -> bool:
+    consumer = await service.create_consumer(name, model, Policy())
+    written = ConsumerRegistry(service.logs, 1.0, service.events).get(name)
+    assert written.pause == consumer.pause
+    return consumer.pause is not None
+
+
+@in_loop()
+async def test_a_consumer_is_held_from_its_beginning_also_after_a_restart(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
+        await join(service)
+        assert not await is_held(service, "other", "another")
+        await service.registry.hold_back("clicks", 2, WHY)
+        await service.configuration.take([ConsumerOptions("configured", "clicks", Policy(top_k=1))], "SIGHUP")
+        held = service.registry.get("configured").pause
+        assert held
+        assert (held.by, held.why) == ("the service itself", f"version 2 is in quarantine: {WHY}")
+        assert service.views.by_consumer() == {}  # A view would take the rows as they are.
+        assert not await is_held(service, "third", "clicks2")
+    async with opened(tmp_path) as service:
+        assert await is_held(service, "late")
+        await service.delete_consumer("late", "anna")
+        assert await is_held(service, "late")
+        await Brake(service).release("late", "anna")
+        assert await is_held(service, "later")  # Of "configured" nobody has said that it may go on.
+        await Brake(service).release("configured", "anna")
+        await Brake(service).release("later", "anna")
+        assert not await is_held(service, "last")
+
+
+@in_service()
+async def test_a_pause_of_an_operator_keeps_no_other_consumer(service: Service) -> None:
+    for name in ("mine", "theirs"):
+        await service.create_consumer(name, "clicks", Policy())
+    await service.registry.hold_back("clicks", 2, WHY)
+    await Brake(service).release("theirs", "anna")
+    await Brake(service).pull("theirs", "a look", "anna")
+    await Brake(service).release("mine", "anna")
+    assert service.registry.get("theirs").pause
+    assert not await is_held(service, "late")
+
+
+@in_service()
+async def test_many_versions_in_quarantine_are_one_pause_and_one_event(service: Service) -> None:
+    for name in ("a", "b"):
+        await service.create_consumer(name, "clicks", Policy())
+    await Brake(service).pull("b", "mine", "anna")
+    for version in range(2, 30):
+        await service.registry.hold_back("clicks", version, WHY)
+    words = f"28 versions from 2 to 29 are in quarantine: {WHY}"
+    assert reasons(service) == {"a": words, "b": f"{words}; mine"}
+    assert service.event_counts[EventKind.CONSUMER_PAUSED] == 3  # That of anna, and each for the quarantine.
+
+
+def reasons(service: Service) -> dict[str, str]:
+    return {name: each.pause.why for name, each in service.registry.consumers.items() if each.pause}
+
+
+@in_service()
+async def test_with_a_model_its_quarantine_goes(service: Service) -> None:
+    (await publish(service)).end("it has ended")
+    await service.registry.hold_back("clicks", 2, WHY)
+    await Removals(service).delete_model("clicks", "anna")
+    assert not await is_held(service, "late")
+
+
+ROWS = random_rows(0)
+
+
+@in_service()
+async def test_a_table_of_a_model_whose_last_cut_was_too_large_is_deleted(service: Service) -> None:
+    (await publish(service)).end("it has gone")
+    coordinator = service.coordinators["clicks"]
+    coordinator.sealer.say_failed("a cut is too large for the log", Contradiction("too large"))
+    await Removals(service).delete_table("clicks", ITEM.name, "a test")
+    assert [table.spec.name for table in service.models["clicks"].tables] == [USER.name]
+
+
+@in_service()
+async def test_nobody_waits_for_a_deletion_that_waits_for_a_cut_that_cannot_be_applied(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removals, "_LONGEST_SECONDS", 0.01)
+
+    async def fails(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    session = await join(service)
+    await send(session, full_part(1, ROWS, WHOLE))
+    await service.coordinators["clicks"].settled()
+    monkeypatch.setattr(Model, "apply_cut", fails)
+    await send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))]))
+    session.end("it has gone")
+    with pytest.raises(ServiceUnavailable, match="cannot be applied now: version 2 could not be applied"):
+        await Removals(service).delete_table("clicks", ITEM.name, "a test")
+    assert await service.open_model("clicks") is service.coordinators["clicks"]
+
+
+@in_service()
+async def test_a_rank_that_is_let_in_while_its_model_is_deleted_publishes_nothing(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the log would have versions of a model that is no more, for the next one of its name."""
+    noting, go = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slowly(log: LogStore, name: str) -> Future[None]:
+        async def later() -> None:
+            noting.set()
+            await go.wait()
+            await asyncio.wrap_future(note_removal(log, name))
+
+        return asyncio.run_coroutine_threadsafe(later(), loop)
+
+    monkeypatch.setattr(removals, "note_removal", slowly)
+    (await publish(service)).end("it has gone")
+    opening = check_open(publish_open(run="run-2", started=2).open)
+    coordinator = await service.open_model("clicks")
+    deletion = asyncio.create_task(Removals(service).delete_model("clicks", "a test"))
+    await noting.wait()
+    session = await open_session(coordinator, opening)
+    go.set()
+    await deletion
+    with pytest.raises(ServiceUnavailable, match="has just been deleted; reconnect"):
+        await send(session, full_part(5, ROWS, WHOLE))
+    assert log_of(service).streams() == []
+    assert not (tmp_path / "models" / "clicks").exists()
