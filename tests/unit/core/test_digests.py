@@ -50,9 +50,7 @@ def test_the_order_in_which_rows_come_does_not_matter(table: tuple[Ids, Array], 
 
 
 @given(tables(), st.data())
-def test_digests_of_blocks_of_columns_add_up_to_those_of_rows(
-    table: tuple[Ids, Array], data: st.DataObject
-) -> None:
+def test_digests_of_columns_add_up_to_those_of_rows(table: tuple[Ids, Array], data: st.DataObject) -> None:
     _, values = table
     cut = data.draw(st.integers(0, values.shape[1]))
     parts = row_digests(values[:, :cut]) + row_digests(values[:, cut:], cut)
@@ -75,9 +73,7 @@ def test_a_digest_is_the_sum_of_words_times_their_factors(
 
 
 @given(tables(), st.data())
-def test_a_checksum_is_the_sum_of_what_ids_and_digests_are_mixed_to(
-    table: tuple[Ids, Array], data: st.DataObject
-) -> None:
+def test_a_checksum_is_the_sum_of_ids_and_digests_mixed(table: tuple[Ids, Array], data: st.DataObject) -> None:
     ids, values = table
     assert checksum(ids, row_digests(values)) == reference.checksum(ids, reference.row_digests(values, 0))
 

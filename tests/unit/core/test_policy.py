@@ -245,8 +245,6 @@ def test_the_tables_followed_are_those_that_match_a_pattern(patterns: list[str],
         ({"mode": "ids", "value_type": "int8"}, 12, 12, 12),
     ],
 )
-def test_a_row_takes_its_id_and_its_values_or_its_norm(
-    described: dict[str, Any], user: int, item: int, half: int
-) -> None:
+def test_a_row_takes_its_id_and_values_or_norm(described: dict[str, Any], user: int, item: int, half: int) -> None:
     policy = Policy.from_dict(described)
     assert [policy.row_bytes(table) for table in (USER, ITEM, HALF)] == [user, item, half]

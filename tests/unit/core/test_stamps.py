@@ -128,9 +128,7 @@ def test_checksum_norm_and_digests_are_those_of_all_rows_as_they_are_held(
 
 
 @given(st.data(), tables(), st.integers(1, 4))
-def test_a_flipped_bit_does_not_fit_also_once_columns_are_split(
-    data: st.DataObject, table: TableSpec, block_rows: int
-) -> None:
+def test_a_flipped_bit_does_not_fit_after_a_split(data: st.DataObject, table: TableSpec, block_rows: int) -> None:
     rows = np.array(
         data.draw(st.lists(st.integers(-9, 9), min_size=table.rows * table.dim, max_size=table.rows * table.dim))
     )

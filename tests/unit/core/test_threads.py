@@ -149,9 +149,7 @@ def test_nothing_follows_a_failure(first: "Future[None]") -> None:
 
 
 @pytest.mark.parametrize(("ended", "error"), [(False, ZeroDivisionError), (True, RuntimeError)])
-def test_its_own_failure_is_told_and_that_the_executor_has_ended(
-    first: "Future[None]", ended: bool, error: type[Exception]
-) -> None:
+def test_failures_of_its_own_are_told(first: "Future[None]", ended: bool, error: type[Exception]) -> None:
     with ThreadPoolExecutor(1) as executor:
         following = after(first, executor, lambda: 1 // 0)
         if ended:
@@ -186,9 +184,7 @@ def test_on_one_core_there_is_one_share_on_the_thread_that_asked(monkeypatch: py
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_a_share_has_raised_is_raised_once_the_others_are_done(
-    failing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_share_raises_is_raised_after_the_others(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "_cores", lambda: 2)
     done = list[slice]()
 

@@ -191,9 +191,7 @@ def test_bf16_is_what_torch_makes_of_it_and_the_largest_number_where_that_is_inf
 @pytest.mark.parametrize(
     ("value_type", "plain"), [(ValueType.FP16, torch.float16), (ValueType.BF16, torch.bfloat16)]
 )
-def test_numbers_of_two_bytes_are_those_of_torch_and_so_are_those_half_way_between(
-    value_type: ValueType, plain: torch.dtype
-) -> None:
+def test_numbers_of_two_bytes_are_those_of_torch(value_type: ValueType, plain: torch.dtype) -> None:
     words = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
     numbers = torch.from_numpy(words.view(np.int16)).view(plain).float().numpy()
     np.testing.assert_array_equal(value_type.decode(words.view(value_type.dtype), FP32), numbers)
@@ -242,9 +240,7 @@ def test_rows_of_an_fp16_table_come_back_as_fp16_and_finite(values: Halves) -> N
 
 
 @given(rows(), st.sampled_from(ValueType))
-def test_rows_that_do_not_lie_side_by_side_in_memory_are_encoded_alike_and_left_as_they_are(
-    values: Floats, value_type: ValueType
-) -> None:
+def test_rows_that_do_not_lie_side_by_side_are_encoded_alike(values: Floats, value_type: ValueType) -> None:
     values = widened(values, value_type)
     spread = np.full((2 * len(values), 2 * values.shape[1]), 7, np.float32)
     spread[::2, ::2] = values

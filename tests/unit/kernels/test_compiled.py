@@ -54,9 +54,7 @@ def test_what_was_compiled_is_kept(file: Path) -> None:
 
 
 @pytest.mark.usefixtures("file")
-def test_code_of_another_signature_is_not_taken_for_the_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_code_of_another_signature_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two processes that save at once may leave an index that names the other's file."""
     several = tmp_path / "several.py"
     several.write_text(SOURCE.replace("@kernel(", "@kernel(types.float64(types.float64), "))
@@ -68,9 +66,7 @@ def test_code_of_another_signature_is_not_taken_for_the_own(
     assert "has the code of another signature" in caplog.text
 
 
-def test_what_was_compiled_beside_the_source_is_found_from_elsewhere(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lies_beside_the_source_is_found(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when an image was built."""
     compile_anew(file)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "own"))
@@ -85,9 +81,7 @@ def test_a_full_disk_is_no_error(file: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert compile_anew(file)(21) == 42
 
 
-def test_a_change_of_any_file_of_the_room_compiles_all_of_it_anew(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_any_file_compiles_all_anew(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_anew(file)
     monkeypatch.setattr(compiled, "SOURCES", "changed")
     assert hits(compile_anew(file)) == 0
@@ -142,9 +136,7 @@ def test_a_folder_that_is_made_later_is_used(tmp_path: Path, monkeypatch: pytest
     assert Path(numba.config.CACHE_DIR) == tmp_path / "later"
 
 
-def test_where_it_cannot_what_an_image_has_compiled_is_taken_along(
-    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_image_has_is_taken_along(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     for _ in range(2):  # At every start.
         monkeypatch.setattr(numba.config, "CACHE_DIR", str(image))
@@ -167,18 +159,14 @@ def test_what_was_compiled_since_is_not_lost(image: Path, tmp_path: Path, monkey
     assert kept == {"index": "of here", "other": "of a later image"}
 
 
-def test_what_cannot_be_taken_along_is_compiled_again(
-    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_taken_along_is_compiled(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     (tmp_path / "own" / "kernel").mkdir(parents=True)
     keep_in(tmp_path / "own")
     assert Path(numba.config.CACHE_DIR) == tmp_path / "own"
 
 
-def test_without_a_folder_of_an_image_it_is_the_process_s_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_image_it_is_the_process_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setattr(os, "access", lambda *_: False)
     keep_in(tmp_path / "own")

@@ -89,9 +89,7 @@ FLOAT16 = {"enable_amp": True, "amp_dtype": torch.float16}
         (FLOAT16 | {"grad_accum": 4}, True, True),
     ],
 )
-def test_what_follows_of_the_options_of_a_pipeline(
-    options: dict[str, Any], scales_loss: bool, defers_tables: bool
-) -> None:
+def test_what_follows_for_a_pipeline(options: dict[str, Any], scales_loss: bool, defers_tables: bool) -> None:
     chosen = PipelineOptions(**options)
     assert (chosen.scales_loss, chosen.defers_tables) == (scales_loss, defers_tables)
 

@@ -168,9 +168,7 @@ def test_where_one_must_publish_every_row_all_begin_anew(monkeypatch: pytest.Mon
         (Position("b" * 32), True),
     ],
 )
-def test_where_the_service_has_lost_versions_all_go_on_from_one_that_it_has(
-    monkeypatch: pytest.MonkeyPatch, head: Position, full: bool
-) -> None:
+def test_all_go_on_from_what_the_service_has(monkeypatch: pytest.MonkeyPatch, head: Position, full: bool) -> None:
     """Published by a service whose second version was refused to one rank alone, as if it had lost one."""
     service = Service(ResyncRequired("the newest one is only 1", head=head))
 
@@ -200,9 +198,7 @@ def test_rows_that_ranks_are_told_of_are_published_with_their_own(monkeypatch: p
     assert service.sealed == [(True, True), (False, False)]
 
 
-def test_where_only_one_is_told_of_rows_the_parts_of_all_are_still_of_one_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_only_one_is_told_of_rows_all_parts_are_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service was put back between their opens, say. Parts of different steps would never meet again."""
     told = ResyncRequired("publish what came after", changed=[("weight", np.array([0, 2]))])
     service = Service(told, ResyncRequired("publish every row first"))

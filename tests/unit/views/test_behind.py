@@ -84,9 +84,7 @@ async def test_after_a_restart_only_the_newest_is_known(local: LocalModel, model
     assert local.model.behind_ns(3, Policy()) == SECOND
 
 
-async def test_a_release_is_the_newest_until_a_later_version_is_there_though_no_release_is_made_of_it(
-    local: LocalModel, clock: Clock
-) -> None:
+async def test_a_release_is_the_newest_until_a_later_version_is_there(local: LocalModel, clock: Clock) -> None:
     """None is made while no replica is connected: who comes back after an hour holds the newest there is."""
     view = await local.prepared_view(TOP)
     first = view.position.number
@@ -121,9 +119,7 @@ async def test_what_is_left_is_due_though_nothing_is_published(local: LocalModel
     assert view.behind_ns(view.position.number, TOP) == 0
 
 
-async def test_a_release_is_the_newest_as_long_as_the_interval_allows_no_other(
-    local: LocalModel, clock: Clock
-) -> None:
+async def test_a_release_is_the_newest_while_the_interval_allows_no_other(local: LocalModel, clock: Clock) -> None:
     view = await local.prepared_view(SLOW)
     clock.wait(1)
     await cut(local)
@@ -135,9 +131,7 @@ async def test_a_release_is_the_newest_as_long_as_the_interval_allows_no_other(
     assert view.behind_ns(first, TOP) == 12 * SECOND
 
 
-async def test_after_a_restart_nobody_knows_since_when_a_release_is_due(
-    local: LocalModel, models: Models, clock: Clock
-) -> None:
+async def test_a_restart_forgets_since_when_one_is_due(local: LocalModel, models: Models, clock: Clock) -> None:
     view = await local.prepared_view(SLOW)
     view.flush()
     await cut(local)

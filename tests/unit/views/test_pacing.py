@@ -122,9 +122,7 @@ def test_rows_that_were_left_go_out_at_the_pace_at_which_versions_came(sealed: l
 
 
 @given(st.integers(3, PACE_VERSIONS), st.floats(0.06, 4.9), st.floats(0, 1e6), st.integers(0, PACE_VERSIONS))
-def test_an_outage_among_the_last_versions_changes_no_pace(
-    versions: int, between: float, outage: float, place: int
-) -> None:
+def test_an_outage_changes_no_pace(versions: int, between: float, outage: float, place: int) -> None:
     """Wherever it was, and however long: the tail goes out as fast as it would have."""
     sealed = [-number * between - (outage if number > place else 0) for number in range(versions)]
     assert seconds(situation(left=1, released=0.001, sealed=sealed)) == pytest.approx(
@@ -202,9 +200,7 @@ class Feed:
 
 
 @given(st.lists(st.integers(1, 5 * SECOND), min_size=1, max_size=12), st.integers(0, 4), st.integers(1, 24))
-def test_one_release_is_made_of_each_version_or_of_several_within_an_interval(
-    gaps: list[int], interval: int, takes: int
-) -> None:
+def test_a_release_is_made_of_each_version_or_of_an_interval(gaps: list[int], interval: int, takes: int) -> None:
     sealed = [NOW + after for after in accumulate(gaps)]
     feed = Feed(Policy(min_interval_seconds=interval), sealed, takes)
     feed.run()

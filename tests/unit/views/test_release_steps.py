@@ -91,9 +91,7 @@ async def test_a_release_that_waits_for_the_disk_keeps_nobody_waiting(
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_a_large_look_lets_cuts_be_applied_and_is_of_one_version(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_large_look_is_of_one_version(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that change while others are compared are looked at again, before any of them is drawn."""
     monkeypatch.setattr("deltasync.views.release_maker._LOOKED_ROWS", 2)
     view, on_thread = await local.prepared_view(TOP), local.model.on_thread
@@ -116,9 +114,7 @@ async def test_a_large_look_lets_cuts_be_applied_and_is_of_one_version(
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_another_run_that_begins_during_a_look_goes_out_whole(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_another_run_in_a_look_goes_out_whole(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows do not fit those of the run before."""
     monkeypatch.setattr("deltasync.views.release_maker._LOOKED_ROWS", 2)
     view, on_thread = await local.prepared_view(TOP), local.model.on_thread
@@ -138,9 +134,7 @@ async def test_another_run_that_begins_during_a_look_goes_out_whole(
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_another_run_goes_out_whole_that_is_applied_before_the_event_loop_knows_of_it(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_another_run_known_late_goes_out_whole(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as its seal is on disk, it is."""
     model, view, on_thread = local.model, await local.prepared_view(TOP), local.model.on_thread
     await local.cut(changed(1, USER, 1, 2, 3))
@@ -191,9 +185,7 @@ async def test_tables_are_not_sent_that_another_run_began_to_change_while_they_w
     assert (view.state.compared_version, view.state.backlog_rows) == (2, 0)
 
 
-async def test_tables_that_wait_for_the_disk_keep_nobody_waiting(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tables_under_way_keep_nobody_waiting(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch, ViewStore, "install")
     view = local.view()
     preparing = asyncio.create_task(view.prepare(TOP))
@@ -237,9 +229,7 @@ async def test_an_unforeseen_error_is_told_and_tried_again(
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_an_error_at_every_version_is_not_told_at_every_version(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_at_every_version_is_told_once(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 3600)
     monkeypatch.setattr("deltasync.core.backoff._LONGEST_SECONDS", 3600)
     told: list[Event] = []
@@ -299,9 +289,7 @@ async def test_nobody_is_given_a_part_of_a_version(local: LocalModel) -> None:
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_a_release_under_way_takes_no_rows_of_a_version_that_a_pause_has_come_for(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_release_under_way_heeds_a_pause(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """To look at what has changed may take long: by then the newest version may be one in quarantine."""
     policy = Policy(top_k=1000)
     view = await local.prepared_view(policy)

@@ -55,9 +55,7 @@ async def test_a_replica_from_before_the_policy_gets_what_it_lacks(
     assert not view.resume(Position(held.history, local.model.position.number + 1))[0].yes
 
 
-async def test_rows_for_which_the_log_had_no_room_are_given_later(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rows_without_room_in_the_log_come_later(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.wire.row_messages.CHUNK_BYTES", 40_000)
     big = TableSpec("big", 4000, 128)
     policy = Policy(tables=("big",), value_type=ValueType.FP16, top_k=0.9)
@@ -143,9 +141,7 @@ async def test_a_view_that_was_discarded_is_not_written_down_again(local: LocalM
     assert not local.view_directory.exists()
 
 
-async def test_tables_that_could_not_be_made_leave_no_files(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tables_that_are_not_made_leave_no_files(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again every second: what is left behind would fill the disk."""
     view = await local.prepared_view(Policy(tables=("user",), top_k=1))
     (folder,) = local.view_directory.iterdir()

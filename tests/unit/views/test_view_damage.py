@@ -274,9 +274,7 @@ async def left_rows(local: LocalModel, policy: Policy) -> View:
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-async def test_a_row_of_which_the_disk_has_lost_that_it_was_left_is_found_and_sent(
-    local: LocalModel, models: Models, mode: Mode
-) -> None:
+async def test_a_row_left_and_lost_is_found_and_sent(local: LocalModel, models: Models, mode: Mode) -> None:
     policy = Policy(top_k=1, mode=mode)
     view = await left_rows(local, policy)
     view.state.tables[0]._mark(np.array([7]), 0)
@@ -292,9 +290,7 @@ async def test_a_row_of_which_the_disk_has_lost_that_it_was_left_is_found_and_se
     assert (view.lost, view.damage.rows, await view.find_lost()) == (0, {}, {})
 
 
-async def test_a_lost_row_is_due_until_a_release_has_been_made(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lost_row_is_due_until_it_is_released(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing new may come for hours: else it would wait for that."""
     view = await local.prepared_view(INT8)
     loop = ReleaseLoop(Consumer("top", "clicks", 1, INT8), view, Events())
@@ -315,9 +311,7 @@ async def test_a_lost_row_is_due_until_a_release_has_been_made(
     assert view.lost == 0
 
 
-async def test_whatever_byte_of_the_marks_changes_the_same_rows_are_dirty_after_the_next_look(
-    local: LocalModel,
-) -> None:
+async def test_whatever_byte_of_the_marks_changes_the_same_rows_are_dirty(local: LocalModel) -> None:
     """In memory, as a restart finds them: a mark too many is one that a look takes away."""
     policy = Policy(top_k=1)
     view = await left_rows(local, policy)

@@ -62,9 +62,7 @@ async def check_owners(view: View) -> None:
 
 @pytest.mark.parametrize("policy", [INT8, Policy(mode=Mode.IDS)])
 @pytest.mark.parametrize("told", [True, False])
-async def test_who_holds_a_row_in_another_form_learns_that_it_was_deleted(
-    local: LocalModel, policy: Policy, told: bool
-) -> None:
+async def test_who_holds_another_form_learns_of_deletes(local: LocalModel, policy: Policy, told: bool) -> None:
     """Whether the view itself knew of the delete before the policy changed, or not."""
     view = await local.prepared_view(TOP)
     before = view.position.number
@@ -114,9 +112,7 @@ async def test_what_belongs_together_is_released_together_or_not_at_all(
     assert (await held_by_a_replica(view))["user"][2, 0] == 20
 
 
-async def test_a_delete_that_the_log_had_no_room_for_comes_with_the_next_release(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_delete_without_room_comes_later(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     view = await local.prepared_view(TOP)
     before = view.position.number
     await delete(local, 3)
@@ -169,9 +165,7 @@ async def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
     await check_served(view)
 
 
-async def test_a_release_of_new_tables_has_the_step_of_its_version(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_new_tables_have_their_version_s_step(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of a later one, to which only some of its rows belong."""
     copy = TableMaker._copy
 
@@ -188,9 +182,7 @@ async def test_a_release_of_new_tables_has_the_step_of_its_version(
 
 
 @pytest.mark.parametrize("kind", ValueType)
-def test_a_delete_differs_from_zeros_to_who_has_the_row_and_to_nobody_else(
-    kind: ValueType, tmp_path: Path
-) -> None:
+def test_a_delete_differs_from_zeros_only_to_who_has_the_row(kind: ValueType, tmp_path: Path) -> None:
     spec = TableSpec("t", 40, 16)
     zeros, deletes = np.zeros((1, 16), np.float32), RowBatch.deletes(Shard.whole(spec), np.array([3, 9]))
     source = StampedTable.zeros(spec)

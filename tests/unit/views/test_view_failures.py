@@ -62,7 +62,7 @@ async def test_a_release_that_is_not_written_down_is_not_sent_and_is_made_again(
     assert (await models.open()).view().seal_of(held.number) == held.seal
 
 
-async def test_a_release_that_could_not_be_frozen_is_frozen_anew_for_the_next_who_asks(
+async def test_a_release_is_frozen_anew_after_a_failure(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:

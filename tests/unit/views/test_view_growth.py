@@ -74,9 +74,7 @@ async def test_only_what_is_new_goes_out(local: LocalModel, models: Models, poli
     assert (await view.release(0)).checksums == release.checksums
 
 
-async def test_a_table_that_has_grown_takes_no_replica_back_after_a_restart(
-    local: LocalModel, models: Models
-) -> None:
+async def test_a_larger_table_takes_no_replica_back_after_a_restart(local: LocalModel, models: Models) -> None:
     view = await local.prepared_view(INT8)
     await local.cut(changed(1, USER, 3))
     await release_everything(view, INT8)
@@ -91,9 +89,7 @@ async def test_a_table_that_has_grown_takes_no_replica_back_after_a_restart(
     assert release.head.version == 2
 
 
-async def test_rows_that_came_before_there_was_room_for_them_go_out_once_there_is(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rows_go_out_once_there_is_room_for_them(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The view goes on meanwhile with the tables that it has."""
 
     def full(*_: object) -> None:
@@ -123,9 +119,7 @@ async def test_rows_that_came_before_there_was_room_for_them_go_out_once_there_i
     np.testing.assert_array_equal(held[USER.name], delivery.decode(delivery.encode(source.rows)))
 
 
-async def test_what_is_found_damaged_while_there_is_made_room_goes_with_the_next_release(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_damage_found_while_room_is_made_is_sent(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, make_tables = Policy(mode=Mode.IDS, top_k=1), ViewStore.make_tables
     view, loop = await local.prepared_view(policy), asyncio.get_running_loop()
     newest, before = view.position.number, view.state.tables[0]

@@ -119,7 +119,7 @@ def full(*_: object) -> None:
     raise StorageFailed("the disk is full")
 
 
-async def test_a_view_that_could_not_be_made_with_its_model_is_made_later(
+async def test_a_view_that_could_not_be_made_is_made_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else replicas would be sent the model's own tables, whatever their policy says."""

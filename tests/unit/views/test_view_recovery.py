@@ -28,9 +28,7 @@ from deltasync.views.store import NewestRelease, ViewStore
 
 
 @pytest.mark.parametrize("flushed", [False, True])
-async def test_neither_a_restart_nor_a_table_that_is_added_then_takes_replicas_back(
-    local: LocalModel, models: Models, flushed: bool
-) -> None:
+async def test_a_restart_takes_no_replica_back(local: LocalModel, models: Models, flushed: bool) -> None:
     """The releases since the last flush are known again, and what was left by them is looked for from that on."""
     narrow, wide = Policy(tables=("user",), top_k=1), Policy(top_k=1)
     view = await local.prepared_view(narrow)
@@ -61,9 +59,7 @@ async def test_files_that_a_crash_left_behind_are_removed(local: LocalModel, mod
     }
 
 
-async def test_records_from_before_a_restart_count_towards_the_next_flush(
-    local: LocalModel, models: Models
-) -> None:
+async def test_records_before_a_restart_count_towards_the_next_flush(local: LocalModel, models: Models) -> None:
     """Else the log would grow with every restart."""
     view = await local.prepared_view(TOP)
     assert not view.should_flush(1)
@@ -162,9 +158,7 @@ async def test_the_newest_release_and_what_it_took_are_known_again(local: LocalM
     assert (state.newest is not None, state.backlog_rows) == (True, 2)
 
 
-async def test_small_releases_are_flushed_before_the_log_has_more_heads_than_are_kept(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_small_releases_are_flushed(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("store", "history"):
         monkeypatch.setattr(f"deltasync.views.{module}.KEPT_HEADS", 6)
     view = await local.prepared_view(TOP)

@@ -71,9 +71,7 @@ async def test_what_a_copy_that_was_put_back_does_not_have_is_recognised(
         assert not view.discards(position, Position())
 
 
-async def test_a_version_from_before_the_policy_counts_by_its_seal_and_none_from_after_it(
-    local: LocalModel,
-) -> None:
+async def test_a_version_from_before_the_policy_counts_by_its_seal(local: LocalModel) -> None:
     """Releases count on from where the view began: a later version is of who has followed another consumer."""
     held = local.model.position
     view = await local.prepared_view(TOP)

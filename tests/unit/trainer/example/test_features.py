@@ -51,9 +51,7 @@ streams = st.lists(rows, min_size=1, max_size=40)
 
 
 @given(stream=streams, cuts=st.lists(st.floats(0, 1), max_size=5), options=st.sampled_from([ROOMY, TIGHT]))
-def test_features_do_not_depend_on_how_the_stream_is_cut(
-    stream: list[Row], cuts: list[float], options: ModelOptions
-) -> None:
+def test_features_do_not_depend_on_cuts(stream: list[Row], cuts: list[float], options: ModelOptions) -> None:
     """So they carry over from call to call, and do not depend on later events."""
     whole = events(stream)
     bounds = [0, *sorted(round(cut * len(stream)) for cut in cuts), len(stream)]

@@ -84,9 +84,7 @@ def test_moving_keeps_everything(features: Features) -> None:
 
 
 @pytest.mark.parametrize("method", ["record_stream", "pin_memory"])
-def test_streams_and_pinning_reach_every_part(
-    features: Features, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_all_parts_are_pinned_and_kept(features: Features, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     batch = click_batch(features)
     parts = {name: Mock(return_value=part) for name, part in vars(batch).items()}
     for name, reached in parts.items():

@@ -37,9 +37,7 @@ def test_defaults_are_those_of_the_classes() -> None:
     "training",
     [TrainingOptions(grad_accum=4, amp=True, input="tensordict"), TrainingOptions()],
 )
-def test_arguments_say_the_same_to_another_process(
-    managed: bool, training: TrainingOptions, tmp_path: Path
-) -> None:
+def test_arguments_tell_another_process_the_same(managed: bool, training: TrainingOptions, tmp_path: Path) -> None:
     stream = StreamOptions(
         data="ratings:some file", events=77, events_per_second=12.5, batch_size=6, start_file=tmp_path / "start"
     )

@@ -128,9 +128,7 @@ def test_a_predictor_that_is_not_ready_says_why_and_is_alive(http: Client, held:
 
 
 @pytest.mark.parametrize("reason", [Contradiction("table 'user': another dim"), OSError("disk")])
-def test_a_predictor_whose_subscription_has_ended_is_not_alive(
-    http: Client, held: Held, reason: Exception
-) -> None:
+def test_a_predictor_without_its_subscription_is_not_alive(http: Client, held: Held, reason: Exception) -> None:
     held.stopped, held.ready = reason, False
     answer = http.get("/livez")
     assert answer.status_code == 500

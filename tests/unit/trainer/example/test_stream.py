@@ -135,9 +135,7 @@ def test_a_file_becomes_time_ordered_and_ties_keep_the_order_of_the_file(tmp_pat
 @pytest.mark.parametrize("separator", ["::", ",", "\t"])
 @pytest.mark.parametrize("header", [False, True])
 @pytest.mark.parametrize("end", ["\n", "\n\n\n", "\r\n"])
-def test_fields_may_be_apart_by_colons_commas_or_tabs(
-    tmp_path: Path, separator: str, header: bool, end: str
-) -> None:
+def test_fields_are_apart_by_colons_commas_or_tabs(tmp_path: Path, separator: str, header: bool, end: str) -> None:
     lines = ["userId::movieId::rating::timestamp"] * header + [f"{2**63 - 1}::7::5::30", "2::8::3.5::10"]
     text = "".join(line + end.replace("\n\n", "") for line in lines) + end
     events = read_ratings(ratings(tmp_path, text.replace("::", separator)))

@@ -88,9 +88,7 @@ def features(draw: st.DrawFn) -> tuple[dict[str, Examples], TensorDict]:
 
 
 @given(features(), st.data())
-def test_any_keys_in_any_order_lying_in_any_way(
-    drawn: tuple[dict[str, Examples], TensorDict], data: st.DataObject
-) -> None:
+def test_any_keys_that_lie_in_any_way(drawn: tuple[dict[str, Examples], TensorDict], data: st.DataObject) -> None:
     of_key, tensordict = drawn
     wanted = data.draw(st.lists(st.sampled_from(sorted(of_key)), min_size=1, unique=True))
     kjt = to_kjt(tensordict, wanted)

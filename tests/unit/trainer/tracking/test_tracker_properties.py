@@ -113,9 +113,7 @@ def test_without_first_values(program: list[Operation], mode: TrackingMode) -> N
 
 
 @given(programs(*OFTEN, *SELDOM, *CHECKPOINTS, *COUNTED), st.sampled_from(MODES))
-def test_reads_that_are_launched_are_those_that_are_waited_for(
-    program: list[Operation], mode: TrackingMode
-) -> None:
+def test_launched_reads_are_those_that_are_waited_for(program: list[Operation], mode: TrackingMode) -> None:
     run(program, mode)
 
 

@@ -143,9 +143,7 @@ def resharded(spec: TableSpec, before: list[tuple[int, int]], after: list[tuple[
 
 
 @given(cuts(ROWS), cuts(ROWS))
-def test_maps_and_ranges_of_other_ranks_have_changed(
-    before: list[tuple[int, int]], after: list[tuple[int, int]]
-) -> None:
+def test_maps_of_other_ranks_have_changed(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> None:
     """Only where a shard ends, or ended, is a row of ranges that is not zero. Raw ids may be looked up elsewhere,
     so that rows have none, or have one again.
     """
