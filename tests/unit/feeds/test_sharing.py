@@ -5,11 +5,12 @@ import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, send
+from tests.support.local_service import join, run, send
 from tests.support.releases import live_rows
 from tests.support.wire import USER, WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_service
@@ -61,40 +62,41 @@ async def published(session: PublishSession, service: Service, requests: list[An
     return service.models["clicks"]
 
 
-@in_service()
-async def test_forty_replicas_cost_one_freeze_and_one_message(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are written once; where they go with the end of the release, in a copy for each replica."""
-    written = list[int]()
-    frozen = list[int]()
 
-    def counted(slot: int, rows: RowBatch) -> bytes:
-        written.append(slot)
-        return release_chunk(slot, rows)
+    async def scenario(service: Service) -> None:
+        written = list[int]()
+        frozen = list[int]()
 
-    def noted(*arguments: Any) -> Any:
-        frozen.append(arguments[0].after)
-        return freeze(*arguments)
+        def counted(slot: int, rows: RowBatch) -> bytes:
+            written.append(slot)
+            return release_chunk(slot, rows)
 
-    monkeypatch.setattr("deltasync.feeds.frozen_release.release_chunk", counted)
-    monkeypatch.setattr(releases, "freeze", noted)
-    await service.create_consumer("plain", "clicks", Policy())
-    session = await join(service)
-    await published(session, service, full_part(1, random_rows(0), WHOLE))
-    openings = [subscribe_pb2.SubscribeOpen(consumer="plain", replica=str(each)) for each in range(REPLICAS)]
-    streams = [ReplicaStream(service, opening).run(silence()) for opening in openings]
-    for step, chunks in ((1, 2), (2, 1), (3, 1)):
-        if step > 1:
-            await published(session, service, changed(step, step))
-        sent = await asyncio.gather(*map(chunks_until_end, streams))
-        assert len(written) == chunks
-        assert all(one == other for each in sent for one, other in zip(each, sent[0], strict=True))
-        assert [len(each) for each in sent] == [chunks] * REPLICAS
-        written.clear()
-    assert frozen == [0]  # Later cuts were sent as they came.
-    for stream in streams:
-        await stream.aclose()
+        def noted(*arguments: Any) -> Any:
+            frozen.append(arguments[0].after)
+            return freeze(*arguments)
+
+        monkeypatch.setattr("deltasync.feeds.frozen_release.release_chunk", counted)
+        monkeypatch.setattr(releases, "freeze", noted)
+        await service.create_consumer("plain", "clicks", Policy())
+        session = await join(service)
+        await published(session, service, full_part(1, random_rows(0), WHOLE))
+        openings = [subscribe_pb2.SubscribeOpen(consumer="plain", replica=str(each)) for each in range(REPLICAS)]
+        streams = [ReplicaStream(service, opening).run(silence()) for opening in openings]
+        for step, chunks in ((1, 2), (2, 1), (3, 1)):
+            if step > 1:
+                await published(session, service, changed(step, step))
+            sent = await asyncio.gather(*map(chunks_until_end, streams))
+            assert len(written) == chunks
+            assert all(one == other for each in sent for one, other in zip(each, sent[0], strict=True))
+            assert [len(each) for each in sent] == [chunks] * REPLICAS
+            written.clear()
+        assert frozen == [0]  # Later cuts were sent as they came.
+        for stream in streams:
+            await stream.aclose()
+
+    run(tmp_path, scenario)
 
 
 @in_service()

@@ -3,11 +3,12 @@
 import asyncio
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, send
+from tests.support.local_service import join, run, send
 from tests.support.log import held_up, log_of
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_loop, in_service
@@ -28,30 +29,32 @@ SHARDS = [Shard(WIDE, rank * CHUNKS * CHUNK_ROWS, CHUNKS * CHUNK_ROWS, 0, WIDE.d
 CHUNK_BYTES = CHUNK_ROWS * (WIDE.row_bytes + 8)
 
 
-@in_service()
-async def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(service: Service) -> None:
-    log_of(service).queue.limit(BOUND)
-    sessions = [
-        await join(service, rank=rank, world_size=RANKS, tables=[WIDE], shards=[SHARDS[rank]])
-        for rank in range(RANKS)
-    ]
+def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        log_of(service).queue.limit(BOUND)
+        sessions = [
+            await join(service, rank=rank, world_size=RANKS, tables=[WIDE], shards=[SHARDS[rank]])
+            for rank in range(RANKS)
+        ]
 
-    def requests(shard: Shard) -> list[Any]:
-        firsts = range(shard.row_offset, shard.row_offset + shard.rows, CHUNK_ROWS)
-        rows = np.ones((CHUNK_ROWS, WIDE.dim), "<f4")
-        return part(1, [(0, range(first, first + CHUNK_ROWS), rows) for first in firsts], full=True)
+        def requests(shard: Shard) -> list[Any]:
+            firsts = range(shard.row_offset, shard.row_offset + shard.rows, CHUNK_ROWS)
+            rows = np.ones((CHUNK_ROWS, WIDE.dim), "<f4")
+            return part(1, [(0, range(first, first + CHUNK_ROWS), rows) for first in firsts], full=True)
 
-    with held_up(log_of(service)):
-        sending = [asyncio.create_task(send(each, requests(SHARDS[each.rank]))) for each in sessions]
-        for _ in range(500):
-            await asyncio.sleep(0)
-        assert BOUND < log_of(service).queue.bytes < BOUND + (RANKS + 1) * (CHUNK_BYTES + 4096)
-        assert not any(task.done() for task in sending)
-        forgotten = log_of(service).put("n", b"")  # What makes room passes.
-        assert not forgotten.done()
-    positions = await asyncio.gather(*sending)
-    assert {each.number for each in positions if each} == {1}
-    assert log_of(service).queue.bytes == 0
+        with held_up(log_of(service)):
+            sending = [asyncio.create_task(send(each, requests(SHARDS[each.rank]))) for each in sessions]
+            for _ in range(500):
+                await asyncio.sleep(0)
+            assert BOUND < log_of(service).queue.bytes < BOUND + (RANKS + 1) * (CHUNK_BYTES + 4096)
+            assert not any(task.done() for task in sending)
+            forgotten = log_of(service).put("n", b"")  # What makes room passes.
+            assert not forgotten.done()
+        positions = await asyncio.gather(*sending)
+        assert {each.number for each in positions if each} == {1}
+        assert log_of(service).queue.bytes == 0
+
+    run(tmp_path, scenario)
 
 
 @in_service()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import HeldWrites, join, opened, publish, send
+from tests.support.local_service import HeldWrites, join, opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_loop, in_service
@@ -43,30 +43,31 @@ async def test_a_run_that_takes_over_while_a_cut_is_sealed_is_not_taken_for_its_
         await send(new, delta)
 
 
-@in_service()
-async def test_nothing_of_a_cut_is_there_before_it_is_on_disk(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_a_cut_is_there_before_it_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though what replicas will be sent of it is written meanwhile."""
-    session = await publish(service)
-    model = service.models["clicks"]
-    await model.release(0)  # Somebody follows.
-    with monkeypatch.context() as patch:
-        sealing = HeldWrites(patch, "seal")
-        sealed = asyncio.create_task(send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))])))
-        await sealing.begun.wait()
-        await model.on_thread(lambda: None)  # What was asked of the thread before is done.
-        release = await model.release(0)
-        assert (release.head, model.position.number, model.seals.newest_version) == (model.head, 1, 1)
-        assert not (await model.on_thread(lambda: model.tables[0].rows[3].copy()) == 7).any()
-        assert not sealed.done()
-        sealing.let_go()
-        assert await sealed == Position(model.history, 2)
-    await service.coordinators["clicks"].drain()
-    kept = await model.release(1)
-    assert kept.head is not None
-    assert (kept.head.number, kept.checksums) == (2, (await model.release(0)).checksums)
-    assert (await model.on_thread(lambda: model.tables[0].rows[3].copy()) == 7).all()
+
+    async def scenario(service: Service) -> None:
+        session = await publish(service)
+        model = service.models["clicks"]
+        await model.release(0)  # Somebody follows.
+        with monkeypatch.context() as patch:
+            sealing = HeldWrites(patch, "seal")
+            sealed = asyncio.create_task(send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))])))
+            await sealing.begun.wait()
+            await model.on_thread(lambda: None)  # What was asked of the thread before is done.
+            release = await model.release(0)
+            assert (release.head, model.position.number, model.seals.newest_version) == (model.head, 1, 1)
+            assert not (await model.on_thread(lambda: model.tables[0].rows[3].copy()) == 7).any()
+            assert not sealed.done()
+            sealing.let_go()
+            assert await sealed == Position(model.history, 2)
+        await service.coordinators["clicks"].drain()
+        kept = await model.release(1)
+        assert kept.head is not None
+        assert (kept.head.number, kept.checksums) == (2, (await model.release(0)).checksums)
+        assert (await model.on_thread(lambda: model.tables[0].rows[3].copy()) == 7).all()
+
+    run(tmp_path, scenario)
 
 
 @in_service()

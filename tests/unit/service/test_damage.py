@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.local_service import join, opened, publish, send
+from tests.support.local_service import join, opened, publish, run, send
 from tests.support.releases import deleted_rows, live_rows
 from tests.support.stamped import stamped_table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
@@ -80,23 +80,27 @@ def tell_when(service: Service, kind: EventKind, event: asyncio.Event) -> None:
     service.events._listeners = (*listeners, lambda each: event.set() if each.kind is kind else None)
 
 
-@in_service()
-async def test_a_release_never_has_a_damaged_row_and_the_log_mends_it(service: Service) -> None:
-    _, model = await published(service)
-    checksum = model.tables[0].checksum
-    flip(model.tables[0], 3, 4, 9)
-    with pytest.raises(DamagedRows, match=rf"table '{USER.name}': other bits than were stored in rows 3 to 4, 9"):
-        await model.release(0)
-    await asyncio.sleep(0)  # What is done once the release has failed.
-    assert lists(model.damage.rows) == {USER.name: [3, 4, 9]}
-    failure = model.standing(Policy()).failure
-    assert failure.startswith(f"other bits than were stored in rows 3 to 4, 9 of table {USER.name!r}")
-    mended = await model.damage.mend()
-    assert lists(mended) == {USER.name: [3, 4, 9]}
-    assert (model.damage.rows, model.standing(Policy()).failure) == ({}, "")
-    release = await model.release(0)
-    assert live_rows(release)[0].values.tobytes() == ROWS[0].tobytes()
-    assert release.checksums[0] == checksum == model.tables[0].checksum
+def test_a_release_never_has_a_damaged_row_and_the_log_mends_it(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        _, model = await published(service)
+        checksum = model.tables[0].checksum
+        flip(model.tables[0], 3, 4, 9)
+        with pytest.raises(
+            DamagedRows, match=rf"table '{USER.name}': other bits than were stored in rows 3 to 4, 9"
+        ):
+            await model.release(0)
+        await asyncio.sleep(0)  # What is done once the release has failed.
+        assert lists(model.damage.rows) == {USER.name: [3, 4, 9]}
+        failure = model.standing(Policy()).failure
+        assert failure.startswith(f"other bits than were stored in rows 3 to 4, 9 of table {USER.name!r}")
+        mended = await model.damage.mend()
+        assert lists(mended) == {USER.name: [3, 4, 9]}
+        assert (model.damage.rows, model.standing(Policy()).failure) == ({}, "")
+        release = await model.release(0)
+        assert live_rows(release)[0].values.tobytes() == ROWS[0].tobytes()
+        assert release.checksums[0] == checksum == model.tables[0].checksum
+
+    run(tmp_path, scenario)
 
 
 @in_service()

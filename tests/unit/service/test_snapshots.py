@@ -211,20 +211,22 @@ async def test_a_log_that_went_back_goes_on_with_the_newest_that_there_is(
     assert b.version == max(lost, 3) + 1
 
 
-@in_processes()
-async def test_damaged_and_forked_snapshots_are_passed_over(a: Process, b: Process, tmp_path: Path) -> None:
-    await a.take()
-    session = await publish(a.service)
-    await cut(session, 2, 2)
-    await a.snapshots.make(MODEL)
-    await cut(session, 3, 3)
-    newest = await a.snapshots.make(MODEL)
-    await cut(session, 4, 4)
-    before = a.rows
-    await a.give_up()
-    (tmp_path / "snapshots" / newest.tables[0].blocks[0].object).write_bytes(b"damaged")
-    await b.take()
-    assert same(b.rows, before)
+def test_damaged_and_forked_snapshots_are_passed_over(tmp_path: Path) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        await cut(session, 2, 2)
+        await a.snapshots.make(MODEL)
+        await cut(session, 3, 3)
+        newest = await a.snapshots.make(MODEL)
+        await cut(session, 4, 4)
+        before = a.rows
+        await a.give_up()
+        (tmp_path / "snapshots" / newest.tables[0].blocks[0].object).write_bytes(b"damaged")
+        await b.take()
+        assert same(b.rows, before)
+
+    run(tmp_path, scenario)
 
 
 @in_processes()
