@@ -8,7 +8,17 @@ from typing import Any
 
 from tests.attacks import http2
 from tests.attacks.attack import Answers, Family, Outcome
-from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, asked, at_once, full_part, opening, subscription
+from tests.attacks.messages import (
+    PUBLISH,
+    SUBSCRIBE,
+    Stream,
+    asked,
+    at_once,
+    full_part,
+    opening,
+    subscription,
+    table_of,
+)
 from tests.attacks.target import CONSUMER, Target
 
 from deltasync.v1 import publish_pb2, tables_pb2
@@ -30,10 +40,7 @@ def zero_shards(target: Target) -> Outcome:
 
 @FAMILY.attack("one message of 4.4 MB announces 300,000 tables")
 def many_tables(target: Target) -> Outcome:
-    tables = [
-        tables_pb2.Table(name=f"t{n}", rows=1, dim=1, value_type=tables_pb2.VALUE_TYPE_FP32)
-        for n in range(300_000)
-    ]
+    tables = [table_of(f"t{n}", 1, 1) for n in range(300_000)]
     request = opening("strange-tables", tables=tables, shards=[])
     answers = asked(target, PUBLISH, request)
     return Outcome(f"a message of {request.ByteSize():,} bytes: {answers.outcome.said}")

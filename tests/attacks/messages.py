@@ -16,11 +16,16 @@ from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 PUBLISH, SUBSCRIBE = "PublishService/Publish", "SubscribeService/Subscribe"
 
 
+def table_of(name: str, rows: int, dim: int) -> tables_pb2.Table:
+    value_type, kind = tables_pb2.VALUE_TYPE_FP32, tables_pb2.TABLE_KIND_EMBEDDING
+    return tables_pb2.Table(name=name, rows=rows, dim=dim, value_type=value_type, kind=kind)
+
+
 def opening(
     model: str, rows: int = 1000, dim: int = 16, *, table: str = "t", run: str = "strange", **fields: Any
 ) -> publish_pb2.PublishRequest:
     """The open of a rank that holds a table whole."""
-    spec = tables_pb2.Table(name=table, rows=rows, dim=dim, value_type=tables_pb2.VALUE_TYPE_FP32)
+    spec = table_of(table, rows, dim)
     wanted: dict[str, Any] = {
         "model": model,
         "run": run,

@@ -2,8 +2,6 @@
 
 import json
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,14 +50,7 @@ class GuardedService(ServiceProcess):
 
     def ask(self, method: str, path: str, name: str = "", body: bytes | None = None) -> tuple[int, str]:
         """Status and body of a request with the token of that name."""
-        headers = {"Authorization": f"Bearer {token_of(name)}"} if name else {}
-        request = urllib.request.Request(self.http + path, body, headers, method=method)  # noqa: S310
-        try:
-            with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
+        return self.request(method, path, token_of(name) if name else "", body)
 
     def call(self, method: str, name: str, request: Any = b"") -> tuple[grpc.StatusCode, str]:
         """How a call with the token of that name ends, and what is said of it; one that is a stream once it has

@@ -14,16 +14,19 @@ class HttpStatus:
 
     http: str
 
-    def get(self, path: str, token: str = "") -> tuple[int, str]:
-        """HTTP status and body of a GET request, with a token if it has one."""
+    def request(self, method: str, path: str, token: str = "", body: bytes | None = None) -> tuple[int, str]:
+        """HTTP status and body of the answer, to a request with a token if it has one."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            request = urllib.request.Request(self.http + path, headers=headers)  # noqa: S310
+            request = urllib.request.Request(self.http + path, body, headers, method=method)  # noqa: S310
             with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, error.read().decode()
+
+    def get(self, path: str, token: str = "") -> tuple[int, str]:
+        return self.request("GET", path, token)
 
     def wait_for_status(self, path: str, wanted: int) -> str:
         """The body of a GET request once it is answered with this status."""

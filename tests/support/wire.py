@@ -18,16 +18,17 @@ ITEM = TableSpec("sparse.embedding_bags.item", 30, 6, np.dtype("<f2"))
 TABLES = [USER, ITEM]
 WHOLE = [Shard.whole(USER), Shard.whole(ITEM)]
 _TIMEOUT_SECONDS = 20.0
+Metadata = list[tuple[str, str]]
 
 
 class Stream:
     """One bidirectional stream. Ends when the block does."""
 
-    def __init__(self, address: str, method: Any) -> None:
+    def __init__(self, address: str, method: Any, metadata: Metadata | None = None) -> None:
         self._channel = grpc.insecure_channel(address)
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._call = method(self._channel)(
-            iter(self._requests.get, None), timeout=_TIMEOUT_SECONDS, metadata=[protocol_to_metadata()]
+            iter(self._requests.get, None), timeout=_TIMEOUT_SECONDS, metadata=metadata or [protocol_to_metadata()]
         )
 
     def send(self, *requests: Any) -> None:
@@ -67,11 +68,13 @@ class Stream:
 class RankStream(Stream):
     """A rank's raw Publish stream; a bare one has sent nothing yet."""
 
-    def __init__(self, address: str, *, bare: bool = False, **fields: Any) -> None:
+    def __init__(
+        self, address: str, *, bare: bool = False, metadata: Metadata | None = None, **fields: Any
+    ) -> None:
         def publish(channel: grpc.Channel) -> Any:
             return publish_pb2_grpc.PublishServiceStub(channel).Publish
 
-        super().__init__(address, publish)
+        super().__init__(address, publish, metadata)
         if not bare:
             self.send(publish_open(**fields))
 
@@ -96,11 +99,13 @@ class RankStream(Stream):
 class ReplicaStream(Stream):
     """A replica's raw Subscribe stream; a bare one has sent nothing yet."""
 
-    def __init__(self, address: str, *, bare: bool = False, **fields: Any) -> None:
+    def __init__(
+        self, address: str, *, bare: bool = False, metadata: Metadata | None = None, **fields: Any
+    ) -> None:
         def subscribe(channel: grpc.Channel) -> Any:
             return subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe
 
-        super().__init__(address, subscribe)
+        super().__init__(address, subscribe, metadata)
         self._pieces: list[Any] = []
         if not bare:
             self.send(subscribe_open(**fields))

@@ -1,7 +1,6 @@
 """What belongs to an identity, what is taken from one that is revoked, and what is told to whom."""
 
 import json
-import queue
 import re
 import signal
 from collections.abc import Iterator
@@ -13,11 +12,19 @@ import pytest
 from tests.support.fleet import WAIT, Trainer
 from tests.support.guarded import ROLES, GuardedService, command_line_of, core_limits_of, metadata_of, token_of
 from tests.support.waiting import wait_for
-from tests.support.wire import WHOLE, full_part, publish_open, random_rows, subscribe_open
+from tests.support.wire import (
+    WHOLE,
+    RankStream,
+    ReplicaStream,
+    full_part,
+    publish_open,
+    random_rows,
+    subscribe_open,
+)
 
 from deltasync.client import Endpoint, NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.core.errors import NotPermitted
-from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc
+from deltasync.v1 import publish_pb2, subscribe_pb2
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 PUBLISH, SUBSCRIBE = "/deltasync.v1.PublishService/Publish", "/deltasync.v1.SubscribeService/Subscribe"
@@ -32,8 +39,8 @@ def service(tmp_path: Path) -> Iterator[GuardedService]:
 
 def test_a_token_that_is_not_known_is_found_without_the_audit(service: GuardedService) -> None:
     """By page, `curl` and command: a replica whose token was taken away, or never was one, names no consumer."""
-    with Conversation(service, "nobody", "subscribe", subscribe_open(consumer="predictors")) as stream:
-        assert stream.end()[0] is DENIED
+    with following(service, "nobody") as stream:
+        assert stream.refusal()[0] is DENIED
     found = list[Any]()
     while not found:  # It is noted once the stream is over, on the service's side.
         status, said = service.ask("GET", "/events", "watcher")
@@ -45,63 +52,26 @@ def test_a_token_that_is_not_known_is_found_without_the_audit(service: GuardedSe
     assert (refused["level"], "role subscribe" in refused["text"]) == ("warning", True)
 
 
-class Conversation:
-    """A stream with the token of a name, open until the block ends."""
-
-    def __init__(self, service: GuardedService, name: str, kind: str, *first: Any) -> None:
-        self._channel = grpc.insecure_channel(service.grpc)
-        publisher, subscriber = publish_pb2_grpc.PublishServiceStub, subscribe_pb2_grpc.SubscribeServiceStub
-        channel = self._channel
-        stub: Any = publisher(channel).Publish if kind == "publish" else subscriber(channel).Subscribe
-        self._requests = queue.SimpleQueue[Any]()
-        self.send(*first)
-        self._answers = stub(iter(self._requests.get, None), timeout=30, metadata=metadata_of(name))
-
-    def send(self, *messages: Any) -> None:
-        for each in messages:
-            self._requests.put(each)
-
-    def next(self) -> Any:
-        return next(self._answers)
-
-    def end(self) -> tuple[grpc.StatusCode, str]:
-        """How the service ends it."""
-        try:
-            for _ in self._answers:
-                pass
-        except grpc.RpcError as error:
-            return error.code(), error.details() or ""
-        return grpc.StatusCode.OK, ""
-
-    def __enter__(self) -> "Conversation":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._requests.put(None)
-        self._answers.cancel()
-        self._channel.close()
+def publishing(service: GuardedService, name: str = "trainer", **fields: Any) -> RankStream:
+    return RankStream(service.grpc, metadata=metadata_of(name), **fields)
 
 
-def publishing(service: GuardedService, name: str = "trainer", **fields: Any) -> Conversation:
-    return Conversation(service, name, "publish", publish_open(**fields))
-
-
-def following(service: GuardedService, name: str = "predictor", **fields: Any) -> Conversation:
-    return Conversation(service, name, "subscribe", subscribe_open(consumer="predictors", **fields))
+def following(service: GuardedService, name: str = "predictor", **fields: Any) -> ReplicaStream:
+    return ReplicaStream(service.grpc, metadata=metadata_of(name), **fields)
 
 
 def test_what_is_revoked_ends_its_streams_and_no_others(service: GuardedService) -> None:
     with publishing(service) as rank, following(service) as replica:
-        rank.next()
+        rank.receive()
         rank.send(*full_part(1, random_rows(0), WHOLE))
-        assert rank.next().WhichOneof("message") == "sealed"
+        assert rank.receive().WhichOneof("message") == "sealed"
         service.write_roles({name: roles for name, roles in ROLES.items() if name != "predictor"})
-        code, said = replica.end()
+        code, said = replica.refusal()
         assert (code, said.startswith("revoked: ")) == (DENIED, True), said
         rank.send(*full_part(2, random_rows(1), WHOLE))
-        assert rank.next().WhichOneof("message") == "sealed"
+        assert rank.receive().WhichOneof("message") == "sealed"
         service.write_roles({"trainer": ["publish:other*"]})
-        assert rank.end()[0] is DENIED
+        assert rank.refusal()[0] is DENIED
     assert service.call(SUBSCRIBE, "predictor", subscribe_open(consumer="predictors"))[0] is DENIED
     assert service.lines("roles reloaded: 4 tokens and 0 certificates have roles")
     assert service.lines("deltasync.audit refused: role=subscribe name=predictor .*call=Subscribe: revoked")
@@ -128,26 +98,26 @@ def test_a_hang_up_reads_them_again(service: GuardedService) -> None:
 
 def test_a_run_is_that_of_who_has_opened_it(service: GuardedService) -> None:
     with publishing(service) as rank:
-        rank.next()
+        rank.receive()
         rank.send(*full_part(1, random_rows(0), WHOLE))
-        rank.next()
+        rank.receive()
         code, said = service.call(PUBLISH, "other-trainer", publish_open())
         assert (code, "another identity's" in said) == (DENIED, True), said
         wanted = publish_pb2.WantedRequest(model="clicks", run="run-1", rank=0)
         assert service.call("/deltasync.v1.PublishService/Wanted", "other-trainer", wanted)[0] is DENIED
         assert service.call("/deltasync.v1.PublishService/Wanted", "trainer", wanted)[0] is grpc.StatusCode.OK
         with publishing(service) as second:
-            second.next()
+            second.receive()
     assert service.lines("audit refused: role=publish name=other-trainer address=127.0.0.1:.* call=Publish: run ")
 
 
 def test_a_run_that_is_taken_over_is_in_the_audit(service: GuardedService) -> None:
     with publishing(service, run="first", started=1) as rank:
-        rank.next()
+        rank.receive()
         with publishing(service, "other-trainer", run="second", started=2) as other:
-            other.next()
+            other.receive()
             rank.send(*full_part(1, random_rows(0), WHOLE))
-            assert rank.end()[0] is grpc.StatusCode.ABORTED
+            assert rank.refusal()[0] is grpc.StatusCode.ABORTED
     (line,) = service.lines("audit taken over: ")
     assert "role=publish name=other-trainer address=127.0.0.1:" in line
     assert "run second takes over from run first" in line
@@ -157,7 +127,7 @@ def test_who_publishes_a_model_is_told_to_those_who_may_read(service: GuardedSer
     service.write_roles({**ROLES, "reading-trainer": ["publish", "read"]})
     service.wait_for_line("roles reloaded")
     with publishing(service, run="first", started=2) as rank:
-        rank.next()
+        rank.receive()
         late, said = publish_open(run="late", started=1), "another run publishes this model"
         assert service.call(PUBLISH, "trainer", late) == (grpc.StatusCode.FAILED_PRECONDITION, said)
         assert service.call(PUBLISH, "reading-trainer", late)[1].startswith(
@@ -170,9 +140,9 @@ def test_a_replica_is_that_of_who_is_connected(service: GuardedService) -> None:
     service.wait_for_line("roles reloaded")
     leave = subscribe_pb2.LeaveRequest(consumer="predictors", replica="r")
     with publishing(service) as rank, following(service, replica="r") as replica:
-        rank.next()
+        rank.receive()
         rank.send(*full_part(1, random_rows(0), WHOLE))
-        replica.next()
+        replica.receive()
         code, said = service.call(SUBSCRIBE, "predictor-2", subscribe_open(consumer="predictors", replica="r"))
         assert (code, "as another identity" in said) == (grpc.StatusCode.UNAVAILABLE, True)
         assert service.call("/deltasync.v1.SubscribeService/Leave", "predictor-2", leave)[0] is DENIED
@@ -182,17 +152,16 @@ def test_a_replica_is_that_of_who_is_connected(service: GuardedService) -> None:
 
 def test_a_replica_that_is_taken_over_is_in_the_audit(service: GuardedService) -> None:
     with publishing(service) as rank:
-        rank.next()
+        rank.receive()
         rank.send(*full_part(1, random_rows(0), WHOLE))
-        rank.next()
-        opens = [subscribe_open(consumer="predictors", replica="r") for _ in range(2)]
-        for instance, each in enumerate(opens):
-            each.open.instance = f"instance {instance}"
-        with Conversation(service, "predictor", "subscribe", opens[0]) as first:
-            first.next()
-            with Conversation(service, "predictor", "subscribe", opens[1]) as second:
-                second.next()
-                assert first.end()[0] is grpc.StatusCode.FAILED_PRECONDITION
+        rank.receive()
+        with following(service, bare=True) as first, following(service, bare=True) as second:
+            for number, stream in enumerate((first, second)):
+                opened = subscribe_open(consumer="predictors", replica="r")
+                opened.open.instance = f"instance {number}"
+                stream.send(opened)
+                stream.receive()
+            assert first.refusal()[0] is grpc.StatusCode.FAILED_PRECONDITION
     (line,) = service.lines("audit taken over: ")
     assert "role=subscribe name=predictor address=127.0.0.1:" in line
     assert "replica taken over: consumer=predictors replica=r it was that of predictor, and is connected" in line

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,18 @@ def publish(rank: RankStream, step: int) -> None:
     rank.sealed()
 
 
+@contextmanager
+def released_twice(service: RunningService) -> Iterator[tuple[Follower, subscribe_pb2.ReleaseEnd]]:
+    """A replica that has acknowledged what it was sent of step 1, and taken a release of step 2."""
+    with RankStream(service.grpc) as rank, ReplicaStream(service.grpc, consumer="top") as replica:
+        rank.opened()
+        follower = Follower(replica)
+        publish(rank, 1)
+        follower.acknowledge(follower.release())
+        publish(rank, 2)
+        yield follower, follower.release()
+
+
 def norms() -> list[np.ndarray]:
     """Of what changes in each row of each table from step 1 to step 2."""
     pairs = zip(random_rows(1), random_rows(2), strict=True)
@@ -256,13 +269,7 @@ def left_norms(taken: int) -> list[float]:
 
 
 def test_metrics_and_lag_show_what_a_release_took_and_left(topped: RunningService) -> None:
-    with RankStream(topped.grpc) as rank, ReplicaStream(topped.grpc, consumer="top") as replica:
-        rank.opened()
-        follower = Follower(replica)
-        publish(rank, 1)
-        follower.acknowledge(follower.release())
-        publish(rank, 2)
-        second = follower.release()
+    with released_twice(topped) as (follower, second):
         samples = samples_of(topped)
         assert not {name for name, labels in samples if "consumer_unsent" in name}
         assert samples["deltasync_replica_lag_rows", (*CONSUMER, ("replica", "p0"))] == 70
@@ -295,13 +302,7 @@ def test_metrics_and_lag_show_what_a_release_took_and_left(topped: RunningServic
 
 
 def test_the_command_line_shows_the_lag_of_a_consumer_with_a_policy(topped: RunningService) -> None:
-    with RankStream(topped.grpc) as rank, ReplicaStream(topped.grpc, consumer="top") as replica:
-        rank.opened()
-        follower = Follower(replica)
-        publish(rank, 1)
-        follower.acknowledge(follower.release())
-        publish(rank, 2)
-        second = follower.release()
+    with released_twice(topped) as (follower, second):
         put(topped, "top", model="clicks", policy=PAUSE)
         follower.acknowledge(second)
         lag = wait_for_lag(topped, "top", lambda lag: lag["offset"] == second.position.version)

@@ -66,28 +66,21 @@ def by_key(trained: Trained) -> dict[str, Any]:
 
 
 def test_a_store_by_key_has_all_keys_but_the_deleted_ones(trained: Trained) -> None:
-    held = by_key(trained)
-    assert not unequal(trained, Policy(), held)
-    gone = held[KEYS + "users"][4]
-    held[KEYS + "users"], held["users"] = held[KEYS + "users"][1:], held["users"][1:]
-    assert unequal(trained, Policy(), held)[KEYS + "users"] == 1
-    assert gone in held[KEYS + "users"]
-
-
-def test_a_deleted_row_that_is_still_served_is_found(trained: Trained) -> None:
     assert trained.training
-    held = by_key(trained)
+    users = KEYS + "users"
+    assert not unequal(trained, Policy(), by_key(trained))
+    lacking = by_key(trained)
+    lacking[users], lacking["users"] = lacking[users][1:], lacking["users"][1:]
+    assert unequal(trained, Policy(), lacking)[users] == 1
+    serving = by_key(trained)
     deleted = int(np.flatnonzero(~trained.training.tables.there["users"])[0])
-    at = int(np.searchsorted(held[KEYS + "users"], deleted))
-    held[KEYS + "users"] = np.insert(held[KEYS + "users"], at, deleted)
-    held["users"] = np.insert(held["users"], at, 0, axis=0)
-    assert unequal(trained, Policy(), held) == {KEYS + "users": 1}
-
-
-def test_a_key_beyond_the_table_is_found(trained: Trained) -> None:
-    held = by_key(trained)
-    held[KEYS + "tags"][-1] = FIRST_TABLES["tags"]
-    assert KEYS + "tags" in unequal(trained, Policy(), held)
+    at = int(np.searchsorted(serving[users], deleted))
+    serving[users] = np.insert(serving[users], at, deleted)
+    serving["users"] = np.insert(serving["users"], at, 0, axis=0)
+    assert unequal(trained, Policy(), serving) == {users: 1}
+    beyond = by_key(trained)
+    beyond[KEYS + "tags"][-1] = FIRST_TABLES["tags"]
+    assert KEYS + "tags" in unequal(trained, Policy(), beyond)
 
 
 def test_ids_are_told_with_the_version_of_their_last_change_or_later(trained: Trained) -> None:
