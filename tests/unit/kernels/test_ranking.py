@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from deltasync.kernels.ranking import rank_rows, split_amounts, take_largest
 
+NORMS = st.sampled_from([0.0, 5e-324, 1e-300, 0.5, np.nextafter(0.5, 1), 1.0, 3.0, 1e100]) | st.floats(0, 1e100)
+
 
 def ranks_of(norms: NDArray[np.float64], never_sent: NDArray[np.bool_]) -> NDArray[np.uint64]:
     ranks = np.empty(len(norms), np.uint64)
@@ -31,6 +33,23 @@ def taken_by_sorting(
     taken = np.zeros(len(norms), np.bool_)
     taken[ordered[:fit]] = True
     return taken
+
+
+@given(st.data())
+def test_the_largest_rows_are_those_that_sorting_gives(data: st.DataObject) -> None:
+    rows = data.draw(st.integers(0, 60))
+    masks = st.lists(st.booleans(), min_size=rows, max_size=rows)
+    norms = np.array(data.draw(st.lists(NORMS, min_size=rows, max_size=rows)), np.float64)
+    never_sent, wanted = (np.array(data.draw(masks), np.bool_) for _ in range(2))
+    alike = data.draw(st.booleans())
+    drawn = data.draw(
+        st.lists(st.sampled_from([1, 12, 300]), min_size=1 if alike else rows, max_size=1 if alike else rows)
+    )
+    sizes = np.array(drawn, np.int64)
+    budget = data.draw(st.integers(0, 40) | st.integers(0, 2000))
+    taken = take_largest(ranks_of(norms, never_sent), sizes, wanted, budget)
+    each = np.broadcast_to(sizes, rows) if alike else sizes
+    assert taken.tolist() == taken_by_sorting(norms, never_sent, wanted, each, budget).tolist()
 
 
 @pytest.mark.parametrize("count", [1, 2, 999, 50_000, 99_999, 100_000, 200_000])
