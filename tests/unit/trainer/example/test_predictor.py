@@ -15,7 +15,7 @@ import torch
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from deltasync.client import Contradiction, Position, ServiceFailed, ValueType
+from deltasync.client import Position, ServiceFailed, ValueType
 from deltasync.client.torch_target import ModuleReading
 from deltasync.trainer.example import predictor
 from deltasync.trainer.example.model import ClickModel, outputs, quantised
@@ -125,15 +125,6 @@ def test_a_predictor_that_is_not_ready_says_why_and_is_alive(http: Client, held:
     held.ready = True
     assert http.get("/ready").status_code == 200
     assert metric(http, "predictor_ready") == 1
-
-
-@pytest.mark.parametrize("reason", [Contradiction("table 'user': another dim"), OSError("disk")])
-def test_a_predictor_without_its_subscription_is_not_alive(http: Client, held: Held, reason: Exception) -> None:
-    held.stopped, held.ready = reason, False
-    answer = http.get("/livez")
-    assert answer.status_code == 500
-    assert answer.json() == {"detail": f"the subscriber has stopped: {reason}"}
-    assert http.get("/ready").status_code == 503
 
 
 def test_a_model_that_holds_no_version_whole_is_not_served(http: Client, held: Held) -> None:

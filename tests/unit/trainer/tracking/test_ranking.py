@@ -5,32 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from deltasync.core.errors import InvalidInput
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.trainer.tracking import DeltaRows, Tracker, TrackerOptions, TrackingMode
-from deltasync.trainer.tracking.ranking import largest
 
-NORMS = st.floats(width=32).map(abs) | st.sampled_from((0.0, 1.0, math.inf, math.nan))
 WHOLE = Shard.whole(TableSpec("t", 3, 2))
-
-
-@given(st.lists(st.lists(NORMS, max_size=6), max_size=4), st.integers(1, 8))
-def test_the_largest_are_chosen(norms: list[list[float]], k: int) -> None:
-    masks = largest({str(number): torch.tensor(its) for number, its in enumerate(norms)}, k)
-    assert [len(mask) for mask in masks.values()] == [len(its) for its in norms]
-    ranked = [(math.isnan(norm), norm) for its in norms for norm in its]
-    flat = [bool(one) for mask in masks.values() for one in mask]
-    chosen = [norm for norm, one in zip(ranked, flat, strict=True) if one]
-    rest = [norm for norm, one in zip(ranked, flat, strict=True) if not one]
-    assert len(chosen) == min(k, len(ranked))
-    nan_in_rest = any(nan for nan, _ in rest)
-    assert not nan_in_rest or all(nan for nan, _ in chosen)
-    numbers = [norm for nan, norm in rest if not nan]
-    assert all(nan or norm >= max(numbers, default=-1.0) for nan, norm in chosen)
 
 
 def rows(values: list[list[float]], first: list[list[float]] | None = None) -> DeltaRows:
