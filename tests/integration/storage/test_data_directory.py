@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.data_directory import POLICIES, Content, write
 from tests.support.fleet import ITEM, TABLES, USER, WAIT, Recorder, as_sent, follow
 from tests.support.server import RunningService
 
-from deltasync.client import NumpyTarget, Position, ValueType
+from deltasync.client import Position, ValueType
 
 REPLICAS = [f"{consumer}/{replica}" for consumer in ("plain", "ranked") for replica in ("early", "late")]
 
@@ -47,14 +46,6 @@ def test_consumers_policies_and_offsets_are_there_again(written: tuple[RunningSe
             assert lag["release"]["version"] == 7
 
 
-def test_a_new_replica_is_given_the_models_rows_bit_by_bit(written: tuple[RunningService, Content]) -> None:
-    service, content = written
-    target = NumpyTarget()
-    with follow(service, "plain", "new", target) as subscriber:
-        subscriber.wait_for(7, WAIT)
-    assert _bytes(target.tables) == _bytes(content.model)
-
-
 @pytest.mark.parametrize("replica", REPLICAS)
 def test_a_replica_goes_on_from_where_it_was(written: tuple[RunningService, Content], replica: str) -> None:
     service, content = written
@@ -78,7 +69,3 @@ def _wait_until(subscriber: Any, target: Recorder, wanted: dict[str, bytes]) -> 
 
 def _expected(content: Content, value_type: ValueType) -> dict[str, bytes]:
     return {table.name: as_sent(table, content.model[table.name], value_type).tobytes() for table in (USER, ITEM)}
-
-
-def _bytes(tables: dict[str, np.ndarray]) -> dict[str, bytes]:
-    return {name: values.tobytes() for name, values in tables.items()}

@@ -164,10 +164,17 @@ def test_a_program_is_not_given_a_part_for_everything(service: Processes) -> Non
 
 
 def test_a_script_is_told_that_lag_is_not_known_of_all(service: Processes) -> None:
+    script = ("lag", "--max-seconds", "5")
+    code, _, err = service.run(*script)
+    assert (code, "there are no consumers" in err) == (BEHIND, True)
+    assert service.run("lag")[0] == 0
     service.answers[0]["/lag"] = [LINE]
-    assert service.run("lag", "--max-seconds", "5")[0] == 0
-    service.gone = {1}
-    code, out, err = service.run("lag", "--max-seconds", "5")
+    assert service.run(*script)[0] == 0
+    service.unowned = ["clicks"]
+    code, _, err = service.run(*script)
+    assert (code, err) == (BEHIND, "model clicks is missing: no process that is alive has it\n")
+    service.unowned, service.gone = [], {1}
+    code, out, err = service.run(*script)
     assert (code, "predictors" in out, "sync-1" in err) == (BEHIND, True, True)
 
 
@@ -178,13 +185,6 @@ def test_a_process_that_has_ended_is_not_asked(service: Processes) -> None:
     assert (code, [each["consumer"] for each in json.loads(out)], err) == (0, ["0", "2"], "")
 
 
-def test_a_script_is_told_that_no_process_has_a_model(service: Processes) -> None:
-    service.answers[0]["/lag"] = [LINE]
-    service.unowned = ["clicks"]
-    code, _, err = service.run("lag", "--max-seconds", "5")
-    assert (code, err) == (BEHIND, "model clicks is missing: no process that is alive has it\n")
-
-
 def test_a_process_that_hears_of_no_others_is_not_the_one_to_list_them(service: Processes) -> None:
     service.answers = [{"/models": [{"model": str(number)}]} for number in range(3)]
     service.cut_off = {0}
@@ -192,12 +192,6 @@ def test_a_process_that_hears_of_no_others_is_not_the_one_to_list_them(service: 
     assert answers == [[{"model": "0"}], [{"model": "1"}], [{"model": "2"}]]
     service.cut_off = {0, 1, 2}
     assert len(EachProcess(Endpoint.of_http(service.addresses[0])).answers("/models")) == 3
-
-
-def test_a_script_is_told_that_there_are_no_consumers(service: Processes) -> None:
-    code, _, err = service.run("lag", "--max-seconds", "5")
-    assert (code, "there are no consumers" in err) == (BEHIND, True)
-    assert service.run("lag")[0] == 0
 
 
 def test_what_is_watched_says_it_too(service: Processes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,16 +106,15 @@ async def test_ranks_that_have_closed_their_parts_and_gone_leave_nothing(service
     ("tables", "error", "message"),
     [
         ([HUGE], Contradiction, "every row of its tables takes"),
-        ([replace(USER, rows=3_000_000)], StorageFailed, r"'m\d+': \d+ bytes are wanted, and 134217728 are free"),
         ([USER, ITEM, TableSpec("third", 2, 2)], LimitReached, "limit tables_per_model"),
     ],
-    ids=["log", "volume", "tables"],
+    ids=["log", "tables"],
 )
 @in_service(limits=LimitOptions(tables_per_model=2))
 async def test_opens_that_are_refused_leave_nothing(
-    service: Service, monkeypatch: pytest.MonkeyPatch, tables: list[TableSpec], error: Any, message: str
+    service: Service, tables: list[TableSpec], error: Any, message: str
 ) -> None:
-    monkeypatch.setattr(VolumeRoom, "of", lambda _: VolumeRoom(1 << 27, 1 << 30))
+    """Nor do those of tables that are too large for the volume, see `test_opens`."""
     for number in range(100):
         with pytest.raises(error, match=message):
             async with stream(service, model=f"m{number}", tables=tables):
@@ -231,18 +230,6 @@ async def test_ranks_that_contradict_each_other_are_refused_before_anything_is_t
         pass  # Of what the other has said nothing is left.
     await left(service)
     assert traces(service) == []
-
-
-@in_service()
-async def test_an_open_with_another_shape_fixes_nothing_for_other_runs(service: Service) -> None:
-    larger = [replace(USER, rows=60), TableSpec("more", 5, 3)]
-    first = await publish(service)
-    async with stream(service, run="run-2", started=2, tables=larger):
-        assert [each.spec for each in service.models["clicks"].tables] == TABLES
-    await publish(service, 3, run="run-3", started=3, continues=first.sealed, tables=TABLES)
-    assert [each.spec for each in service.models["clicks"].tables] == TABLES
-    await publish(service, 4, run="run-4", started=4, tables=[*TABLES, TableSpec("more", 9, 9)])
-    assert service.models["clicks"].tables[2].spec == TableSpec("more", 9, 9)
 
 
 @in_loop()

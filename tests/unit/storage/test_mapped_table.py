@@ -58,13 +58,6 @@ def extended(table: MappedTable, folder: Path, spec: TableSpec = LARGER) -> Mapp
     return table
 
 
-def test_a_table_comes_back(tmp_path: Path) -> None:
-    back = reopened(written(tmp_path))
-    assert back.changed_since(0).tolist() == [3, 7]
-    assert back.rows.sum() == 2 * 4 * 5
-    assert (back.rows.dtype, back.rows.shape) == (TABLE.dtype, (10, 4))
-
-
 def test_a_new_table_is_zero_whatever_lay_there(tmp_path: Path) -> None:
     """A crash before the log named the table leaves its files."""
     written(tmp_path)
