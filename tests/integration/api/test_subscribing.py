@@ -1,6 +1,7 @@
 """Releases, credit and acks, as a raw replica sees them."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,8 @@ from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.frozen_release import FrozenRelease, freeze
+from deltasync.feeds.model import Model
+from deltasync.feeds.releases import Releases
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire import row_messages as wire_rows
 from deltasync.wire.messages import position_from_message
@@ -411,6 +414,40 @@ def test_bytes_may_be_acknowledged_before_what_they_are_of(running: RunningServi
         while (line := lag_of(running)["replicas"][0])["offset"] != 1:
             pass
         assert line["unacked"] == 0
+
+
+@pytest.mark.usefixtures("unasked")
+def test_a_repair_that_a_pause_has_dropped_comes_when_it_is_over(
+    running: RunningService, rank: RankStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made of a version that came while it was asked for, and that the replica is kept from."""
+    began, asked = threading.Event(), threading.Event()
+    apply, get = Model._apply_and_release, Releases.get
+
+    def apply_once_asked(self: Model, *arguments: Any) -> Any:
+        began.set()
+        assert asked.wait(20)
+        return apply(self, *arguments)
+
+    def get_and_say(self: Releases, *arguments: Any) -> Any:
+        found = get(self, *arguments)
+        asked.set()
+        return found
+
+    with ReplicaStream(running.grpc) as replica:
+        _, end = replica.release()
+        admin_of(running).pause_consumer("predictors")
+        monkeypatch.setattr(Model, "_apply_and_release", apply_once_asked)
+        monkeypatch.setattr(Releases, "get", get_and_say)
+        rank.send(*part(2, [(0, [2], ONE)]))
+        assert began.wait(20)
+        replica.send(wrong_ack(position_from_message(end.position)))
+        rank.sealed()
+        while lag_of(running)["head"] != 2:
+            pass
+        admin_of(running).resume_consumer("predictors")
+        rows, end = replica.release()
+        assert (len(ids_of(rows)), end.position.version) == (USER.rows, 2)
 
 
 def test_a_repeated_ack_is_harmless(running: RunningService, rank: RankStream) -> None:
