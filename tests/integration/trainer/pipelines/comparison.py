@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.prepared import rich
-from tests.integration.trainer.pipelines.training import Training, through
+from tests.integration.trainer.pipelines.training import BOTH_RANKS, Training, through
 from tests.integration.trainer.tracking.rows import Rows, differing
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module

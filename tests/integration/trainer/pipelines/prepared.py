@@ -6,7 +6,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from tests.integration.trainer.pipelines.batches import ROWS, WIDTH, batches
+from tests.integration.trainer.pipelines.training import ROWS, WIDTH, batches
 from tests.integration.trainer.torchrec_defects.models import DIM, bags
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -82,24 +82,22 @@ def rich(count: int, *, extras: bool = True) -> Iterator[Rich]:
         )
 
 
-class Shift(nn.Module):
-    """Adds to all ids what the other arguments amount to."""
+class Counting(nn.Module):
+    """Counts its calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    calls = 0
+
+
+class Shift(Counting):
+    """Adds to all ids what the other arguments amount to."""
 
     def forward(self, features: KeyedJaggedTensor, *amounts: Any, **named: Any) -> KeyedJaggedTensor:
         self.calls += 1
         return shifted(features, amount([*amounts, named]))
 
 
-class Together(nn.Module):
-    """Adds up the ids of several, each times its place; counts its calls, as all of these do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+class Together(Counting):
+    """Adds up the ids of several, each times its place."""
 
     def forward(self, several: Any) -> KeyedJaggedTensor:
         self.calls += 1
@@ -107,24 +105,24 @@ class Together(nn.Module):
         return with_values(several[0], torch.stack(values).sum(0) % ROWS)
 
 
-class Several(nn.Module):
+class Several(Counting):
     """Hands out several things at once, in what container it is told."""
 
     def __init__(self, container: Callable[..., Any] = tuple) -> None:
         super().__init__()
-        self.calls, self._container = 0, container
+        self._container = container
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
         self.calls += 1
         return self._container([shifted(features, 1), shifted(features, 2)])
 
 
-class Does(nn.Module):
+class Does(Counting):
     """Does what a function does, unseen by a trace."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.calls, self._function = 0, function
+        self._function = function
 
     def forward(self, *args: Any) -> Any:
         self.calls += 1

@@ -1,19 +1,113 @@
-"""A model in training, by a plain loop or by a pipeline, and what it holds afterwards."""
+"""A model in training, by a plain loop or by a pipeline: its batches, where they come from, and what it holds."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.torchrec_defects.models import CPU, distributed
+from tests.integration.trainer.torchrec_defects.models import CPU, DIM, bags, distributed
 from tests.integration.trainer.tracking.rows import Rows, weights
 from torch import nn
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
+from deltasync.trainer.pipelines.batches import FieldsBatch
+
+ROWS, WIDTH = 16, 3
+
+
+@dataclass
+class Batch(FieldsBatch):
+    sparse: KeyedJaggedTensor
+    dense: torch.Tensor
+    label: torch.Tensor
+
+
+def batches(count: int, size: int = 4, seed: int = 0) -> Iterator[Batch]:
+    """This rank's: others have other ones."""
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    for _ in range(count):
+        lengths = torch.randint(0, 3, (2 * size,), generator=generator)
+        ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+        yield Batch(
+            sparse=KeyedJaggedTensor(["f", "g"], ids, lengths=lengths),
+            dense=torch.randn(size, WIDTH, generator=generator),
+            label=torch.randn(size, generator=generator),
+        )
+
+
+class Lost(Exception):
+    """The connection to where batches come from."""
+
+
+class Failing(Iterator[Any]):
+    """Hands out batches, but at some of their places fails once."""
+
+    def __init__(self, of: Iterable[Any], places: Iterable[int]) -> None:
+        self._batches, self._places, self._taken = list(of), set(places), 0
+
+    def __next__(self) -> Any:
+        if self._taken in self._places:
+            self._places.remove(self._taken)
+            raise Lost
+        self._taken += 1
+        if self._taken > len(self._batches):
+            raise StopIteration
+        return self._batches[self._taken - 1]
+
+
+class Paused(Iterator[Any]):
+    """Hands out batches as far as they have arrived."""
+
+    def __init__(self, of: Iterable[Any], arrived: int, *, ends: bool) -> None:
+        self._batches, self.arrived, self._ends, self.taken = list(of), arrived, ends, 0
+
+    def __next__(self) -> Any:
+        if self.taken == self.arrived:
+            if self._ends:
+                raise StopIteration
+            return None
+        self.taken += 1
+        return self._batches[self.taken - 1]
+
+
+def despite_losses(pipeline: Any, iterator: Iterator[Any]) -> tuple[list[Any], int]:
+    """The outputs, and how many losses there were."""
+    outputs, losses = [], 0
+    while True:
+        try:
+            outputs += [pipeline.progress(iterator)]
+        except Lost:
+            losses += 1
+        except StopIteration:
+            return outputs, losses
+
+
+BOTH_RANKS = {"f": table_wise(rank=1, compute_kernel="fused"), "g": row_wise(compute_kernel="fused")}
+
+
+class Regression(nn.Module):
+    """Predicts labels from dense values and looked-up rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = bags("f", "g")
+        self.over = nn.Linear(2 * DIM + WIDTH, 1)
+
+    def looked_up(self, batch: Batch) -> torch.Tensor:
+        found: torch.Tensor = self.bags(batch.sparse).values()
+        return found
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        predicted = self.over(torch.cat([self.looked_up(batch), batch.dense], dim=1)).squeeze(1)
+        loss = nn.functional.mse_loss(predicted, batch.label)
+        return loss, loss.detach()
 
 
 def sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:

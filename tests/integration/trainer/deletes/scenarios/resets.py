@@ -1,12 +1,133 @@
-"""What the kernels hold of a deleted row, as they say themselves."""
+"""What kernels hold of rows that are reset: by evictions of managed collision on a CPU, or by deletes."""
+
+from collections.abc import Iterator
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.deletes.scenarios import SCENARIOS
-from tests.integration.trainer.torchrec_defects.models import ROWS, bag, bags, kernels_of, lookups, sharded, train
+from tests.integration.trainer.torchrec_defects.copies import followed
+from tests.integration.trainer.torchrec_defects.models import (
+    ROWS,
+    bag,
+    bags,
+    collided,
+    kernels_of,
+    lookups,
+    sequence,
+    sharded,
+    train,
+)
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
+from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, LFU_EvictionPolicy, LRU_EvictionPolicy
 
-from deltasync.trainer.tracking import Tracker, TrackerOptions
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
+from deltasync.trainer.tracking.row_reset import evict_on_cpu
+
+# With two ranks, ids from here on have their rows on the second one.
+OTHERS_FROM = 2**62
+BAGS, SEQUENCES = "collided._embedding_module.embedding_bags.t", "collided._embedding_module.embeddings.t"
+FIRST_VALUE = 7.0
+
+
+def _first_values(rows: torch.Tensor) -> torch.Tensor:
+    return nn.init.constant_(rows, FIRST_VALUE)
+
+
+def _models(optimizer: EmbOptimType) -> Iterator[tuple[str, DistributedModelParallel]]:
+    for policy in (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy):
+        for fqn, table in (BAGS, bag), (SEQUENCES, sequence):
+            module = collided(table("t", init_fn=_first_values), policy=policy)
+            model = sharded({"collided": module}, {"t": row_wise(compute_kernel="fused")}, optimizer=optimizer)
+            evict_on_cpu(model)
+            yield fqn, model
+
+
+def _fill(model: DistributedModelParallel) -> None:
+    """Fill the slots with trained rows."""
+    for number in range(3):
+        train(model, t=_ids(100 * number, times=number + 1))
+
+
+def _evict(model: DistributedModelParallel) -> None:
+    """Without a backward: what is evicted stays as it is reset."""
+    for number in range(3, 9):
+        model(lookups(t=_ids(1000 * number, times=9)))
+
+
+def _ids(first: int, *, times: int = 2) -> list[int]:
+    """Six for each rank. A policy that counts gives those that come more often the rows of others."""
+    return [half + first + one for one in range(6) for half in (0, OTHERS_FROM)] * times
+
+
+@SCENARIOS.scenario("evictions", ranks=2)
+def rows_and_momentum_of_evicted_slots_are_reset() -> None:
+    for fqn, model in _models(EmbOptimType.EXACT_ROWWISE_ADAGRAD):
+        tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST))
+        _fill(model)
+        tracker.step()
+        tracker.clear()
+        (kernel,) = kernels_of(model)
+        weights, momentum = kernel.split_embedding_weights()[0], kernel.split_optimizer_states()[0][0]
+        assert momentum.count_nonzero() >= ROWS // 2 - 1
+        before = weights.clone()
+        _evict(model)
+        tracker.step()
+        evicted = tracker.get_delta().ids[fqn] - tracker.shards[0].shard.row_offset
+        assert len(evicted)
+        assert torch.equal(weights[evicted], torch.full_like(weights[evicted], FIRST_VALUE))
+        assert not momentum[evicted].any()
+        kept = torch.ones(len(weights), dtype=torch.bool).index_fill_(0, evicted, False)
+        assert torch.equal(weights[kept], before[kept])
+
+
+@SCENARIOS.scenario("evictions", ranks=2)
+def a_copy_follows_evictions() -> None:
+    for optimizer in (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_SGD):
+        for _, model in _models(optimizer):
+            tracker, copy = followed(model)
+            for number in range(6):
+                train(model, t=_ids(100 * number, times=number + 1))
+                tracker.step()
+                copy.update()
+                copy.check(model)
+
+
+@SCENARIOS.scenario("evictions", ranks=2)
+def other_optimizers_keep_their_state_as_on_a_gpu() -> None:
+    for _, model in _models(EmbOptimType.EXACT_ADAGRAD):
+        _fill(model)
+        (kernel,) = kernels_of(model)
+        before = [state.clone() for state in kernel.split_optimizer_states()[0]]
+        _evict(model)
+        assert all(map(torch.equal, kernel.split_optimizer_states()[0], before))
+        assert (kernel.split_embedding_weights()[0] == FIRST_VALUE).all(dim=1).any()
+
+
+@SCENARIOS.scenario("evictions", ranks=2)
+def a_table_is_told_from_others_of_its_kernel() -> None:
+    model = sharded({"bags": bags("t0", "t1")}, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    evict_on_cpu(model)
+    evict_on_cpu(model)
+    train(model, t0=list(range(ROWS)), t1=list(range(ROWS)))
+    for kernel in kernels_of(model):
+        before = [weights.clone() for weights in kernel.split_embedding_weights()]
+        kernel.reset_embedding_weight_momentum(
+            pruned_indices=torch.tensor([9, 3, 5]),
+            pruned_indices_offsets=torch.tensor([0, 1, 3]),
+            logical_table_ids=torch.tensor([1, 0], dtype=torch.int32),
+            buffer_ids=torch.tensor([0, 1], dtype=torch.int32),
+        )
+        for table, ids in enumerate([[3, 5], [9]]):
+            weights, (momentum,) = kernel.split_embedding_weights()[table], kernel.split_optimizer_states()[table]
+            assert weights.sum(dim=1).eq(0).nonzero().squeeze(1).tolist() == ids
+            assert momentum.eq(0).nonzero().squeeze(1).tolist() == ids
+            others = [row for row in range(ROWS) if row not in ids]
+            assert torch.equal(weights[others], before[table][others])
+
+
+# Deleted rows.
 
 OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 SHARDING = {

@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.pipelines.batches import ROWS
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     ROUNDING,
@@ -16,17 +15,33 @@ from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     check_as_larger,
     iterations,
     joined,
+    larger,
     micro_batches,
     where_used,
 )
-from tests.integration.trainer.pipelines.training import Training, farthest, through
-from tests.integration.trainer.torchrec_defects.models import META, bag, bags, kernels_of, sequences
+from tests.integration.trainer.pipelines.training import BOTH_RANKS, ROWS, Training, farthest, through
+from tests.integration.trainer.torchrec_defects.copies import Copy, changed, weights
+from tests.integration.trainer.torchrec_defects.models import (
+    CPU,
+    META,
+    bag,
+    bags,
+    kernels_of,
+    lookups_of,
+    sequences,
+)
+from tests.integration.trainer.tracking.cases import CASES
+from tests.integration.trainer.tracking.models import build
 from torch import fx, nn
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 FUSED = {"compute_kernel": "fused"}
 SECOND, BY_ROWS = table_wise(rank=1, **FUSED), row_wise(**FUSED)
@@ -113,9 +128,9 @@ def rows_of_float16() -> None:
 def micro_batches_without_an_id_on_some_or_all_ranks() -> None:
     """Ids of the first half of the rows: the other rank, which holds the rest, looks nothing up."""
     without, some = micro_batches(6, below=0), micro_batches(6)
-    for build in _bags_by_rows, _sequences_by_rows:
-        check_as_larger(build, micro_batches(6, below=ROWS // 2), steps_of=3)
-        check_as_larger(build, [without[0], some[0], some[1], *without[1:4], *some[2:4], without[4]], steps_of=3)
+    for make in _bags_by_rows, _sequences_by_rows:
+        check_as_larger(make, micro_batches(6, below=ROWS // 2), steps_of=3)
+        check_as_larger(make, [without[0], some[0], some[1], *without[1:4], *some[2:4], without[4]], steps_of=3)
 
 
 def _bags_by_rows() -> Training:
@@ -225,3 +240,143 @@ def a_lookup_that_fails_leaves_kernels_as_they_were() -> None:
     with patch.object(kernels[0], "forward", side_effect=KeyError("no rows")), pytest.raises(KeyError):
         through(pipeline, micro_batches(1))
     assert all(kernel.training for kernel in kernels)
+
+
+# When trackers are told, what is refused, and how it ends. Which features cannot be kept is shown by
+# tests/unit/trainer/pipelines/test_deferred_tables.py.
+
+DEFERRED: dict[str, Any] = {"grad_accum": 2, "accumulate_tables": True}
+DENSE = ("over.weight", "over.bias")
+
+
+def training() -> Training:
+    return Training(Predicting(bags=bags("f", "g"), ids=sequences("g")), BOTH_RANKS)
+
+
+def forwards(of: Training) -> list[Any]:
+    """What has been put in the place of the forwards of lookups."""
+    return [vars(lookup).get("forward") for lookup in lookups_of(of.model)]
+
+
+@SCENARIOS.scenario("deferring", ranks=2)
+def rows_are_reported_once_the_step_that_changes_them_is_complete() -> None:
+    of = Training(
+        Predicting(bags=bags("f", "g", "copies"), ids=sequences("g")),
+        BOTH_RANKS | {"copies": data_parallel()},
+    )
+    tracker = Tracker(of.model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, dense=True))
+    copy = Copy(of.model, tracker)
+    copy.update()
+    pipeline = of.pipeline(grad_accum=3, accumulate_tables=True)
+    source = iter(micro_batches(8, "f", "g", "copies"))
+    for _ in range(8):
+        before = weights(of.model)
+        pipeline.progress(source)
+        if pipeline.stepped:
+            tracker.step()
+        reported = copy.update()
+        assert reported == changed(of.model, before)
+        assert bool(reported) == pipeline.stepped
+        copy.check(of.model)
+
+
+@SCENARIOS.scenario("deferring", ranks=2)
+def rows_of_a_read_within_a_step_are_reported_again_after_it() -> None:
+    """They were looked up already, and have not changed yet."""
+    of = training()
+    tracker = Tracker(of.model, TrackerOptions(mode=TrackingMode.ID_ONLY))
+    pipeline, source = of.pipeline(**DEFERRED), iter(micro_batches(2))
+    before = weights(of.model)
+    pipeline.progress(source)
+    within = tracker.get_delta()
+    tracker.acknowledge(within.token)
+    pipeline.progress(source)
+    tracker.step()
+    tables = {name: ids for name, ids in changed(of.model, before).items() if name not in DENSE}
+    assert not within.ids
+    assert {name: ids.tolist() for name, ids in tracker.get_delta().ids.items()} == tables != {}
+
+
+@SCENARIOS.scenario("deferring", ranks=2)
+def modules_that_cannot_wait_are_refused() -> None:
+    for case, why in (
+        ("evictions", "module 'm[^']*'.*managed collision"),
+        ("evicted-sequences", "module 'm[^']*'.*managed collision"),
+        ("processed", "module 'm' learns the weights of its features"),
+    ):
+        model, optimizer = build(CASES[case])
+        with pytest.raises(InvalidInput, match=why):
+            OnlinePipeline(model, optimizer, CPU, PipelineOptions(**DEFERRED))
+
+
+@SCENARIOS.scenario("deferring", ranks=2)
+def a_detached_pipeline_gives_the_model_its_lookups_back() -> None:
+    of, plain = training(), training()
+    before = forwards(of)
+    pipeline = of.pipeline(**DEFERRED)
+    through(pipeline, micro_batches(4))
+    assert forwards(of) != before
+    pipeline.detach()
+    plain.plainly(larger(micro_batches(4), 2))
+    assert forwards(of) == before
+    of.plainly(micro_batches(3, seed=1))
+    plain.plainly(micro_batches(3, seed=1))
+    assert farthest(of.held(), plain.held()) < ROUNDING
+
+
+@SCENARIOS.scenario("deferring", ranks=2)
+def a_pipeline_that_is_reset_begins_a_step_anew_and_leaves_nothing_of_it_to_others() -> None:
+    of, plain = training(), training()
+    pipeline = of.pipeline(grad_accum=3, accumulate_tables=True)
+    pipeline.progress(iter(micro_batches(3)))
+    pipeline.reset()
+    through(pipeline, micro_batches(3, seed=1))
+    plain.plainly(larger(micro_batches(3, seed=1), 3))
+    assert farthest(of.held(), plain.held()) < ROUNDING
+    pipeline.progress(iter(micro_batches(3)))
+    pipeline.reset()
+    pipeline.detach()
+    of.plainly(micro_batches(3, seed=1))
+    plain.plainly(micro_batches(3, seed=1))
+    assert farthest(of.held(), plain.held()) < ROUNDING
+
+
+@SCENARIOS.scenario("deferring", ranks=2)
+def a_pipeline_that_is_attached_again_goes_on_within_a_step() -> None:
+    of, plain = training(), training()
+    pipeline, source = of.pipeline(**DEFERRED), iter(micro_batches(6))
+    for _ in range(6):
+        pipeline.progress(source)
+        pipeline.detach()
+    plain.plainly(larger(micro_batches(6), 2))
+    assert farthest(of.held(), plain.held()) < ROUNDING
+
+
+@SCENARIOS.scenario("deferring", ranks=2)
+def two_pipelines_take_turns_on_one_model() -> None:
+    """Whether the second has tables wait for the step as well or not, and whether they are detached in between."""
+    for options in DEFERRED, {}:
+        for detached in True, False:
+            of, plain = training(), training()
+            pipelines = [of.pipeline(**DEFERRED), of.pipeline(**options)]
+            for turn in range(4):
+                batches = micro_batches(2, seed=turn)
+                pipeline = pipelines[turn % 2]
+                through(pipeline, batches)
+                if detached:
+                    pipeline.detach()
+                plain.plainly([joined(batches)] if turn % 2 == 0 or options else batches)
+            of.plainly(micro_batches(2, seed=5))
+            plain.plainly(micro_batches(2, seed=5))
+            assert farthest(of.held(), plain.held()) < ROUNDING
+
+
+@SCENARIOS.scenario("deferring", ranks=2)
+def a_step_that_is_not_complete_is_not_mixed_with_another_pipelines() -> None:
+    of = training()
+    first, second = of.pipeline(grad_accum=4), of.pipeline()
+    first.progress(iter(micro_batches(4)))
+    with pytest.raises(Contradiction, match=r"step of another pipeline on this model is not complete: reset\(\)"):
+        second.progress(iter(micro_batches(1)))
+    first.reset()
+    through(second, micro_batches(1))

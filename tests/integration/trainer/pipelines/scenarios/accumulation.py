@@ -9,8 +9,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tests.integration.trainer.pipelines.batches import WIDTH, Batch
-from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     ROUNDING,
@@ -22,7 +20,7 @@ from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     state,
     where_used,
 )
-from tests.integration.trainer.pipelines.training import Training, farthest, through
+from tests.integration.trainer.pipelines.training import BOTH_RANKS, WIDTH, Batch, Training, farthest, through
 from tests.integration.trainer.torchrec_defects.models import bags
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.integration.trainer.pipelines.batches import ROWS, WIDTH, Batch
-from tests.integration.trainer.pipelines.training import Training, farthest
+from tests.integration.trainer.pipelines.training import ROWS, WIDTH, Batch, Training, farthest
 from tests.integration.trainer.torchrec_defects.models import kernels_of
 from tests.integration.trainer.tracking.rows import Rows, momenta
 from torch import fx, nn

@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.pipelines.batches import Batch
-from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     MOVED,
@@ -18,7 +16,7 @@ from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     micro_batches,
     state,
 )
-from tests.integration.trainer.pipelines.training import Training, farthest, through
+from tests.integration.trainer.pipelines.training import BOTH_RANKS, Batch, Training, farthest, through
 from tests.integration.trainer.torchrec_defects.models import CPU, bag, bags
 from tests.integration.trainer.tracking.batches import Features
 from tests.integration.trainer.tracking.cases import CASES

@@ -8,9 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tests.integration.trainer.pipelines.batches import ROWS
 from tests.integration.trainer.pipelines.comparison import check_like_plain, check_same, told
-from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.prepared import (
     Does,
     Prepared,
@@ -24,7 +22,7 @@ from tests.integration.trainer.pipelines.prepared import (
     with_values,
 )
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
-from tests.integration.trainer.pipelines.training import Training
+from tests.integration.trainer.pipelines.training import BOTH_RANKS, ROWS, Training
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -5,12 +5,10 @@ from random import Random
 from typing import Any
 
 import torch
-from tests.integration.trainer.pipelines.batches import Batch, batches
 from tests.integration.trainer.pipelines.comparison import check_same
-from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.prepared import Prepared, Shift
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
-from tests.integration.trainer.pipelines.training import Training
+from tests.integration.trainer.pipelines.training import BOTH_RANKS, Batch, Training, batches
 
 ACTIONS = 60
 MODEL = Prepared(lambda m, b: [m.shift(m.shift(b.sparse, 1), 4)], {"shift": Shift})

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.trainer.pipelines.batches import batches
 from tests.integration.trainer.pipelines.comparison import attributes, calls_of, check_same, told
-from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import Prepared, PreparedModel, Shift, rich
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
-from tests.integration.trainer.pipelines.training import Training, through
+from tests.integration.trainer.pipelines.training import BOTH_RANKS, Regression, Training, batches, through
 from tests.integration.trainer.torchrec_defects.models import CPU
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist

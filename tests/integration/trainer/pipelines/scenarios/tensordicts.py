@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from tests.integration.trainer.pipelines import jagged
-from tests.integration.trainer.pipelines.batches import Batch
 from tests.integration.trainer.pipelines.jagged import (
     EVERY_SHARDING,
     ROWS,
@@ -25,9 +24,8 @@ from tests.integration.trainer.pipelines.jagged import (
     train_same,
     weighted,
 )
-from tests.integration.trainer.pipelines.models import BOTH_RANKS
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
-from tests.integration.trainer.pipelines.training import Training, farthest, through
+from tests.integration.trainer.pipelines.training import BOTH_RANKS, Batch, Training, farthest, through
 from tests.integration.trainer.torchrec_defects.models import CPU, DIM, META, bag, bags, sequence, sequences
 from torch import nn
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist

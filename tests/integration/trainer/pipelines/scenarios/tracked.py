@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from tests.integration.trainer.pipelines.batches import Batch, batches
-from tests.integration.trainer.pipelines.models import BOTH_RANKS, Regression
 from tests.integration.trainer.pipelines.prepared import Prepared, Shift
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
-from tests.integration.trainer.pipelines.training import Training
+from tests.integration.trainer.pipelines.training import BOTH_RANKS, Batch, Regression, Training, batches
 from tests.integration.trainer.tracking.follower import Follower
 from tests.integration.trainer.tracking.rows import changed
 from torch import nn

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.pipelines.batches import Batch
 from tests.integration.trainer.pipelines.scenarios.micro_batches import MOVED, ROUNDING, Predicting, micro_batches
 from tests.integration.trainer.pipelines.scenarios.precision import FLOAT16, HALF_ROUNDING
-from tests.integration.trainer.pipelines.training import Training, farthest, through
+from tests.integration.trainer.pipelines.training import Batch, Training, farthest, through
 from tests.integration.trainer.rewrites.replica import Replica, whole
 from tests.integration.trainer.rewrites.resharded import by_columns, on_rank, reshard
 from tests.integration.trainer.rewrites.scenarios import SCENARIOS

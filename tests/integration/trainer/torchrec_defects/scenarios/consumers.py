@@ -1,10 +1,9 @@
-"""Rows 5 to 8 and 10: reads, acknowledgements, and consumers who come, go or never read."""
+"""Rows 6 to 8 and 10: reads, acknowledgements, and consumers who come, go or never read."""
 
 import gc
 
 import pytest
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.torchrec_defects.copies import ids_of
 from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bags, sharded, train
 from tests.integration.trainer.torchrec_defects.scenarios import scenario
@@ -13,40 +12,6 @@ from deltasync.core.errors import NotFound
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 T0, T1 = f"{BAGS}.t0", f"{BAGS}.t1"
-RANKED = [
-    TrackingMode.EMBEDDING,
-    TrackingMode.MOMENTUM_LAST,
-    TrackingMode.MOMENTUM_DIFF,
-    TrackingMode.ROWWISE_ADAGRAD,
-]
-
-
-@scenario(row=5)
-def a_read_of_nothing_is_empty() -> None:
-    model = sharded({"bags": bags("t0", "t1")}, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-    for mode in TrackingMode:
-        for delete_on_read in (False, True):
-            tracker = Tracker(model, TrackerOptions(mode=mode, delete_on_read=delete_on_read))
-            _read_nothing(tracker, mode)
-            train(model, t0=[3, 1], t1=[])
-            tracker.step()
-            delta = tracker.get_delta()
-            assert ids_of(delta) == {T0: [1, 3]}  # A table without lookups is left out.
-            tracker.acknowledge(delta.token)
-            _read_nothing(tracker, mode)
-            train(model, t0=[], t1=[])
-            tracker.step()
-            _read_nothing(tracker, mode)
-            tracker.close()
-
-
-def _read_nothing(tracker: Tracker, mode: TrackingMode) -> None:
-    for _ in range(2):
-        assert not tracker.get_delta().rows
-        assert not tracker.get_delta_ids().rows
-        if mode in RANKED:
-            assert not tracker.top_k(k=5).rows
-    assert tracker.get_delta().nbytes == 0
 
 
 @scenario(row=6)

@@ -1,4 +1,4 @@
-"""Rows 2, 4 and 24: when a lookup counts."""
+"""Rows 4 and 24: when a lookup counts."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,21 +11,6 @@ from tests.integration.trainer.torchrec_defects.scenarios import scenario
 from deltasync.trainer.tracking import Tracker
 
 T0 = f"{BAGS}.t0"
-
-
-@scenario(row=2)
-def a_lookup_before_the_step_is_not_lost() -> None:
-    """The order of pipelines that look up the next batch ahead: lookup, step, read, backward."""
-    model = sharded({"bags": bags("t0")})
-    tracker, copy = followed(model)
-    early = model(lookups(t0=[0]))[0]
-    for row in range(1, 8):
-        ahead = model(lookups(t0=[row]))[0]
-        early.backward()
-        tracker.step()
-        assert copy.update() == {T0: [row - 1]}
-        early = ahead
-    copy.check(model)
 
 
 @scenario(row=4)
