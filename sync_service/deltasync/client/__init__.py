@@ -8,6 +8,12 @@ Public are the names in `__all__`, `deltasync.client.torch_target.TorchTarget` a
 modules of this package, and the other packages of the service, are internal.
 """
 
+import os
+
+# Before gRPC is imported: its handlers of forks damage the streams that are open in the parent, under load within
+# seconds (grpc/grpc#18075, #31885). Without them a fork leaves them alone; see `forks`.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 from deltasync.client.admin import Admin
 from deltasync.client.connection import Connection
 from deltasync.client.endpoint import Endpoint

@@ -67,6 +67,10 @@ class Connectivity:
             since = self._since_unix_ns, self._seconds
             return Connection(self._connected, *since, self._attempts, self._error, self._connections)
 
+    def forked(self, why: str) -> Connection:
+        """How it is in a process that was forked since. Without the lock, which a lost thread may have."""
+        return Connection(False, self._since_unix_ns, self._seconds, 0, why, self._connections)
+
     def note_connected(self) -> None:
         """Note that the service has answered."""
         with self._lock:

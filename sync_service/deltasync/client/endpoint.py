@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from deltasync.client.endpoint_settings import endpoint_settings, file_settings
+from deltasync.client.forks import note_connecting
 from deltasync.client.http_answer import HttpRequest, Tls, json_answer
 from deltasync.client.tls_files import TlsFiles
 from deltasync.client.troubles import meaning
@@ -203,9 +204,11 @@ class Endpoint:
         """A gRPC channel, whose calls have these rights and say which protocol they speak.
 
         Raises:
-            ServiceUnavailable: a file cannot be used now: perhaps it is being renewed.
+            ServiceUnavailable: a file cannot be used now: perhaps it is being renewed. Or this process was forked
+                from one that was connected.
         """
         self._check_secrecy()
+        note_connecting()
         with _renewing():
             metadata = (protocol_to_metadata(), *self._rights().items())
             channel = self._secure_channel() if self.tls else grpc.insecure_channel(self.address, _CHANNEL_OPTIONS)

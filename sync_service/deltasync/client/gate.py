@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from deltasync.client.forks import Home
 from deltasync.core.errors import Contradiction
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class Gate:
 
     def __init__(self) -> None:
         self._turns = Turns()
+        # The lock, or the turn, of a thread that a fork has not copied would never be given back.
+        self._home = Home("a target")
         # Garbage collection may end a reading that nobody ended, wherever this thread is: within the lock, too.
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
@@ -97,7 +100,9 @@ class Gate:
 
         Raises:
             Contradiction: this thread writes.
+            ServiceUnavailable: this process was forked since the gate was made.
         """
+        self._home.check()
         who = threading.get_ident()
         with self._lock:
             if self._turns.writer == who:
@@ -114,7 +119,9 @@ class Gate:
 
         Raises:
             Contradiction: this thread reads, or writes already.
+            ServiceUnavailable: this process was forked since the gate was made.
         """
+        self._home.check()
         who = threading.get_ident()
         with self._lock:
             if self._turns.inside(who):

@@ -57,7 +57,8 @@ class SubscriberOptions:
         guest: whether this replica is only there to look at something: no lag and no state of its consumer counts
             it, and the service forgets it as soon as it is away, however it has ended.
         on_readiness: called with each change of `Subscriber.ready`, from a thread for that alone, one call at a
-            time. Of changes during a call only the last is told; what it raises is logged.
+            time. Of changes during a call only the last is told; what it raises is logged. Never in a process that
+            was forked since, which may share files or probes with its parent: ask `readiness` there.
     """
 
     service: Endpoint | str

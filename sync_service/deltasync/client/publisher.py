@@ -12,6 +12,7 @@ import numpy as np
 
 from deltasync.client.connection import Connection, Connectivity
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.forks import Home, note_connecting
 from deltasync.client.options import PublisherOptions
 from deltasync.client.part import Part
 from deltasync.client.route import Route
@@ -51,7 +52,9 @@ class Publisher:
     """
 
     def __init__(self, options: PublisherOptions, tables: list[TableSpec], shards: list[Shard]) -> None:
+        note_connecting()
         self._options = options
+        self._home = Home(f"the publisher of rank {options.rank} of model {options.model!r}")
         self._route = Route(Endpoint.of_grpc(options.service))
         self._tables = tables
         self._shards = shards
@@ -76,6 +79,8 @@ class Publisher:
     @property
     def connection(self) -> Connection:
         """Whether it is connected, since when, and what went wrong last. It connects with its first part."""
+        if left := self._home.left:
+            return self._connectivity.forked(left)
         if (stream := self._stream) and (error := stream.ending):
             self._connectivity.note_lost(error)  # With no part under way nobody has noticed.
         return self._connectivity.now
@@ -93,8 +98,9 @@ class Publisher:
         Raises:
             InvalidInput: rows that do not fit their shard, a step that is sealed already, or a part is still
                 under way.
-            ServiceUnavailable: the publisher is closed.
+            ServiceUnavailable: the publisher is closed, or works in the process that this one was forked from.
         """
+        self._home.check()
         if self._closing.is_set():
             raise ServiceUnavailable(f"part of step {part.step}: the publisher is closed")
         if self._busy:
@@ -111,7 +117,9 @@ class Publisher:
         return done
 
     def close(self) -> None:
-        """Give up what is under way and close the connection."""
+        """Give up what is under way and close the connection. In a process that was forked since, do nothing."""
+        if self._home.left:
+            return
         self._closing.set()
         self._parts.put(None)
         if stream := self._stream:

@@ -1,11 +1,11 @@
 """Keeping a target up to date, from a thread of its own."""
 
 import logging
-import os
 import queue
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import grpc
@@ -15,6 +15,7 @@ from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.connection import Connection, Connectivity
 from deltasync.client.endpoint import Endpoint
+from deltasync.client.forks import Home, note_connecting
 from deltasync.client.goodbye import say_goodbye, say_why
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
@@ -22,12 +23,12 @@ from deltasync.client.route import Route
 from deltasync.client.snapshot_start import SnapshotStart, read_start
 from deltasync.client.targets import PartialTarget, ReadableTarget, Release, Target
 from deltasync.core.backoff import backoff
-from deltasync.core.errors import DeltasyncError, NotPermitted, ServiceUnavailable
+from deltasync.core.errors import DeltasyncError, NotPermitted, ServiceFailed, ServiceUnavailable
 from deltasync.core.position import Decision, Position, reaches
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
-from deltasync.wire.error_codes import is_final
+from deltasync.wire.error_codes import is_final, of_connection
 from deltasync.wire.messages import (
     event_time_from_message,
     position_from_message,
@@ -45,6 +46,15 @@ _GOODBYE_SECONDS = 2.0
 _READ_SECONDS = 0.1
 
 
+@contextmanager
+def _arriving() -> Iterator[None]:
+    """Take whatever cannot be read of a stream for damage of that stream: the next one may be whole."""
+    try:
+        yield
+    except Exception as error:
+        raise ServiceUnavailable(f"the stream is damaged, and opened again: {error}") from error
+
+
 class Subscriber:
     """Subscribes to a consumer and applies its releases to a target; reconnects by itself.
 
@@ -57,7 +67,9 @@ class Subscriber:
     """
 
     def __init__(self, options: SubscriberOptions, target: Target) -> None:
+        note_connecting()  # At once, and not first in the thread, which would try again.
         self._options = options
+        self._home = Home(f"replica {options.replica!r}")
         self._route = Route(Endpoint.of_grpc(options.service))
         self._target = target
         self.held = options.held
@@ -76,7 +88,6 @@ class Subscriber:
         self._failure: Exception | None = None
         self._trouble: Exception | None = None
         self._closing = threading.Event()
-        self._process = os.getpid()
         self._call: _Responses | None = None
         self._requests: Requests | None = None
         self._known = False  # To the service, which has not been told that this replica has ended.
@@ -88,7 +99,7 @@ class Subscriber:
     @property
     def connection(self) -> Connection:
         """Whether it is connected, since when, and what went wrong last."""
-        return self._connectivity.now
+        return self._connectivity.forked(left) if (left := self._home.left) else self._connectivity.now
 
     @property
     def ready(self) -> bool:
@@ -101,9 +112,9 @@ class Subscriber:
 
         It is while what it holds was the newest no longer ago than its consumer's limit. Without a limit it is
         once it has held the newest since this subscriber was made. It is not while it holds other rows than it
-        was sent, nor after the subscriber has stopped.
+        was sent, nor after the subscriber has stopped, nor in a process that was forked since.
         """
-        return self._readiness.decision
+        return Decision(False, left) if (left := self._home.left) else self._readiness.decision
 
     def wait_until_ready(self, timeout_seconds: float | None = None) -> None:
         """Wait until the replica is ready.
@@ -115,6 +126,7 @@ class Subscriber:
             TimeoutError: it was not in time; the message says why.
             DeltasyncError: the subscriber has stopped for good.
         """
+        self.check()
         decision = self._readiness.wait(timeout_seconds)
         if not decision.yes:
             self.check()
@@ -134,6 +146,7 @@ class Subscriber:
             TimeoutError: it did not in time.
             DeltasyncError: the subscriber has stopped for good.
         """
+        self.check()
         with self._moved:
             self._moved.wait_for(
                 lambda: self._failure or self._closing.is_set() or self._reached(wanted), timeout_seconds
@@ -146,7 +159,10 @@ class Subscriber:
         return self.held
 
     def check(self) -> None:
-        """Raise what has stopped the subscriber, if anything has."""
+        """Raise what has stopped the subscriber, if anything has; in a process that was forked since, that it does
+        not work there.
+        """
+        self._home.check()
         if self._failure:
             raise self._failure
 
@@ -157,7 +173,7 @@ class Subscriber:
         from what it holds. A service that cannot be told within 2 seconds counts it as away. In a process that
         was forked since, nothing is done: its parent's replica goes on.
         """
-        if os.getpid() != self._process:
+        if self._home.left:
             return
         self._closing.set()
         ends_ns = steady_ns() + int(_GOODBYE_SECONDS * 1e9)
@@ -205,9 +221,9 @@ class Subscriber:
                 self._subscribe()
             except grpc.RpcError as failure:
                 error = self._route.endpoint.error_of(failure)
-                if self._stops(error) and not self._closing.is_set():
+                if self._stops(error, failure) and not self._closing.is_set():
                     raise error from failure
-            except ServiceUnavailable as unusable:  # A file of the endpoint is.
+            except ServiceUnavailable as unusable:  # A file of the endpoint is, or what has arrived.
                 error = unusable
             else:
                 error = ServiceUnavailable("the service ended the stream")
@@ -222,8 +238,14 @@ class Subscriber:
                 self._connectivity.note_failed(error, pause)
             self._closing.wait(pause)
 
-    def _stops(self, error: DeltasyncError) -> bool:
-        """Whether an error is the end. Who was let in once goes on: tokens are renewed, and roles mended."""
+    def _stops(self, error: DeltasyncError, failure: grpc.RpcError) -> bool:
+        """Whether a failed stream is the last one: only if the service itself has refused this replica.
+
+        An error that gRPC has found on the way may be gone with the next stream, and so may an unforeseen error
+        of the service. A replica that was let in once goes on: tokens are renewed, and roles mended.
+        """
+        if of_connection(failure) or isinstance(error, ServiceFailed):
+            return False
         return is_final(error) and not (self.connection.connections and isinstance(error, NotPermitted))
 
     def _subscribe(self) -> None:
@@ -238,7 +260,8 @@ class Subscriber:
             try:
                 self._take(self._call, requests)
             except Exception as error:
-                if not isinstance(error, grpc.RpcError):  # Of these the service, or the network, knows.
+                # The service knows of an RpcError; after a ServiceUnavailable this replica comes again.
+                if not isinstance(error, grpc.RpcError | ServiceUnavailable):
                     say_why(requests, self._call, error, _GOODBYE_SECONDS)
                 raise
             finally:
@@ -274,14 +297,19 @@ class Subscriber:
                 self._known = True
                 if self._checksums:
                     self._checksums.forget_question()
-                assembler.begin(response.opened)
+                with _arriving():
+                    assembler.begin(response.opened)
                 self._readiness.limit(response.opened.ready_within_seconds)
                 self._readiness.lacks("it has yet to show that it holds what it is sent")
-            elif kind == "chunk" and assembler.add(response.chunk.rows):
-                return_credit(requests, assembler.received_bytes)
+            elif kind == "chunk":
+                with _arriving():
+                    due = assembler.add(response.chunk.rows)
+                if due:
+                    return_credit(requests, assembler.received_bytes)
             elif kind == "release":
-                for rows in response.release.rows:
-                    assembler.add(rows)  # All credit is returned with the ack.
+                with _arriving():
+                    for rows in response.release.rows:
+                        assembler.add(rows)  # All credit is returned with the ack.
                 self._apply(assembler, response.release.end, requests)
             elif kind == "progress":
                 self._go_on(assembler, response.progress, requests)
@@ -309,7 +337,8 @@ class Subscriber:
         self._look_again(assembler, requests)
 
     def _apply(self, assembler: ReleaseAssembler, end: subscribe_pb2.ReleaseEnd, requests: Requests) -> None:
-        release = assembler.end(end)
+        with _arriving():
+            release = assembler.end(end)
         if self._start:
             release = self._on_top(self._start.completed(release))
         self._take_over(assembler, release, end, requests)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from deltasync.client import Endpoint
+from deltasync.client.forks import Home
 from deltasync.client.status import fetch_lag
 from deltasync.core.errors import DeltasyncError
 from deltasync.core.words import are
@@ -129,6 +130,7 @@ class Scalars:
         self, sync: DeltaSync, callbacks: Sequence[Callback], options: ScalarOptions | None = None
     ) -> None:
         self.dropped = 0
+        self._home = Home("Scalars")
         self._sync, self._options = sync, options or ScalarOptions()
         self._callbacks = {f"callback {n} ({_name(each)})": each for n, each in enumerate(callbacks, 1)}
         self._moved = threading.Condition()
@@ -144,7 +146,11 @@ class Scalars:
     def step(self, **numbers: Number) -> None:
         """Note that a step is complete, and what is known of it, say `loss`: tensors of one element are not waited
         for, and read in another thread.
+
+        Raises:
+            ServiceUnavailable: this process was forked since.
         """
+        self._home.check()
         if self.due:
             sample = _Sample.of(self._sync, numbers)
             with self._moved:
@@ -158,7 +164,11 @@ class Scalars:
         return self._sync.tracker.steps % self._options.every == 0
 
     def close(self) -> None:
-        """Tell what is left, and close callbacks. Where one takes too long, that is logged and left to it."""
+        """Tell what is left, and close callbacks. Where one takes too long, that is logged and left to it. In a
+        process that was forked since, do nothing.
+        """
+        if self._home.left:
+            return
         with self._moved:
             self._closed = True
             self._moved.notify()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from deltasync.client import Connection, Position
+from deltasync.client.forks import Home
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import DeltasyncError, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time, newest_event_time
@@ -60,6 +61,7 @@ class DeltaSync:
     """
 
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
+        self._home = Home(f"DeltaSync of model {options.model!r}")
         self._agreement = Agreement()
         # Copies that all ranks have are published by the first.
         first = self._agreement.rank == 0
@@ -125,7 +127,9 @@ class DeltaSync:
             InvalidInput: the event time is no whole number from 1 on.
             DeltasyncError: publishing was refused, or is impossible, on this rank or another, and the options have
                 it raised; otherwise it is `trouble`, and tried again at a later step.
+            ServiceUnavailable: this process was forked since.
         """
+        self._home.check()
         started = time.perf_counter()
         check_event_time(event_time_unix_ns)
         self._event_time = newest_event_time((self._event_time, event_time_unix_ns))
@@ -152,7 +156,9 @@ class DeltaSync:
         Raises:
             DeltasyncError: publishing was refused, or is impossible, or the service did not seal the cut in time,
                 on this rank or another. Nothing is lost: the next cut has it.
+            ServiceUnavailable: this process was forked since.
         """
+        self._home.check()
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         while not self._cut(time.time_ns(), self._wait(deadline), flush=True):
             pass
@@ -196,7 +202,11 @@ class DeltaSync:
             self.abort()
 
     def abort(self) -> None:
-        """Close the connection at once: cuts that are not sealed may be lost. Nothing is published after it."""
+        """Close the connection at once: cuts that are not sealed may be lost. Nothing is published after it. In a
+        process that was forked since, do nothing.
+        """
+        if self._home.left:
+            return
         self._under_way.close()
         self._run.disconnect()
         self._agreement.close()
@@ -206,7 +216,7 @@ class DeltaSync:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         # After an error the ranks may no longer be in step, and a flush could wait for ever.
-        self.abort() if error else self.close()
+        self.abort() if error or self._home.left else self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank adds to a checkpoint, so that a run from there need not publish every row anew."""

@@ -1,0 +1,32 @@
+"""Asking a copy of this process, made by a fork, what it would answer."""
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from deltasync.core.errors import DeltasyncError
+
+
+def answers_in_a_fork(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a function returns in a process forked from this one, which ends at once."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.write(writing, json.dumps(ask()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        answer: dict[str, Any] = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    return answer
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """The type and text of the error that a call raises; empty if it raises none."""
+    try:
+        call()
+    except DeltasyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
