@@ -262,31 +262,37 @@ async def test_a_release_that_nobody_has_taken_is_not_kept_for_a_replica_that_ha
         loop.stop()
 
 
-async def test_nobody_is_given_a_part_of_a_version(local: LocalModel) -> None:
+def test_nobody_is_given_a_part_of_a_version(runner: asyncio.Runner, local: LocalModel) -> None:
     """One that could be applied only in part so far."""
-    view, model = await local.prepared_view(TOP), local.model
-    number, seal = view.position.number, replace(sealed(2), sealed_unix_ns=2)
-    rows = [RowBatch(Shard.whole(USER), np.array([each]), np.ones((1, USER.dim), USER.dtype)) for each in (3, 4)]
 
-    class BrokenOff(list[RowBatch]):
-        def __iter__(self) -> Iterator[RowBatch]:
-            yield self[0]
-            raise ZeroDivisionError("a mistake of ours")
+    async def scenario() -> None:
+        view, model = await local.prepared_view(TOP), local.model
+        number, seal = view.position.number, replace(sealed(2), sealed_unix_ns=2)
+        rows = [
+            RowBatch(Shard.whole(USER), np.array([each]), np.ones((1, USER.dim), USER.dtype)) for each in (3, 4)
+        ]
 
-    with pytest.raises(ZeroDivisionError):
-        await model.apply_cut(seal, BrokenOff(rows))
-    for given in (
-        model.release(0),
-        view.make_release(TOP, 0),
-        view.prepare(Policy(top_k=1, value_type=ValueType.INT8)),
-    ):
-        with pytest.raises(ServiceUnavailable, match="a part of a version of model 'clicks'"):
-            await given
-    assert view.position.number == number
-    await model.apply_cut(seal, rows)
-    assert model.position.number == 2
-    await view.make_release(Policy(), 0)
-    assert same_as_the_model(await held_by_a_replica(view), local)
+        class BrokenOff(list[RowBatch]):
+            def __iter__(self) -> Iterator[RowBatch]:
+                yield self[0]
+                raise ZeroDivisionError("a mistake of ours")
+
+        with pytest.raises(ZeroDivisionError):
+            await model.apply_cut(seal, BrokenOff(rows))
+        for given in (
+            model.release(0),
+            view.make_release(TOP, 0),
+            view.prepare(Policy(top_k=1, value_type=ValueType.INT8)),
+        ):
+            with pytest.raises(ServiceUnavailable, match="a part of a version of model 'clicks'"):
+                await given
+        assert view.position.number == number
+        await model.apply_cut(seal, rows)
+        assert model.position.number == 2
+        await view.make_release(Policy(), 0)
+        assert same_as_the_model(await held_by_a_replica(view), local)
+
+    runner.run(scenario())
 
 
 async def test_a_release_under_way_heeds_a_pause(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
