@@ -78,21 +78,6 @@ def test_a_full_volume_is_named_while_the_service_serves_and_what_waits_goes_thr
     assert "Traceback" not in log, log[log.find("Traceback") - 500 :][:3000]
 
 
-def test_a_volume_that_has_room_again_is_noticed_without_a_publisher(
-    volume: Path, pool: ThreadPoolExecutor
-) -> None:
-    with ServiceProcess(volume / "data", *CONSUMER) as service:
-        with Trainer(service.grpc, [WIDE]) as trainer:
-            trainer.publish_all()
-            filler = fill(volume)
-            published = pool.submit(trainer.change, WIDE.rows)
-            service.wait_for_status("/readyz", 503)
-        assert isinstance(published.exception(WAIT), ServiceUnavailable)  # The trainer has ended.
-        assert service.get("/readyz")[0] == 503
-        filler.unlink()
-        service.wait_for_status("/readyz", 200)
-
-
 def test_no_room_for_a_new_table_is_said_by_the_service(
     volume: Path, pool: ThreadPoolExecutor, capfd: pytest.CaptureFixture[str]
 ) -> None:

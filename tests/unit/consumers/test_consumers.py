@@ -55,11 +55,8 @@ def test_lag_is_the_distance_to_the_head(first_kept: int, more: int, offset: int
     assert lag == Lag(last - offset, 5, 2 * (8 + 8) + 3 * (8 + 16), last + 5 - oldest_unsent)
 
 
-def test_there_is_no_lag_before_the_first_cut() -> None:
+def test_there_is_no_lag_before_the_first_cut_and_none_below_zero_by_a_clock_that_was_set_back() -> None:
     assert measure(0, [], ROW_BYTES, [0, 0], 10**9) == NONE
-
-
-def test_a_clock_that_was_set_back_gives_no_negative_lag() -> None:
     assert measure(0, seals(1, 1), ROW_BYTES, [1, 0], 0).seconds == 0
 
 
