@@ -296,6 +296,27 @@ def test_the_same_ack_twice_is_as_good_as_once(service: RunningService, trainer:
     wait_for_lag(service, "top", lambda lag: lag["offset"] == position.number)
 
 
+def test_checksums_that_are_missing_later_count(service: RunningService, trainer: Trainer, raw: Raw) -> None:
+    def lag_at(position: Position) -> dict[str, Any]:
+        return wait_for_lag(
+            service, "top", lambda lag: lag["offset"] == position.number and not lag["lag"]["versions"]
+        )
+
+    trainer.publish_all()
+    position, sums, _ = raw.take()
+    raw.say(position, sums)
+    assert lag_at(position)["state"] == "in sync"
+    trainer.set(USER, 3, 1.0)
+    position, sums, _ = raw.take()
+    raw.says_nothing_of_rows(position)
+    assert lag_at(position)["state"] == "delivered"
+    trainer.set(USER, 3, 2.0)
+    position, sums, _ = raw.take()
+    raw.say(position, {0: sums[0]})
+    lag = lag_at(position)
+    assert (lag["state"], lag["replicas"][0]["unbound"]) == ("partial", ["item"])
+
+
 def test_what_is_acked_before_it_came_is_not_checked(service: RunningService, trainer: Trainer, raw: Raw) -> None:
     trainer.publish_all()
     first, right, _ = raw.take()

@@ -233,30 +233,6 @@ def test_a_claim_is_no_proof(service: RunningService, trainer: Trainer, consumer
         until(service, consumer, "damaged", head)
 
 
-def test_checksums_that_are_missing_later_count(service: RunningService) -> None:
-    with Trainer(service.grpc) as trainer, ReplicaStream(service.grpc, consumer="top", replica="raw") as stream:
-        received = 0
-
-        def take() -> tuple[Position, dict[int, int]]:
-            nonlocal received
-            rows, end = stream.release()
-            received += sum(len(each.ids) + len(each.values) for each in rows)
-            return Position(end.position.history, end.position.version), right(end)
-
-        head = trainer.publish_all()
-        position, sums = take()
-        stream.send(checked_ack(received, position, sums))
-        wait_until_in_sync(service, "top", head)
-        head = trainer.set(USER, 3, 1.0)
-        position, sums = take()
-        stream.send(ack(received, position))
-        until(service, "top", "delivered", head)
-        head = trainer.set(USER, 3, 2.0)
-        position, sums = take()
-        stream.send(checked_ack(received, position, {0: sums[0]}))
-        assert until(service, "top", "partial", head)["replicas"][0]["unbound"] == ["item"]
-
-
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_what_changes_while_nothing_is_published_is_repaired(service: RunningService, consumer: str) -> None:
     target = Recorder()

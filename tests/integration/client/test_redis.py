@@ -42,6 +42,13 @@ def store(server: RedisServer) -> Iterator[Any]:
         yield client
 
 
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands are sent one by one, so that anything may happen between any two."""
+    with single_commands(monkeypatch):
+        yield
+
+
 def target_of(server: RedisServer, **options: Any) -> RedisTarget:
     return RedisTarget(server.client(), "clicks", **options)
 
@@ -142,29 +149,29 @@ _SCENARIO = [
 _BACK = Change(raw_ids={0: 0, 1: 1, 2: 7, 3: None}, rows_stay=True)
 
 
+@pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize(
     "then", [_SCENARIO[2], pytest.param(_BACK, marks=pytest.mark.nightly)], ids=["on", "back"]
 )
 @pytest.mark.parametrize("resync", [False, True], ids=["release", "resync"])
 def test_a_process_killed_before_any_command_loses_nothing(
-    server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch, resync: bool, then: Change
+    server: RedisServer, store: Any, resync: bool, then: Change
 ) -> None:
     killed = 0
-    with single_commands(monkeypatch):
-        while True:
-            store.flushall()
-            feed, _ = first(server)
-            feed.change(_SCENARIO[1], resync=resync)
-            signal_ = _run_in_a_process_that_dies(server, feed.release(1), killed)
-            if signal_ == 0:
-                break
-            assert signal_ == signal.SIGKILL
-            killed += 1
-            check_not_older(store, feed.past)
-            feed.change(then)
-            target = target_of(server)
-            target.apply(feed.release(target.position.number))
-            check_equal(store, feed.model)
+    while True:
+        store.flushall()
+        feed, _ = first(server)
+        feed.change(_SCENARIO[1], resync=resync)
+        signal_ = _run_in_a_process_that_dies(server, feed.release(1), killed)
+        if signal_ == 0:
+            break
+        assert signal_ == signal.SIGKILL
+        killed += 1
+        check_not_older(store, feed.past)
+        feed.change(then)
+        target = target_of(server)
+        target.apply(feed.release(target.position.number))
+        check_equal(store, feed.model)
     assert killed > 30
 
 
@@ -179,31 +186,29 @@ def _run_in_a_process_that_dies(server: RedisServer, release: Release, commands:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) * -1
 
 
-def test_a_resync_that_is_cut_off_is_not_gone_on_from(
-    server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("one_by_one")
+def test_a_resync_that_is_cut_off_is_not_gone_on_from(server: RedisServer, store: Any) -> None:
     # One of a consumer that is behind, say, after which the store is to follow the first one again.
     commands, ended = 0, False
-    with single_commands(monkeypatch):
-        while not ended:
-            store.flushall()
-            feed, target = first(server)
-            behind = other(feed.release(0), position=Position("g", 1))
-            feed.change(_SCENARIO[2])
-            target.apply(feed.release(1))
-            sends = Sends(server)
-            cut_off = RedisTarget(sends.client, "clicks")
-            sends.do({commands: PlayDead(), commands + 1: lose_connection})
-            try:
-                cut_off.apply(behind)
-                ended = True
-            except Killed:
-                check_not_older(store, feed.past)
-            target = target_of(server)
-            held = target.position.number if target.position.history == "h" else 0
-            target.apply(feed.release(held))
-            check_equal(store, feed.model)
-            commands += 1
+    while not ended:
+        store.flushall()
+        feed, target = first(server)
+        behind = other(feed.release(0), position=Position("g", 1))
+        feed.change(_SCENARIO[2])
+        target.apply(feed.release(1))
+        sends = Sends(server)
+        cut_off = RedisTarget(sends.client, "clicks")
+        sends.do({commands: PlayDead(), commands + 1: lose_connection})
+        try:
+            cut_off.apply(behind)
+            ended = True
+        except Killed:
+            check_not_older(store, feed.past)
+        target = target_of(server)
+        held = target.position.number if target.position.history == "h" else 0
+        target.apply(feed.release(held))
+        check_equal(store, feed.model)
+        commands += 1
     assert commands > 30
 
 
@@ -375,76 +380,72 @@ def test_a_copy_that_was_brought_back_is_found(server: RedisServer, store: Any) 
     check_equal(store, feed.model)
 
 
-def test_a_target_that_was_replaced_writes_nothing_more(
-    server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("one_by_one")
+def test_a_target_that_was_replaced_writes_nothing_more(server: RedisServer, store: Any) -> None:
     refused = 0
-    with single_commands(monkeypatch):
-        while True:
-            store.flushall()
-            feed, _ = first(server)
-            sends = Sends(server)
-            old = RedisTarget(sends.client, "clicks")
-            feed.change(_SCENARIO[1])
-            release = feed.release(1)
+    while True:
+        store.flushall()
+        feed, _ = first(server)
+        sends = Sends(server)
+        old = RedisTarget(sends.client, "clicks")
+        feed.change(_SCENARIO[1])
+        release = feed.release(1)
 
-            def replace(feed: Feed = feed) -> None:
-                feed.change(_SCENARIO[2])
-                new = target_of(server)
-                new.apply(feed.release(new.position.number))
+        def replace(feed: Feed = feed) -> None:
+            feed.change(_SCENARIO[2])
+            new = target_of(server)
+            new.apply(feed.release(new.position.number))
 
-            sends.do({refused: replace})
-            try:
-                old.apply(release)
-            except Contradiction as error:
-                said = str(error)
-            else:
-                break
-            assert re.search("was taken over by another target|holds number 3 of history h", said)
-            check_equal(store, feed.model)
-            refused += 1
+        sends.do({refused: replace})
+        try:
+            old.apply(release)
+        except Contradiction as error:
+            said = str(error)
+        else:
+            break
+        assert re.search("was taken over by another target|holds number 3 of history h", said)
+        check_equal(store, feed.model)
+        refused += 1
     assert feed.model.version == 2
     check_equal(store, feed.model)
     assert refused > 30
 
 
+@pytest.mark.usefixtures("one_by_one")
 @pytest.mark.parametrize("lost", [1, 3, 7])
-def test_a_server_that_loses_what_it_has_taken_is_found_out(
-    server: RedisServer, store: Any, monkeypatch: pytest.MonkeyPatch, lost: int
-) -> None:
+def test_a_server_that_loses_what_it_has_taken_is_found_out(server: RedisServer, store: Any, lost: int) -> None:
     # As where one that was restarted has no more of its log, or a replica that lags takes over.
     begin, found_out = 0, 0
-    with single_commands(monkeypatch):
-        while True:
+    while True:
+        store.flushall()
+        feed, _ = first(server)
+        sends, copy = Sends(server), dict[bytes, Any]()
+        target = RedisTarget(sends.client, "clicks")
+        feed.change(_SCENARIO[1])
+
+        def keep(copy: dict[bytes, Any] = copy) -> None:
+            copy.update({name: store.dump(name) for name in store.keys("*")})
+
+        def bring_back(copy: dict[bytes, Any] = copy) -> None:
             store.flushall()
-            feed, _ = first(server)
-            sends, copy = Sends(server), dict[bytes, Any]()
-            target = RedisTarget(sends.client, "clicks")
-            feed.change(_SCENARIO[1])
+            for name, value in copy.items():
+                store.restore(name, 0, value)
 
-            def keep(copy: dict[bytes, Any] = copy) -> None:
-                copy.update({name: store.dump(name) for name in store.keys("*")})
-
-            def bring_back(copy: dict[bytes, Any] = copy) -> None:
-                store.flushall()
-                for name, value in copy.items():
-                    store.restore(name, 0, value)
-
-            sends.do({begin: keep, begin + lost: bring_back})
-            try:
-                target.apply(feed.release(1))
-            except Contradiction as error:
-                said = str(error)
-                assert re.search("has lost changes: it tells of|was taken over", said)
-                found_out += 1
-                check_not_older(store, feed.past)
-                feed.change(_SCENARIO[2])
-                target = target_of(server)
-                target.apply(feed.release(target.position.number))
-            check_equal(store, feed.model)
-            if sends.count <= begin + lost:
-                break
-            begin += 1
+        sends.do({begin: keep, begin + lost: bring_back})
+        try:
+            target.apply(feed.release(1))
+        except Contradiction as error:
+            said = str(error)
+            assert re.search("has lost changes: it tells of|was taken over", said)
+            found_out += 1
+            check_not_older(store, feed.past)
+            feed.change(_SCENARIO[2])
+            target = target_of(server)
+            target.apply(feed.release(target.position.number))
+        check_equal(store, feed.model)
+        if sends.count <= begin + lost:
+            break
+        begin += 1
     assert found_out > 10
 
 

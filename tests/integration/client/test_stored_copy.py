@@ -122,16 +122,14 @@ def test_without_a_known_position_all_rows_are_compared(service: RunningService,
         assert found(comparison)["user"].ids.tolist() == [7]
 
 
-def test_rows_deleted_here_and_there_are_equal(service: RunningService, trainer: Trainer) -> None:
+def test_rows_deleted_here_and_there_are_equal_and_a_table_that_is_not_there_is_not(
+    service: RunningService, trainer: Trainer
+) -> None:
     trainer.publish_all()
     position = trainer.delete(USER, np.array([3, 4]))
     assert statuses(compared(service, copy_of(trainer.rows, position))) == {"user": "equal", "item": "equal"}
-
-
-def test_what_is_not_there_is_not_called_equal(service: RunningService, trainer: Trainer) -> None:
-    position = trainer.publish_all()
-    comparison = compared(service, copy_of({"user": trainer.rows["user"]}, position))
-    assert statuses(comparison) == {"user": "equal", "item": "not held"}
+    alone = copy_of({"user": trainer.rows["user"]}, position)
+    assert statuses(compared(service, alone)) == {"user": "equal", "item": "not held"}
 
 
 def test_what_cannot_be_compared_is_an_error(service: RunningService, trainer: Trainer, tmp_path: Path) -> None:

@@ -22,6 +22,11 @@ class Clock:
         patch.setattr("deltasync.client.connection.steady_ns", lambda: round(self.seconds * 1e9))
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 def failed(
     link: Connectivity, clock: Clock, text: str = "nobody there", *, times: int = 1, pause: float = 5
 ) -> None:
@@ -30,8 +35,7 @@ def failed(
         clock.seconds += pause
 
 
-def test_it_says_since_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
+def test_it_says_since_when_and_why(clock: Clock) -> None:
     link = Connectivity("rank 0")
     assert str(link.now) == "not connected for 0.0 s, 0 attempts failed"
     failed(link, clock, times=3, pause=2)
@@ -48,11 +52,8 @@ def test_it_says_since_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (link.now.seconds, link.now.attempts) == (2, 1)
 
 
-def test_an_hour_without_a_service_has_few_lines(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_hour_without_a_service_has_few_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    clock = Clock(monkeypatch)
     link = Connectivity("rank 0")
     failed(link, clock, times=720)
     lines = [each.getMessage() for each in caplog.records]
@@ -67,10 +68,9 @@ def test_an_hour_without_a_service_has_few_lines(
 
 @pytest.mark.parametrize("errors", [1, 2])
 def test_one_that_comes_and_goes_has_few_lines(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, errors: int
+    clock: Clock, caplog: pytest.LogCaptureFixture, errors: int
 ) -> None:
     caplog.set_level(logging.INFO)
-    clock = Clock(monkeypatch)
     link = Connectivity("rank 0")
     for number in range(3_600):
         link.note_connected()

@@ -57,6 +57,9 @@ def test_rows_are_written_and_reset(target: NumpyTarget | TorchTarget) -> None:
     assert rows_of(target) == [[0, 2, 0, 4, 5], [3, 0, 0, 0]]
     target.apply(release_of(3, (HALF, [3], 1.0), resync=True))
     assert rows_of(target) == [[0, 0, 0, 0, 0], [0, 0, 0, 1]]
+    whole = release_of(4, (USER, [4], 5.0), (HALF, [1], 1.0))
+    target.apply(dataclasses.replace(whole, whole=frozenset({HALF.name})))
+    assert rows_of(target) == [[0, 0, 0, 0, 5], [0, 1, 0, 0]]
 
 
 def test_a_callback_is_given_the_release() -> None:
@@ -64,16 +67,6 @@ def test_a_callback_is_given_the_release() -> None:
     release = release_of(1, (USER, [0], 1.0))
     CallbackTarget(seen.append).apply(release)
     assert seen == [release]
-
-
-@pytest.mark.parametrize(
-    "target", [NumpyTarget(), TorchTarget(Bags()), TorchTarget(Nested())], ids=["numpy", "bag", "model"]
-)
-def test_one_table_is_reset_when_all_of_it_comes(target: NumpyTarget | TorchTarget) -> None:
-    target.apply(release_of(1, (USER, [1, 3], 2.0), (HALF, [0], 3.0), resync=True))
-    whole = release_of(2, (USER, [4], 5.0), (HALF, [1], 1.0))
-    target.apply(dataclasses.replace(whole, whole=frozenset({USER.name})))
-    assert rows_of(target) == [[0, 0, 0, 0, 5], [3, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("target", [NumpyTarget(), TorchTarget(Bags())], ids=["numpy", "torch"])
