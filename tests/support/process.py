@@ -56,7 +56,7 @@ def _is_ours(port: int) -> bool:
 
 
 class ServiceProcess(HttpStatus):
-    """`deltasync serve` on free ports, which it keeps over restarts: of today, or of the package in `code`.
+    """`deltasync serve` on free ports, which it keeps over restarts.
 
     Its admin token is `ADMIN_TOKEN`.
 
@@ -72,18 +72,17 @@ class ServiceProcess(HttpStatus):
         self,
         data_dir: Path,
         *arguments: str,
-        code: Path | None = None,
         private: bool = True,
         files: int = 0,
         fresh: bool = False,
         log: Path | None = None,
     ) -> None:
-        self.fresh = fresh or bool(code)
+        self.fresh = fresh
         self.data_dir = data_dir
         self.log = log
         self.ahead_seconds = 0
         self.program = ["-m", "deltasync"] if private else ["-c", _WITH_SHARED_FILES]
-        self._environment = environment(code) | {"DELTASYNC_ADMIN_TOKEN": ADMIN_TOKEN}
+        self._environment = environment() | {"DELTASYNC_ADMIN_TOKEN": ADMIN_TOKEN}
         self.arguments = arguments
         self._files = ["prlimit", f"--nofile={files}"] if files else []
         self._ports = tuple(map(str, free_ports(2, _is_ours)))
@@ -188,6 +187,6 @@ class ServiceProcess(HttpStatus):
             self.kill()
 
 
-def environment(code: Path | None = None) -> dict[str, str]:
-    """What a process is started with: no settings of this one, and the package of today, or that in `code`."""
-    return cleaned() | ({"PYTHONPATH": str(code)} if code else {})
+def environment() -> dict[str, str]:
+    """What a process is started with: no settings of this one."""
+    return cleaned()

@@ -20,15 +20,12 @@ def lag_of(service: Reachable, consumer: str = "predictors") -> dict[str, Any]:
     """A consumer's lag without what grows with time."""
     lag: dict[str, Any] = service.get_json(f"/consumers/{consumer}/lag")
     for each in (lag, *lag["replicas"]):
-        del each["lag"]["seconds"]
-        each["lag"].pop("seconds_behind_events", None)  # A service of before lacks it.
-    for replica in lag["replicas"]:
-        del replica["seconds_since_ack"], replica["connected"]
-        for name in ("since_seconds", "reason", "left"):  # Likewise.
-            replica.pop(name, None)
-    del lag["state"], lag["reason"]
-    lag.pop("head_seconds_behind_events", None)
-    return lag
+        each["lag"] = {name: value for name, value in each["lag"].items() if "seconds" not in name}
+    grows = ("seconds_since_ack", "connected", "since_seconds", "reason", "left")
+    lag["replicas"] = [
+        {name: value for name, value in each.items() if name not in grows} for each in lag["replicas"]
+    ]
+    return {name: lag[name] for name in lag.keys() - {"state", "reason", "head_seconds_behind_events"}}
 
 
 def rows_of(service: Reachable) -> dict[str, np.ndarray]:
@@ -45,5 +42,5 @@ def state_of(service: Reachable) -> tuple[Any, Any, Any]:
     rows = {name: table.tobytes() for name, table in rows_of(service).items()}
     tables = service.get_json("/tables")
     for each in tables:
-        each.pop("refused", None)  # What was refused since. A service of before says nothing of it.
+        each.pop("refused", None)  # What was refused since.
     return tables, lag_of(service), rows
