@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from tests.integration.trainer.model_state.models import (
     CASES,
-    CPU,
     IDS,
     NUMBERS,
     RAW_IDS,
@@ -28,6 +27,7 @@ from tests.integration.trainer.model_state.models import (
     batch_of,
     sharded,
 )
+from tests.integration.trainer.torchrec_defects.models import CPU
 from tests.support.ranks import leave
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor

@@ -45,9 +45,9 @@ class Copy:
         assert changed(model, self._tables) == {}
 
 
-def followed(model: DistributedModelParallel, **options: bool) -> tuple[Tracker, Copy]:
+def followed(model: DistributedModelParallel) -> tuple[Tracker, Copy]:
     """A tracker, and a copy that has all there is now."""
-    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, **options))
+    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST))
     copy = Copy(model, tracker)
     copy.update()
     return tracker, copy

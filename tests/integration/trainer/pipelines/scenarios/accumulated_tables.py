@@ -20,7 +20,7 @@ from tests.integration.trainer.pipelines.scenarios.micro_batches import (
     where_used,
 )
 from tests.integration.trainer.pipelines.training import BOTH_RANKS, ROWS, Training, farthest, through
-from tests.integration.trainer.torchrec_defects.copies import Copy, changed, weights
+from tests.integration.trainer.torchrec_defects.copies import Copy, changed
 from tests.integration.trainer.torchrec_defects.models import (
     CPU,
     META,
@@ -32,6 +32,7 @@ from tests.integration.trainer.torchrec_defects.models import (
 )
 from tests.integration.trainer.tracking.cases import CASES
 from tests.integration.trainer.tracking.models import build
+from tests.integration.trainer.tracking.rows import weights
 from torch import fx, nn
 from torchrec.distributed.sharding_plan import column_wise, data_parallel, row_wise, table_wise
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType

@@ -214,7 +214,8 @@ def tensordicts_are_refused_eagerly_and_pipelined() -> None:
 
 @SCENARIOS.scenario("modules that take no tensordicts", ranks=2)
 def keyed_jagged_tensors_are_trained_on_as_before() -> None:
-    for training in (*KINDS.values(), lambda: _processed(BY_ROWS)):
+    trainings: list[Callable[[], Training]] = [*KINDS.values(), lambda: _processed(BY_ROWS)]
+    for training in trainings:
         plain, eager, pipelined = training(), training(), training()
         expected = plain.plainly(map(as_kjt, ids(4)))
         accept_tensordicts(eager.model)

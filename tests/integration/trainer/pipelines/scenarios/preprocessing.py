@@ -190,7 +190,7 @@ def items_are_taken_from_what_a_module_returns() -> None:
         listed, named = model.listed(batch.sparse), model.named(batch.sparse)
         return [model.together([listed[1], model.shift(listed[0], 3), named["b"], named.get("a")])]
 
-    modules = {
+    modules: dict[str, Callable[[], nn.Module]] = {
         "listed": Several,
         "named": lambda: Several(lambda several: dict(zip("ab", several, strict=True))),
         "shift": Shift,

@@ -1,12 +1,13 @@
 """Row 27: tables behind managed collision, whose rows are given to other ids."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from tests.integration.trainer.torchrec_defects.copies import changed, followed, ids_of, weights
+from tests.integration.trainer.torchrec_defects.copies import changed, followed, ids_of
 from tests.integration.trainer.torchrec_defects.models import (
     bag,
     collided,
@@ -17,6 +18,7 @@ from tests.integration.trainer.torchrec_defects.models import (
     train,
 )
 from tests.integration.trainer.torchrec_defects.scenarios import scenario
+from tests.integration.trainer.tracking.rows import weights
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise
@@ -89,14 +91,18 @@ def _read_in_vain(tracker: Tracker, **_: object) -> None:
         other.submit(tracker.get_delta, timeout_seconds=0.01).result()
 
 
+def _sort_unread(tracker: Tracker, sort: Callable[[], None]) -> None:
+    _read_in_vain(tracker)
+    sort()
+
+
 @scenario(row=27)
 def maps_are_not_read_while_they_change() -> None:
     for kind in KINDS.values():
         model = _model(kind)
         tracker = Tracker(model, TrackerOptions(id_maps=True))
         [remapping] = [module for module in model.modules() if isinstance(module, MCHManagedCollisionModule)]
-        sort = remapping._sort_mch_buffers
-        sorting = Mock(side_effect=lambda tracker=tracker, sort=sort: (_read_in_vain(tracker), sort()))
+        sorting = Mock(side_effect=partial(_sort_unread, tracker, remapping._sort_mch_buffers))
         with patch.object(remapping, "_sort_mch_buffers", sorting):
             _evict(model, tracker)
         sorting.assert_called()

@@ -51,6 +51,7 @@ def states_are_first_values_or_the_last_momentum_or_by_how_much_it_has_grown() -
                 assert rows.states is rows.first is not None
             case _:
                 assert rows.states is not None
+                assert rows.first is not None
                 assert torch.equal(rows.states, rows.values - rows.first)
         tracker.close()
 

@@ -2,7 +2,7 @@
 
 import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from tests.integration.trainer.torchrec_defects.copies import changed, followed, ids_of, weights
+from tests.integration.trainer.torchrec_defects.copies import changed, followed, ids_of
 from tests.integration.trainer.torchrec_defects.models import (
     BAGS,
     SEQUENCES,
@@ -15,6 +15,7 @@ from tests.integration.trainer.torchrec_defects.models import (
     train,
 )
 from tests.integration.trainer.torchrec_defects.scenarios import scenario
+from tests.integration.trainer.tracking.rows import weights
 from torchrec.distributed.sharding_plan import data_parallel
 
 from deltasync.core.errors import InvalidInput
