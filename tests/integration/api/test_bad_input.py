@@ -97,130 +97,124 @@ def map_of(table: TableSpec, rows: int) -> TableSpec:
     return TableSpec("raw_ids", rows, 1, np.dtype("<i8"), TableKind.ID_MAP, table.name)
 
 
-BAD_OPENS = {
-    "model": (opening(model="a/b"), INVALID, "model name 'a/b'"),
-    "no run": (opening(run=""), INVALID, "run id ''"),
-    "rank": (opening(rank=1), INVALID, "rank 1 of a world of 1"),
-    "world of none": (opening(world_size=0), INVALID, "world size 0"),
-    "vast world": (opening(world_size=65_537), INVALID, "world size 65537"),
-    "no tables": (opening(tables=[], shards=[]), INVALID, "no tables"),
-    "table twice": (publish_open(tables=[USER, USER], shards=[]), INVALID, f"{USER.name!r} is announced twice"),
-    "no rows": (opening(tables=[table_message(rows=0)], shards=[]), INVALID, "table 't': 0 rows"),
-    "no dim": (opening(tables=[table_message(dim=0)], shards=[]), INVALID, "table 't': dim 0"),
-    "vast table": (opening(tables=[table_message(rows=2**63)], shards=[]), INVALID, "table 't'"),
-    "no type": (opening(tables=[table_message(value_type=0)], shards=[]), INVALID, "'t': value type 0"),
-    "no kind": (opening(tables=[table_message(kind=0)], shards=[]), INVALID, "'t': kind 0: expected one of"),
-    "no name": (opening(tables=[table_message(name="")], shards=[]), INVALID, "table name ''"),
-    "shard of no table": (opening(shards=[publish_pb2.Shard(table=2, cols=1)]), INVALID, "names table 2"),
-    "rows outside": (
-        opening(shards=[publish_pb2.Shard(table=0, row_offset=1, rows=40, cols=4)]),
-        INVALID,
-        f"{USER.name!r}: rows 1 to 41, the table has 40",
-    ),
-    "columns outside": (
-        opening(shards=[publish_pb2.Shard(table=1, rows=30, col_offset=4, cols=3)]),
-        INVALID,
-        f"{ITEM.name!r}: columns 4 to 7, the table has 6",
-    ),
-    "size of the run": (opening(world_size=2), CONTRADICTION, "run run-1 has 1 rank, this one says 2"),
-    "older run": (publish_open(run="run-0", started=0), CONTRADICTION, "run run-0 began before run run-1"),
-    "other rows": (
-        publish_open(tables=[TableSpec(USER.name, 41, 4), ITEM], shards=[]),
-        CONTRADICTION,
-        f"table {USER.name!r} of model 'clicks' is 40 x 4 float32, the run has 41 x 4 float32",
-    ),
-    "other dim": (
-        publish_open(tables=[TableSpec(USER.name, 40, 5)], shards=[]),
-        CONTRADICTION,
-        "the run has 40 x 5",
-    ),
-    "other type": (
-        publish_open(tables=[USER, TableSpec(ITEM.name, 30, 6)], shards=[]),
-        CONTRADICTION,
-        "30 x 6 float16, the run has 30 x 6 float32",
-    ),
-    "map of no table": (
-        publish_open(tables=[USER, map_of(ITEM, 30)], shards=[]),
-        INVALID,
-        f"table 'raw_ids' is of {ITEM.name!r}, which is no embedding table of the run",
-    ),
-    "map of rows outside": (
-        publish_open(tables=[USER, map_of(USER, 41)], shards=[]),
-        INVALID,
-        f"table 'raw_ids' has 41 rows, but {USER.name!r}, to which it belongs, has 40",
-    ),
-    "first a chunk": (chunk(11, 0, [0], rows(1, 4)), INVALID, "begins with one open message"),
-    "first a close": (close(11, 0), INVALID, "begins with one open message"),
-    "first nothing": (publish_pb2.PublishRequest(), INVALID, "begins with one open message"),
+def cases(bad: dict[grpc.StatusCode, dict[str, Any]]) -> list[Any]:
+    return [pytest.param(code, case, id=case) for code, named in bad.items() for case in named]
+
+
+BAD_OPENS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
+    INVALID: {
+        "model": (opening(model="a/b"), "model name 'a/b'"),
+        "no run": (opening(run=""), "run id ''"),
+        "rank": (opening(rank=1), "rank 1 of a world of 1"),
+        "world of none": (opening(world_size=0), "world size 0"),
+        "vast world": (opening(world_size=65_537), "world size 65537"),
+        "no tables": (opening(tables=[], shards=[]), "no tables"),
+        "table twice": (publish_open(tables=[USER, USER], shards=[]), f"{USER.name!r} is announced twice"),
+        "no rows": (opening(tables=[table_message(rows=0)], shards=[]), "table 't': 0 rows"),
+        "no dim": (opening(tables=[table_message(dim=0)], shards=[]), "table 't': dim 0"),
+        "vast table": (opening(tables=[table_message(rows=2**63)], shards=[]), "table 't'"),
+        "no type": (opening(tables=[table_message(value_type=0)], shards=[]), "'t': value type 0"),
+        "no kind": (opening(tables=[table_message(kind=0)], shards=[]), "'t': kind 0: expected one of"),
+        "no name": (opening(tables=[table_message(name="")], shards=[]), "table name ''"),
+        "shard of no table": (opening(shards=[publish_pb2.Shard(table=2, cols=1)]), "names table 2"),
+        "rows outside": (
+            opening(shards=[publish_pb2.Shard(table=0, row_offset=1, rows=40, cols=4)]),
+            f"{USER.name!r}: rows 1 to 41, the table has 40",
+        ),
+        "columns outside": (
+            opening(shards=[publish_pb2.Shard(table=1, rows=30, col_offset=4, cols=3)]),
+            f"{ITEM.name!r}: columns 4 to 7, the table has 6",
+        ),
+        "map of no table": (
+            publish_open(tables=[USER, map_of(ITEM, 30)], shards=[]),
+            f"table 'raw_ids' is of {ITEM.name!r}, which is no embedding table of the run",
+        ),
+        "map of rows outside": (
+            publish_open(tables=[USER, map_of(USER, 41)], shards=[]),
+            f"table 'raw_ids' has 41 rows, but {USER.name!r}, to which it belongs, has 40",
+        ),
+        "first a chunk": (chunk(11, 0, [0], rows(1, 4)), "begins with one open message"),
+        "first a close": (close(11, 0), "begins with one open message"),
+        "first nothing": (publish_pb2.PublishRequest(), "begins with one open message"),
+    },
+    CONTRADICTION: {
+        "size of the run": (opening(world_size=2), "run run-1 has 1 rank, this one says 2"),
+        "older run": (publish_open(run="run-0", started=0), "run run-0 began before run run-1"),
+        "other rows": (
+            publish_open(tables=[TableSpec(USER.name, 41, 4), ITEM], shards=[]),
+            f"table {USER.name!r} of model 'clicks' is 40 x 4 float32, the run has 41 x 4 float32",
+        ),
+        "other dim": (publish_open(tables=[TableSpec(USER.name, 40, 5)], shards=[]), "the run has 40 x 5"),
+        "other type": (
+            publish_open(tables=[USER, TableSpec(ITEM.name, 30, 6)], shards=[]),
+            "30 x 6 float16, the run has 30 x 6 float32",
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize("case", BAD_OPENS)
-def test_a_bad_open(served: tuple[RunningService, Position], case: str) -> None:
-    request, expected, said = BAD_OPENS[case]
+@pytest.mark.parametrize(("expected", "case"), cases(BAD_OPENS))
+def test_a_bad_open(served: tuple[RunningService, Position], expected: grpc.StatusCode, case: str) -> None:
+    request, said = BAD_OPENS[expected][case]
     with refused(served[0], RankStream, expected, said, bare=True) as stream:
         stream.send(request)
 
 
 # What rows have to be whoever sends them: unit/wire/test_messages.py.
-BAD_PARTS = {
-    "second open": ([publish_open()], INVALID, "begins with one open message"),
-    "nothing": ([publish_pb2.PublishRequest()], INVALID, "begins with one open message"),
-    "id past the table": ([chunk(11, 0, [39, 40], rows(2, 4))], INVALID, f"{USER.name!r}: row id 40 is outside"),
-    "id twice in the part": (
-        [chunk(11, 0, [3], rows(1, 4)), chunk(11, 0, [3], rows(1, 4))],
-        INVALID,
-        "row id 3 came after 3",
-    ),
-    "wrong type": (
-        [chunk(11, 1, [3], rows(1, 6))],
-        INVALID,
-        f"{ITEM.name!r}: 24 bytes of values for 1 row of 6 float16",
-    ),
-    "nan": ([chunk(11, 0, [5], rows(1, 4, np.nan))], INVALID, f"{USER.name!r}: row 5 holds nan in column 0"),
-    "good, then nan": (
-        [chunk(11, 0, [5], rows(1, 4)), chunk(11, 0, [6], rows(1, 4, np.nan))],
-        INVALID,
-        "row 6 holds nan",
-    ),
-    "fewer rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 2)], INVALID, "of 2 rows, but 1 arrived"),
-    "more rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 0)], INVALID, "of 0 rows, but 1 arrived"),
-    "full of the same rows": (
-        [
-            chunk(11, 0, np.arange(40), rows(40, 4)),
-            chunk(11, 0, np.arange(30), rows(30, 4)),
-            close(11, 70, full=True),
-        ],
-        INVALID,
-        "row id 0 came after 39",
-    ),
-    "differing of no table": (
-        [publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=11, differing=[9]))],
-        INVALID,
-        "table 9 differs between ranks, but only 2 were announced",
-    ),
-    "a whole part of fewer rows": (
-        [publish_pb2.PublishRequest(part=publish_pb2.WholePart(close=publish_pb2.PartClose(step=11, rows=1)))],
-        INVALID,
-        "of 1 row, but 0 arrived",
-    ),
-    "a row twice in a whole part": (
-        [whole_part(11, [(0, [3], rows(1, 4)), (0, [3], rows(1, 4))])],
-        INVALID,
-        "row id 3 came after 3",
-    ),
-    "an old step": (part(9, [(0, [1], rows(1, 4))]), CONTRADICTION, "step 10 of this run is published already"),
-    "step back in the cut": (
-        [chunk(13, 0, [5], rows(1, 4)), chunk(12, 0, [6], rows(1, 4))],
-        CONTRADICTION,
-        "part of step 12, but the cut of step 13 is under way",
-    ),
+BAD_PARTS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
+    INVALID: {
+        "second open": ([publish_open()], "begins with one open message"),
+        "nothing": ([publish_pb2.PublishRequest()], "begins with one open message"),
+        "id past the table": ([chunk(11, 0, [39, 40], rows(2, 4))], f"{USER.name!r}: row id 40 is outside"),
+        "id twice in the part": (
+            [chunk(11, 0, [3], rows(1, 4)), chunk(11, 0, [3], rows(1, 4))],
+            "row id 3 came after 3",
+        ),
+        "wrong type": (
+            [chunk(11, 1, [3], rows(1, 6))],
+            f"{ITEM.name!r}: 24 bytes of values for 1 row of 6 float16",
+        ),
+        "nan": ([chunk(11, 0, [5], rows(1, 4, np.nan))], f"{USER.name!r}: row 5 holds nan in column 0"),
+        "good, then nan": (
+            [chunk(11, 0, [5], rows(1, 4)), chunk(11, 0, [6], rows(1, 4, np.nan))],
+            "row 6 holds nan",
+        ),
+        "fewer rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 2)], "of 2 rows, but 1 arrived"),
+        "more rows than closed": ([chunk(11, 0, [5], rows(1, 4)), close(11, 0)], "of 0 rows, but 1 arrived"),
+        "full of the same rows": (
+            [
+                chunk(11, 0, np.arange(40), rows(40, 4)),
+                chunk(11, 0, np.arange(30), rows(30, 4)),
+                close(11, 70, full=True),
+            ],
+            "row id 0 came after 39",
+        ),
+        "differing of no table": (
+            [publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=11, differing=[9]))],
+            "table 9 differs between ranks, but only 2 were announced",
+        ),
+        "a whole part of fewer rows": (
+            [publish_pb2.PublishRequest(part=publish_pb2.WholePart(close=publish_pb2.PartClose(step=11, rows=1)))],
+            "of 1 row, but 0 arrived",
+        ),
+        "a row twice in a whole part": (
+            [whole_part(11, [(0, [3], rows(1, 4)), (0, [3], rows(1, 4))])],
+            "row id 3 came after 3",
+        ),
+    },
+    CONTRADICTION: {
+        "an old step": (part(9, [(0, [1], rows(1, 4))]), "step 10 of this run is published already"),
+        "step back in the cut": (
+            [chunk(13, 0, [5], rows(1, 4)), chunk(12, 0, [6], rows(1, 4))],
+            "part of step 12, but the cut of step 13 is under way",
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize("case", BAD_PARTS)
-def test_a_bad_part(served: tuple[RunningService, Position], case: str) -> None:
-    requests, expected, said = BAD_PARTS[case]
+@pytest.mark.parametrize(("expected", "case"), cases(BAD_PARTS))
+def test_a_bad_part(served: tuple[RunningService, Position], expected: grpc.StatusCode, case: str) -> None:
+    requests, said = BAD_PARTS[expected][case]
     service, position = served
     with refused(service, RankStream, expected, said, continues=position) as stream:
         assert stream.opened().continues

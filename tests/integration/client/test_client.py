@@ -40,7 +40,7 @@ NOTHING = np.array([], np.int64)
 
 
 def publisher(address: str, shards: list[Shard] = WHOLE, **fields: Any) -> Publisher:
-    run = {"service": address, "model": "clicks", "run": "r", "run_started_unix_ns": 1}
+    run: dict[str, Any] = {"service": address, "model": "clicks", "run": "r", "run_started_unix_ns": 1}
     return Publisher(PublisherOptions(**run | fields), TABLES, shards)
 
 

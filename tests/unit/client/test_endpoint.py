@@ -18,6 +18,9 @@ from deltasync.client.status import fetch_lag
 from deltasync.core.errors import Contradiction, DeltasyncError, NotOwner, ServiceUnavailable
 from deltasync.core.owner import Owner
 
+TOKEN = "hush"  # noqa: S105
+ALL = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
+
 
 def test_an_address_alone_is_an_endpoint_without_rights() -> None:
     assert Endpoint.of_grpc("h:1") == Endpoint("h:1", token="")
@@ -63,9 +66,6 @@ def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(token: str) 
 def test_no_time_is_refused(seconds: float) -> None:
     with pytest.raises(InvalidInput, match=f"timeout_seconds: {seconds}"):
         Endpoint("h:1", timeout_seconds=seconds)
-
-
-TOKEN = "hush"  # noqa: S105
 
 
 @pytest.fixture
@@ -223,9 +223,6 @@ def test_commands_take_the_same_settings(tmp_path: Path) -> None:
 def test_no_secret_is_an_argument() -> None:
     code, said = shown(["--admin-token", "hush"], operator_options(changes=True))
     assert (code, "No such option" in said) == (2, True)
-
-
-ALL = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
 
 
 def route(addresses: list[str] = ALL, **settings: str) -> Route:

@@ -96,15 +96,12 @@ def target(request: pytest.FixtureRequest) -> AnyTarget:
     return target_of(*request.param)
 
 
-def test_before_any_release_nothing_is_known(target: AnyTarget) -> None:
+def test_a_reading_says_what_the_release_said_and_nothing_before_any(target: AnyTarget) -> None:
     with target.reading() as reading:
         assert isinstance(reading, Reading)
         assert (reading.position, reading.version) == (Position(), 0)
         assert (reading.step, reading.step_end_unix_ns, reading.event_time_unix_ns) == (None, None, None)
     assert (target.position, target.event_time_unix_ns) == (Position(), None)
-
-
-def test_a_reading_says_what_the_release_said(target: AnyTarget) -> None:
     target.apply(release_of(1))
     target.apply(release_of(2))
     with target.reading() as reading:
