@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.integration.trainer.tracking.cases import CASES
 from tests.integration.trainer.tracking.pipelines import TRAININGS
 from tests.support.ranks import run_ranks
+from torch import nn
+
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 # Runs by day: one model with every kind of sharding, under every pipeline.
 BY_DAY = [f"{training}/every-sharding" for training in TRAININGS]
@@ -78,3 +82,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 def test_a_copy_built_from_deltas_alone_equals_the_model(ranks: Ranks, name: str) -> None:
     problems = ranks.problems(name)
     assert not problems, "\n".join(problems[:5])
+
+
+def test_what_was_read_stays_as_it_was() -> None:
+    model = nn.Linear(3, 2)
+    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, dense=True))
+    tracker.mark_all()
+    values = tracker.get_delta().rows["weight"].values
+    with torch.no_grad():
+        model.weight.zero_()
+    assert values is not None
+    assert values.abs().sum() > 0
