@@ -229,7 +229,7 @@ def answering(*streams: Callable[[], Responses]) -> Iterator[str]:
             over.wait()
 
     name = subscribe_pb2.DESCRIPTOR.services_by_name["SubscribeService"].full_name
-    handlers = {"Subscribe": grpc.stream_stream_rpc_method_handler(subscribe)}
+    handlers: dict[str, Any] = {"Subscribe": grpc.stream_stream_rpc_method_handler(subscribe)}
     server = grpc.server(ThreadPoolExecutor(4))
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
     port = server.add_insecure_port("127.0.0.1:0")

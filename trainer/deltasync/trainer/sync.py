@@ -95,6 +95,7 @@ class DeltaSync:
         self._refused: ResyncRequired | None = None
         self._standstill = Standstill()
         self._cut_step = self._published_changes = -1
+        self._looked = False  # For changes after the last step, in this `flush`.
         self._event_time: int | None = None
 
     @property
@@ -145,7 +146,8 @@ class DeltaSync:
         self.stats.step_seconds += time.perf_counter() - started
 
     def flush(self, timeout_seconds: float | None = None) -> Position:
-        """Publish everything that changed and wait until it is sealed. Called by all ranks together.
+        """Publish everything that changed, after the last `step` too, and wait until it is sealed. Called by all
+        ranks together, between backwards.
 
         Args:
             timeout_seconds: how long to wait for the service at most; None = for ever.
@@ -160,6 +162,7 @@ class DeltaSync:
         """
         self._home.check()
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+        self._looked = False
         while not self._cut(time.time_ns(), self._wait(deadline), flush=True):
             pass
         return self._run.position
@@ -265,6 +268,10 @@ class DeltaSync:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
         failure, self._failure = self._failure or self._settle(), None
         self._mark_wanted(again=False)
+        if flush and not self._looked and self._under_way.pending is None:
+            self._looked = True  # Once is enough: this thread changes nothing until `flush` returns.
+            if self._published_changes == self.tracker.changes:
+                self.tracker.find_changes(_CONSUMER)
         agreed = self._agree(failure, late, flush=flush)
         if agreed.failed:
             self._stop(failure or DeltasyncError("another rank cannot publish: its log says why"), flush=flush)

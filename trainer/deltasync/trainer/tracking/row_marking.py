@@ -81,7 +81,7 @@ class RowMarking:
         self._replicas = {table.name: table for table in tracked.replicas}
         self._dense_optimizers = DenseOptimizers()
         self._fused = {table.name for table in tracked.tables if table.fused}
-        self._lookups = tracked.lookups
+        self._lookups, self._alone = tracked.lookups, tracked.alone
         self._verification = Verification(tracked.tables, stamps) if verify else None
         self._hooks = Hooks()
         self._paused = _Paused()
@@ -168,6 +168,10 @@ class RowMarking:
         self._stamps.compare()
         if self._verification:
             self._verification.check()
+
+    def note_change(self) -> None:
+        """Note that rows have changed, which are stamped already."""
+        self.changes += 1
 
     def mark(self, table: str, ids: torch.Tensor) -> None:
         """Stamp rows of a table that were changed from outside, by global ids.
@@ -284,6 +288,8 @@ class RowMarking:
         with self._gate:
             self._gate.begin_updates()
             self._marks.add(features, kernel)
+            if kernel in self._alone:
+                self._marks.compact()
 
     def _pass_over(self, kernel: nn.Module, _gradient: torch.Tensor) -> None:
         with self._gate:

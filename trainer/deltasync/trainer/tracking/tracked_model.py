@@ -42,6 +42,8 @@ class TrackedModel:
         tables: the rows that this rank has of each table.
         replicas: tables of which this rank has a copy that another one tracks.
         lookups: what each kernel looks up.
+        alone: the kernels of modules that this rank does not share with others. Their ids are in the memory of the
+            trainer's batch, which may be filled anew after backward.
         id_maps: the maps of managed collision whose tables are among these.
         unpublished: what no table holds, and must not change; None where it may.
     """
@@ -50,6 +52,7 @@ class TrackedModel:
     tables: list[TrackedTable]
     replicas: list[TrackedTable]
     lookups: Lookups
+    alone: frozenset[nn.Module]
     id_maps: list[IdMap]
     unpublished: UnpublishedState | None
 
@@ -66,11 +69,13 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
     others = [tensor.name for tensor in outside] + [table.name for table in _tables_of_maps(maps)]
     _check_skips(modules, others, options)
     check_averages(model)
-    kernels = {}
+    kernels, alone = {}, set[nn.Module]()
     for name, module in modules.items():
         for kernel in _kernels_wanted(name, module, options):
             check_tracked(name, kernel)
             tables = kernel_tables(name, module, kernel)
+            if module._env.world_size == 1:  # Of the sharding group, under 2D parallelism too.
+                alone.add(kernel)
             kernels[kernel] = (
                 [replace(table, replicated=True) for table in tables] if is_replica(module) else tables
             )
@@ -86,7 +91,7 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
     if options.dense:
         check_extra_state(model, options.fqns_to_skip)
     unpublished = UnpublishedState(model, options.fqns_to_skip) if options.dense else None
-    return TrackedModel(modules, tables, replicas, lookups, maps, unpublished)
+    return TrackedModel(modules, tables, replicas, lookups, frozenset(alone), maps, unpublished)
 
 
 def published_tables(model: nn.Module, *, dense: bool) -> list[TableSpec]:

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -74,10 +73,13 @@ class Tracker:
         self.tables, self._modules = tracked.tables, tracked.modules
         self._lookups_held = LookupsHeld(self._model)
         self._stamps = RowStamps(self.tables)
-        # A lone rank's ids lie where its batch does, which may be filled anew before the next output dist.
-        overlaps = self._options.auto_compact and dist.is_initialized() and dist.get_world_size() > 1
         self._marking = RowMarking(
-            tracked, self._stamps, self._gate, self.cost, overlaps=overlaps, verify=self._options.verify
+            tracked,
+            self._stamps,
+            self._gate,
+            self.cost,
+            overlaps=self._options.auto_compact and not tracked.lookups.keys() <= tracked.alone,
+            verify=self._options.verify,
         )
         self._cursors = Cursors(self.tables, self._stamps, self._gate)
         self._reader = DeltaReader(self.tables, self._stamps, self._gate, self._marking, self._cursors, self.cost)
@@ -148,6 +150,17 @@ class Tracker:
             InvalidInput: an id is none of the table's.
         """
         self._marking.mark(table, ids)
+
+    def find_changes(self, consumer: str | None = None) -> None:
+        """Count it as a change where rows are due to a consumer that no step and no mark was told of: of a backward
+        after the last step, say, or a write to a buffer. Reads all that is compared. By the thread that trains.
+
+        Raises:
+            NotFound: there is no such consumer.
+        """
+        due = self._read(consumer, values=False)
+        if due.rows or due.deletes:
+            self._marking.note_change()
 
     def mark_held(self, table: str, ids: torch.Tensor) -> None:
         """Have rows offered again as they are, deleted ones as deletes. Otherwise as `mark`."""

@@ -1,0 +1,36 @@
+"""A trainer may fill the tensors of its batch anew as soon as a backward is over, before the step is."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bags, sharded
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.trainer.tracking import Tracker, TrackerOptions
+
+# TorchRec wraps models in DDP as torch no longer likes.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.fixture
+def lone_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lone_rank")
+@pytest.mark.parametrize("auto_compact", [False, True])
+def test_rows_of_ids_that_were_overwritten_since_are_marked(auto_compact: bool) -> None:
+    model = sharded({"bags": bags("user")})
+    tracker = Tracker(model, TrackerOptions(consumers=["publisher"], auto_compact=auto_compact))
+    ids, lengths = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int32)
+    for first in range(0, ROWS, 4):
+        ids.copy_(torch.arange(first, first + 4))
+        loss, _ = model(KeyedJaggedTensor.from_lengths_sync(["user"], ids, lengths))
+        loss.backward()
+    ids.zero_()
+    tracker.step()
+    assert tracker.get_delta("publisher").rows[f"{BAGS}.user"].ids.tolist() == list(range(ROWS))
