@@ -6,8 +6,6 @@ os.environ["DELTASYNC_LOG_FORMAT"] = "text"  # Of processes that tests start, wh
 os.environ["DELTASYNC_CHECK_THREADS"] = "1"  # Read where classes are defined: before anything else is imported.
 
 import logging
-import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,9 +74,3 @@ def service(tmp_path: Path) -> Iterator[ServiceProcess]:
     process = ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks")
     with process:
         yield process
-
-
-@pytest.fixture
-def run_id() -> tuple[str, int]:
-    """The id of a new training run, and when it began."""
-    return uuid.uuid4().hex, time.time_ns()

@@ -11,7 +11,6 @@ from tests.integration.trainer.following import WAIT, subscriber
 from tests.integration.trainer.torchrec_defects.models import DIM, bags, distributed
 from tests.support.server import RunningService
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.client import NumpyTarget, Position
@@ -28,11 +27,12 @@ class Ranker(nn.Module):
         super().__init__()
         self.bags = bags("user")
         self.over = nn.Linear(DIM, 1)
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         if self.training:
-            self.seen += 1
+            self.seen.add_(1)
         scores: torch.Tensor = self.over(self.bags(features).values())
         return scores
 
@@ -81,7 +81,7 @@ def assert_published(running: RunningService, head: Position, model: nn.Module) 
     with subscriber(running, target) as replica:
         replica.wait_for(head, WAIT)
     for name, tensor in model.state_dict().items():
-        sharded = isinstance(tensor, ShardedTensor)
+        sharded = hasattr(tensor, "local_shards")
         rows = tensor.local_shards()[0].tensor if sharded else tensor
         held = target.tables[name.removesuffix(".weight") if sharded else name]
         np.testing.assert_array_equal(held, rows.numpy().reshape(held.shape), err_msg=name, strict=True)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.local_service import opened
 from tests.support.seals import sealed
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.api.departure import StreamEnded, departure, superseded
 from deltasync.api.reload import outcome
@@ -179,7 +179,6 @@ async def test_an_offset_keeps_its_seal_when_the_history_no_longer_has_that(serv
     assert resume(Position("h", 1, 7), "h", 200_000, 0, acknowledged=of_it.applied).yes
 
 
-@in_loop()
 async def test_a_pause_does_not_bring_back_a_consumer_that_is_deleted_meanwhile(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         await service.create_consumer("gone", "clicks", Policy())
@@ -193,7 +192,6 @@ async def test_a_pause_does_not_bring_back_a_consumer_that_is_deleted_meanwhile(
         assert not service.registry.consumers
 
 
-@in_loop()
 async def test_a_pause_that_comes_while_another_is_ended_holds(tmp_path: Path) -> None:
     async def nothing(_: Consumer) -> None: ...
 
@@ -328,7 +326,6 @@ async def test_who_takes_the_name_of_a_replica_of_others_is_told_of(service: Ser
     assert lines == [f"replica taken over: consumer=c replica=r {text}" for text in said]
 
 
-@in_loop()
 async def test_a_replica_that_has_held_nothing_leaves_no_name(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         registry = service.registry

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.local_service import opened, publish
 from tests.support.log import held_up, log_of
 from tests.support.memory_store import MemoryDisk, MemoryStore
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.consumers import offsets
 from deltasync.consumers.consumer import Consumer, Replica
@@ -54,7 +54,6 @@ async def fleet_of(service: Service, count: int) -> tuple[Consumer, list[Replica
     return consumer, [service.registry.connect(consumer, f"r{n}", asyncio.Event()) for n in range(count)]
 
 
-@in_loop()
 async def test_acks_that_come_faster_than_the_disk_takes_them_are_not_kept(tmp_path: Path) -> None:
     """Two replicas that move without an end leave one write in the queue."""
     async with opened(tmp_path) as service:
@@ -70,7 +69,6 @@ async def test_acks_that_come_faster_than_the_disk_takes_them_are_not_kept(tmp_p
         assert [each.applied for each in found] == 2 * [Position("h", 4999)]
 
 
-@in_loop()
 async def test_a_guest_is_forgotten_once_its_stream_has_ended_and_never_written_down(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         consumer, [stays, goes, other] = await fleet_of(service, 3)
@@ -120,7 +118,6 @@ def test_a_tenth_of_the_time_is_taken_and_none_waits_for_long() -> None:
     assert pause_after(30.0) == 1.0
 
 
-@in_loop()
 async def test_a_replica_that_left_before_it_was_written_down_is_never_written(tmp_path: Path) -> None:
     """Replicas that come and go leave nothing behind, not even the record that they are gone."""
     async with opened(tmp_path) as service:

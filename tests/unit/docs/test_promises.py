@@ -9,6 +9,7 @@ import pytest
 
 TESTS = Path(__file__).parents[2]
 PROMISES = {str(number) for number in range(1, 15)}
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 NIGHTLY = "pytest.mark.nightly"
 
 
@@ -41,13 +42,13 @@ def functions(file: str) -> dict[str, bool]:
     found: dict[str, bool] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and _nightly(node):
-            found |= {each.name: True for each in node.body if isinstance(each, ast.FunctionDef)}
-        elif isinstance(node, ast.FunctionDef):
+            found |= {each.name: True for each in node.body if isinstance(each, _FUNCTIONS)}
+        elif isinstance(node, _FUNCTIONS):
             found.setdefault(node.name, whole or _nightly(node))
     return found
 
 
-def _nightly(node: ast.ClassDef | ast.FunctionDef) -> bool:
+def _nightly(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a decorator says so: of a test, or of a scenario. A parameter that is nightly leaves others."""
     said = map(ast.unparse, node.decorator_list)
     return any(each == NIGHTLY or "nightly=True" in each for each in said)

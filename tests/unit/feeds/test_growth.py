@@ -13,7 +13,7 @@ import pytest
 from tests.support.crashes import Crashes
 from tests.support.local_service import join, opened, publish, run, send
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, part, random_rows
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.errors import Contradiction, ResyncRequired, StorageFailed
 from deltasync.core.tables import Shard, TableSpec
@@ -107,7 +107,6 @@ async def test_old_rows_keep_their_values_and_stamps(service: Service, monkeypat
     assert table.stamps.tolist() == [3] * 60
 
 
-@in_loop()
 async def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

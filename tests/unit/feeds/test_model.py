@@ -16,7 +16,7 @@ from tests.support.log import log_of
 from tests.support.mapping import in_a_file
 from tests.support.releases import deleted_rows
 from tests.support.wire import WHOLE, full_part, part, random_rows
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.tables import TableSpec
@@ -32,7 +32,6 @@ def check_rows(service: Service, rows: list[Any], model: str = "clicks") -> None
         np.testing.assert_array_equal(table.rows, expected)
 
 
-@in_loop()
 async def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None:
     rows = random_rows(0)
     async with opened(tmp_path) as service:
@@ -51,7 +50,6 @@ async def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -
         check_rows(service, rows)
 
 
-@in_loop()
 async def test_a_flush_meanwhile_does_not_forget_a_new_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +77,6 @@ async def test_a_flush_meanwhile_does_not_forget_a_new_table(
         assert [each.spec for each in tables] == [WHOLE[0].table, WHOLE[1].table, extra]
 
 
-@in_loop()
 async def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         session = await publish(service)
@@ -89,7 +86,6 @@ async def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> No
         assert service.models["clicks"].position.number == 1
 
 
-@in_loop()
 async def test_two_models_do_not_mix(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         for step, model in enumerate(("clicks", "click"), 1):
@@ -99,7 +95,6 @@ async def test_two_models_do_not_mix(tmp_path: Path) -> None:
             check_rows(service, random_rows(step), model)
 
 
-@in_loop()
 async def test_tables_are_written_down_even_if_the_rank_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.local_service import HeldWrites, join, opened, send
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired, ServiceUnavailable, Superseded
 from deltasync.core.position import Position
@@ -136,7 +136,6 @@ async def test_a_rank_that_could_not_be_told_is_not_there(
     assert service.coordinators["clicks"].connected == []
 
 
-@in_loop()
 async def test_after_a_restart_of_the_service_too(tmp_path: Path) -> None:
     claims = list[Position]()
     async with opened(tmp_path) as service:

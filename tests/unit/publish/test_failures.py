@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.support.local_service import join, opened, publish, send
 from tests.support.wire import WHOLE, full_part, part, random_rows
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.events import EventKind
@@ -80,7 +80,6 @@ async def test_a_version_that_cannot_be_applied_is_applied_later_and_before_the_
     assert rows.tolist() == [[7] * 4, [8] * 4]
 
 
-@in_loop()
 async def test_no_later_version_is_sealed_at_the_end_over_one_that_was_not_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.local_service import join, run, send
 from tests.support.log import held_up, log_of
 from tests.support.wire import part
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.limits import LimitOptions
@@ -108,7 +108,6 @@ def added(chunks: UnwrittenChunks, count: int, size: int) -> list[Future[None]]:
 
 
 @pytest.mark.parametrize(("count", "size"), [(16, MIB), (4096, 1)])
-@in_loop()
 async def test_so_many_are_not_waited_for_and_with_one_more_the_first_is(count: int, size: int) -> None:
     chunks = UnwrittenChunks(WriteQueue())
     first, *_ = added(chunks, count, size)
@@ -125,7 +124,6 @@ async def test_so_many_are_not_waited_for_and_with_one_more_the_first_is(count: 
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-@in_loop()
 async def test_a_write_that_failed_is_told_by_who_waits_for_it(at_once: bool) -> None:
     chunks = UnwrittenChunks(WriteQueue())
     failed, *_ = added(chunks, 17, MIB)
@@ -137,7 +135,6 @@ async def test_a_write_that_failed_is_told_by_who_waits_for_it(at_once: bool) ->
         await asyncio.wait_for(chunks.wait_for_room(), 20)
 
 
-@in_loop()
 async def test_while_the_log_has_too_much_of_all_streams_one_that_submits_waits_for_what_it_has_there() -> None:
     """And for nothing else: what others have there may be what only it can bring to its end."""
     queue = WriteQueue(most_bytes=MIB)

@@ -11,7 +11,7 @@ import pytest
 from tests.support.local_service import join, opened, publish, send
 from tests.support.log import log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.position import Position
@@ -55,7 +55,6 @@ async def test_a_request_is_handed_out_until_a_cut_carries_it(service: Service) 
     assert service.pending_deletes() == []
 
 
-@in_loop()
 async def test_a_request_outlives_the_service(tmp_path: Path) -> None:
     asked = []
     async with opened(tmp_path) as service:
@@ -77,7 +76,6 @@ def deleting(step: int, ids: list[int], number: int) -> list[Any]:
     return meeting(requests, number)
 
 
-@in_loop()
 async def test_a_run_that_goes_back_before_a_delete_is_asked_for_it_again(tmp_path: Path) -> None:
     """But not for rows that were trained afterwards; over restarts, and once it has met it, no more."""
     held = list[Position]()
@@ -227,7 +225,6 @@ async def test_what_cannot_be_asked_for(
     assert log_of(service).items("delete/") == {}
 
 
-@in_loop()
 async def test_a_request_whose_asker_is_gone_is_not_forgotten_and_then_remembered(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         await publish(service)

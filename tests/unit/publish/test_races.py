@@ -11,7 +11,7 @@ import pytest
 from tests.support.local_service import HeldWrites, join, opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, random_rows
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.errors import DeltasyncError, ResyncRequired, StorageFailed, Superseded
 from deltasync.core.position import Position
@@ -156,7 +156,6 @@ async def test_a_part_of_which_a_record_is_not_on_disk_is_not_sealed(
     assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(again.sealed.history, 1)
 
 
-@in_loop()
 async def test_a_new_table_is_published_whole_whichever_rank_brought_it(tmp_path: Path) -> None:
     """Also by a rank that finds it made already, and after a restart in between."""
     rows, heads = random_rows(0), list[Position]()

@@ -7,7 +7,6 @@ import pytest
 from tests.support.local_service import join, opened, publish, send
 from tests.support.seals import sealed
 from tests.support.wire import WHOLE, full_part, random_rows
-from tests.unit.support.async_tests import in_loop
 
 from deltasync.core.errors import Contradiction, ServiceUnavailable
 from deltasync.core.position import Position
@@ -148,7 +147,6 @@ def test_who_is_refused_learns_of_whom_and_what_of_itself() -> None:
 HOUR = 3600 * 10**9
 
 
-@in_loop()
 async def test_a_trainer_that_comes_back_on_a_machine_an_hour_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +170,6 @@ async def test_a_trainer_that_comes_back_on_a_machine_an_hour_behind(
         await join(service, run="later", started=2 * HOUR)
 
 
-@in_loop()
 async def test_after_a_restart_the_run_that_published_has_time_to_come_back(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         await publish(service, run="here", started=2 * HOUR)

@@ -16,7 +16,7 @@ from tests.support.local_service import join, opened, publish, run, send
 from tests.support.releases import deleted_rows, live_rows
 from tests.support.stamped import stamped_table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.damage import DamagedRows, ranges
 from deltasync.core.digests import checksum_of, row_digests
@@ -235,7 +235,6 @@ async def test_a_look_at_all_rows_says_what_was_found_and_mended_while_it_went_o
 
 
 @pytest.mark.parametrize("bit", [0, 3, 40, 63])
-@in_loop()
 async def test_a_row_whose_stamp_has_changed_is_sent_to_whoever_may_lack_it(tmp_path: Path, bit: int) -> None:
     """Also after a restart, before anybody is served; and it is told."""
     async with opened(tmp_path) as service:
@@ -454,7 +453,6 @@ async def test_a_model_in_trouble_keeps_no_other_from_being_looked_after(
     assert model.tables[0].rows.tobytes() == ROWS[0].tobytes()
 
 
-@in_loop()
 async def test_a_stamp_from_the_future_is_none(tmp_path: Path) -> None:
     """Else whoever was told of that version would never be told of later ones."""
     async with opened(tmp_path) as service:
@@ -470,7 +468,6 @@ async def test_a_stamp_from_the_future_is_none(tmp_path: Path) -> None:
         assert len(live_rows(await model.release(1))[0]) == USER.rows
 
 
-@in_loop()
 async def test_columns_that_a_crash_has_left_newer_than_their_digests_are_no_damage(tmp_path: Path) -> None:
     """Files are ahead of the last flush; which columns rows come in was not known at that."""
     halves = [Shard(USER, 0, USER.rows, 0, 2), Shard(USER, 0, USER.rows, 2, 2), WHOLE[1]]

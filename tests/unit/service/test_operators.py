@@ -10,7 +10,7 @@ import pytest
 from tests.support.local_service import join, opened, publish, send
 from tests.support.log import log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.api.reload import Reloaded, reload_on
 from deltasync.consumers.consumer import ConsumerOptions
@@ -101,7 +101,6 @@ async def is_held(service: Service, name: str, model: str = "clicks") -> bool:
     return consumer.pause is not None
 
 
-@in_loop()
 async def test_a_consumer_is_held_from_its_beginning_also_after_a_restart(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         await join(service)

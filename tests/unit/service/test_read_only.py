@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from tests.support.local_service import opened, publish
 from tests.support.log import log_of
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.api.subscribe import ReplicaStream, Responses
 from deltasync.core.policy import Policy
@@ -92,7 +92,6 @@ async def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
     await cast("AsyncGenerator[Any, None]", stream).aclose()
 
 
-@in_loop()
 async def test_a_restart_finds_the_views_of_models_there_are_and_no_others(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         await service.create_consumer("early", "later", Policy(top_k=1))

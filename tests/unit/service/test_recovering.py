@@ -17,7 +17,6 @@ from tests.support.http import HttpStatus
 from tests.support.local_service import join, publish, run, send
 from tests.support.ports import free_port
 from tests.support.wire import part
-from tests.unit.support.async_tests import in_loop
 
 from deltasync.api import server
 from deltasync.api.server_options import ServerOptions
@@ -82,7 +81,6 @@ async def silence() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
     yield subscribe_pb2.SubscribeRequest()
 
 
-@in_loop()
 async def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, held: HeldRecovery) -> None:
     async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
@@ -132,7 +130,6 @@ async def refused(service: Service) -> None:
     assert b'consumer="top"' not in await Answers(service).metrics()
 
 
-@in_loop()
 async def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
     data_dir: Path, held: HeldRecovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +190,6 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-@in_loop()
 async def test_the_service_listens_and_is_ready_once_all_are_there(
     data_dir: Path, held: HeldRecovery, listening: asyncio.Event, stopped: bool
 ) -> None:
@@ -210,7 +206,6 @@ async def test_the_service_listens_and_is_ready_once_all_are_there(
             await service.is_ready()
 
 
-@in_loop()
 async def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, listening: asyncio.Event
 ) -> None:
@@ -273,7 +268,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HeldKernel]]:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-@in_loop()
 async def test_while_kernels_are_compiled_it_lives_and_is_not_ready(
     tmp_path: Path, kernels: list[HeldKernel], stopped: bool
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.local_service import join, opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import part
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
@@ -91,7 +91,6 @@ def test_what_a_crash_left_of_a_deleted_consumer_is_ignored(tmp_path: Path) -> N
     log.close()
 
 
-@in_loop()
 async def test_offsets_come_back_and_replicas_have_time_to(tmp_path: Path) -> None:
     """After a restart nobody is connected: that alone is no reason to forget anybody."""
     async with opened(tmp_path) as service:

@@ -17,7 +17,7 @@ from tests.support.crashes import Crashes
 from tests.support.local_service import opened, publish, run, send
 from tests.support.log import log_of
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, publish_open, random_rows
-from tests.unit.support.async_tests import in_loop, in_service
+from tests.unit.support.async_tests import in_service
 
 from deltasync.core.errors import Contradiction, DeltasyncError, LimitReached, StorageFailed
 from deltasync.core.limits import LimitOptions
@@ -190,7 +190,6 @@ async def test_tables_of_a_cut_that_could_not_be_sealed_go_with_its_ranks(
     assert traces(service) == []
 
 
-@in_loop()
 async def test_who_opens_what_is_just_being_removed_waits_for_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +231,6 @@ async def test_ranks_that_contradict_each_other_are_refused_before_anything_is_t
     assert traces(service) == []
 
 
-@in_loop()
 async def test_tables_that_earlier_versions_have_made_for_an_open_give_way(tmp_path: Path) -> None:
     """Those of a model of which nothing is published are removed at the start; of others, when one publishes."""
     wanted = [*TABLES, TableSpec("more", 9, 9)]

@@ -1,11 +1,9 @@
 """Tests that are `async` functions: what runs them gives them their first arguments, and fixtures the others."""
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tests.support import local_service
@@ -34,12 +32,5 @@ def as_test(run: Callable[..., None], given: int = 1, **settings: Any) -> Callab
     return decorated
 
 
-def _in_a_loop(_: Path, test: Test) -> None:
-    asyncio.run(asyncio.wait_for(test(), 60))
-
-
 in_service = partial(as_test, local_service.run)
 """In a service whose data are in `tmp_path`: `@in_service(flush_bytes=1)`."""
-
-in_loop = partial(as_test, _in_a_loop, 0)
-"""In an event loop, with fixtures alone."""

@@ -1,7 +1,6 @@
-"""Tests that are coroutines, and a model in this process for them."""
+"""A model in this process, for tests that are coroutines."""
 
 import asyncio
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,18 +16,6 @@ def runner() -> Iterator[asyncio.Runner]:
     """The event loop of a test and its fixtures."""
     with asyncio.Runner() as runner:
         yield runner
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine."""
-    if not inspect.iscoroutinefunction(pyfuncitem.function):
-        return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.function).parameters}
-    runner = pyfuncitem.funcargs["runner"]
-    assert isinstance(runner, asyncio.Runner)
-    runner.run(pyfuncitem.function(**arguments))
-    return True
 
 
 @pytest.fixture

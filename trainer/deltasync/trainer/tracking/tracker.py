@@ -152,8 +152,8 @@ class Tracker:
         self._marking.mark(table, ids)
 
     def find_changes(self, consumer: str | None = None) -> None:
-        """Count it as a change where rows are due to a consumer that no step and no mark was told of: of a backward
-        after the last step, say, or a write to a buffer. Reads all that is compared. By the thread that trains.
+        """Add to `changes` if rows are due to a consumer, although no step has ended since: rows of a backward,
+        say, or of a buffer. Reads all that is compared. By the thread that trains.
 
         Raises:
             NotFound: there is no such consumer.
