@@ -17,7 +17,7 @@ def embedding_parameters() -> Any:
 
 def _embedding(tensor: ModuleTensor) -> TrackedTable:
     tracked = dense_table(tensor)
-    table = replace(tracked.table, kind=TableKind.EMBEDDING)
+    table = replace(tracked.table, kind=TableKind.EMBEDDING, sizes=None)
     return replace(
         tracked, table=table, shards=[replace(shard, shard=Shard.whole(table)) for shard in tracked.shards]
     )

@@ -172,6 +172,8 @@ class Table(_message.Message):
     SENT_AS_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     OF_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """name is the table's fully qualified name, with its owner module, as in the trainer's state_dict
     but without ".weight": for example "sparse.embedding_bags.user". 1 to 512 characters.
@@ -190,6 +192,14 @@ class Table(_message.Message):
     """kind is what it holds. Required."""
     of: _builtins.str
     """of is the name of the embedding table that an id map, or id ranges, belong to; else empty."""
+    @_builtins.property
+    def shape(self) -> Global___Shape:
+        """shape is the shape of a parameter or a buffer in the trainer's model. Unset where the trainer does not tell it."""
+
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """aliases are the other names that a parameter or a buffer has in the trainer's model, where weights are tied."""
+
     def __init__(
         self,
         *,
@@ -200,14 +210,40 @@ class Table(_message.Message):
         sent_as: Global___ValueType.ValueType = ...,
         kind: Global___TableKind.ValueType = ...,
         of: _builtins.str = ...,
+        shape: Global___Shape | None = ...,
+        aliases: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dim", b"dim", "kind", b"kind", "name", b"name", "of", b"of", "rows", b"rows", "sent_as", b"sent_as", "value_type", b"value_type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "dim", b"dim", "kind", b"kind", "name", b"name", "of", b"of", "rows", b"rows", "sent_as", b"sent_as", "shape", b"shape", "value_type", b"value_type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Table: _TypeAlias = Table  # noqa: Y015
+
+@_typing.final
+class Shape(_message.Message):
+    """Shape is the shape of a tensor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """sizes are the sizes of its dimensions: none for a single number."""
+
+    def __init__(
+        self,
+        *,
+        sizes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sizes", b"sizes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Shape: _TypeAlias = Shape  # noqa: Y015
 
 @_typing.final
 class Rows(_message.Message):

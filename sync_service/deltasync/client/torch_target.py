@@ -146,7 +146,7 @@ class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
             )
 
     def _leaves_out(self, table: TableSpec) -> bool:
-        return self._matches(table.name) or bool(table.of and self._matches(table.of))
+        return any(map(self._matches, table.names)) or bool(table.of and self._matches(table.of))
 
     def _matches(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._leave_out)

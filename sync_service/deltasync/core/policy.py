@@ -91,7 +91,9 @@ class Policy:
 
     def follows(self, table: TableSpec) -> bool:
         """Whether the consumer follows a table; with an embedding table, its map too."""
-        return any(fnmatchcase(name, pattern) for pattern in self.tables for name in {table.name, table.of} - {""})
+        return any(
+            fnmatchcase(name, pattern) for pattern in self.tables for name in {*table.names, table.of} - {""}
+        )
 
     def delivery_of(self, table: TableSpec) -> Delivery:
         """What replicas are sent of a table."""

@@ -14,21 +14,33 @@ from deltasync.core.value_types import ValueType
 
 def spec_record(spec: TableSpec) -> dict[str, Any]:
     """The record of what a table is."""
-    record = {
+    return {
         "name": spec.name,
         "rows": spec.rows,
         "dim": spec.dim,
         "dtype": spec.dtype.str,
         "kind": spec.kind.value,
+        "of": spec.of,
+        "sizes": None if spec.sizes is None else list(spec.sizes),
+        "aliases": list(spec.aliases),
     }
-    return record | ({"of": spec.of} if spec.of else {})
 
 
 def spec_of_record(record: Mapping[str, Any]) -> TableSpec:
     """What the table is that a record describes."""
     kind = TableKind(record["kind"])
     dtype = np.dtype(record["dtype"])
-    return TableSpec(record["name"], record["rows"], record["dim"], dtype, kind, record.get("of", ""))
+    sizes, aliases = record["sizes"], tuple(record["aliases"])
+    return TableSpec(
+        record["name"],
+        record["rows"],
+        record["dim"],
+        dtype,
+        kind,
+        record["of"],
+        None if sizes is None else tuple(sizes),
+        aliases,
+    )
 
 
 def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:

@@ -16,6 +16,7 @@ VALUE_TYPES: tuple[np.dtype[np.generic], ...] = (np.dtype("<f4"), np.dtype("<f2"
 STATE_TYPES = (*VALUE_TYPES, *(np.dtype(each) for each in ("<f8", "<i8", "<i4", "<i2", "u1", "?")))
 MAX_ROWS = 2**40
 MAX_DIM = 2**16
+MAX_NAME = 512
 
 
 class TableKind(Numbered):
@@ -60,6 +61,8 @@ class TableSpec:
 
     Attributes:
         of: the name of the embedding table that a map or ranges belong to; else empty.
+        sizes: of a parameter or a buffer, its shape (see `sizes_of`); None where the trainer does not tell it.
+        aliases: the other names that a parameter or a buffer has in the trainer's model, where weights are tied.
     """
 
     name: str
@@ -68,10 +71,12 @@ class TableSpec:
     dtype: np.dtype[np.generic] = VALUE_TYPES[0]
     kind: TableKind = TableKind.EMBEDDING
     of: str = ""
+    sizes: tuple[int, ...] | None = None
+    aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.name) <= 512:
-            raise InvalidInput(f"table name {self.name!r}: use 1 to 512 characters")
+        if not 1 <= len(self.name) <= MAX_NAME:
+            raise InvalidInput(f"table name {self.name!r}: use 1 to {MAX_NAME} characters")
         if not 1 <= self.rows <= MAX_ROWS:
             raise InvalidInput(f"table {self.name!r}: {self.rows} rows, expected 1 to {MAX_ROWS}")
         self._check_values()
@@ -84,6 +89,19 @@ class TableSpec:
             expected = ", ".join(map(str, types))
             raise InvalidInput(f"table {self.name!r}: values of type {self.dtype}, expected one of {expected}")
         self._check_map()
+        self._check_tensor()
+
+    def _check_tensor(self) -> None:
+        if not self.kind.complete and (self.sizes is not None or self.aliases):
+            raise InvalidInput(f"table {self.name!r}, of kind {self.kind.value!r}, has no shape and no aliases")
+        if self.sizes is not None and (
+            min(self.sizes[1:], default=1) < 1 or matrix_shape(self.shape or ()) != (self.rows, self.dim)
+        ):
+            raise InvalidInput(
+                f"table {self.name!r}: {self.rows} x {self.dim} values cannot have the sizes {list(self.sizes)}"
+            )
+        if len(set(self.names)) < len(self.names) or not all(1 <= len(each) <= MAX_NAME for each in self.names):
+            raise InvalidInput(f"table {self.name!r}: aliases are other names, of 1 to {MAX_NAME} characters")
 
     def _check_map(self) -> None:
         columns = {TableKind.ID_MAP: 1, TableKind.ID_RANGES: 3}.get(self.kind)
@@ -94,6 +112,18 @@ class TableSpec:
                 f"table {self.name!r}, of kind {self.kind.value!r}, has {self.dim} values of {self.dtype} in a "
                 f"row, expected {columns} of int64"
             )
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Of a parameter or a buffer, its shape in the trainer's model, where that is known."""
+        if not self.sizes:
+            return self.sizes
+        return (self.rows * self.dim // math.prod(self.sizes[1:]), *self.sizes[1:])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that it has in the trainer's model, the one that it is published under first."""
+        return (self.name, *self.aliases)
 
     @property
     def row_bytes(self) -> int:
@@ -141,6 +171,11 @@ class Shard:
     def row_bytes(self) -> int:
         """Bytes of one of its rows on the wire: its id and its values."""
         return ID_TYPE.itemsize + self.cols * self.table.dtype.itemsize
+
+
+def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape whose first size is 0, since it follows from the number of rows, which may grow."""
+    return (0, *shape[1:]) if shape else ()
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

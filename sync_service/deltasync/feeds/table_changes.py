@@ -41,7 +41,9 @@ def _wanted(model: str, known: TableSpec | None, announced: TableSpec, *, later_
 
 
 def _words(table: TableSpec, other: TableSpec) -> str:
-    """A table's shape and type, and its kind where the other has another."""
+    """A table's rows and type, and what else it has that the other has not."""
     kind = f"{table.kind.value} " if table.kind is not other.kind else ""
     of = f" of {table.of!r}" if table.of != other.of else ""
-    return f"{kind}{table.rows} x {table.dim} {table.dtype}{of}"
+    shape = f" of shape {list(table.shape or ())}" if table.sizes != other.sizes else ""
+    aliases = f", tied to {', '.join(table.aliases) or 'nothing'}" if table.aliases != other.aliases else ""
+    return f"{kind}{table.rows} x {table.dim} {table.dtype}{shape}{of}{aliases}"

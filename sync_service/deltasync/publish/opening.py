@@ -72,9 +72,13 @@ def _checked_tables(message: publish_pb2.PublishOpen) -> list[TableSpec]:
         if table.name in known:
             raise InvalidInput(f"table {table.name!r} is announced twice: tables need distinct names")
         known[table.name] = table
+    aliases = set[str]()
     for table in tables:
         if table.of:
             _check_map(table, known.get(table.of))
+        if twice := next((each for each in table.aliases if each in known or each in aliases), None):
+            raise InvalidInput(f"table {table.name!r} is {twice!r}, too, which another table of the run is")
+        aliases.update(table.aliases)
     return tables
 
 

@@ -11,7 +11,7 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
 from deltasync.core.numbered import Numbered
 from deltasync.core.position import Position
-from deltasync.core.tables import STATE_TYPES, Shard, TableKind, TableSpec
+from deltasync.core.tables import STATE_TYPES, Shard, TableKind, TableSpec, sizes_of
 from deltasync.core.value_types import ValueType
 from deltasync.core.words import counted
 from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
@@ -33,14 +33,37 @@ def table_from_message(message: tables_pb2.Table) -> TableSpec:
         known = ", ".join(f"{number} ({dtype})" for number, dtype in _DTYPES.items())
         raise InvalidInput(f"table {message.name!r}: value type {message.value_type}, expected one of {known}")
     kind = _member(TableKind, message.kind, f"table {message.name!r}: kind")
-    return TableSpec(message.name, message.rows, message.dim, _DTYPES[message.value_type], kind, message.of)
+    sizes = sizes_of(message.shape.sizes) if message.HasField("shape") else None
+    found = TableSpec(
+        message.name,
+        message.rows,
+        message.dim,
+        _DTYPES[message.value_type],
+        kind,
+        message.of,
+        sizes,
+        tuple(message.aliases),
+    )
+    if sizes is not None and found.shape != tuple(message.shape.sizes):
+        raise InvalidInput(
+            f"table {message.name!r}: {message.rows} x {message.dim} values cannot have the shape "
+            f"{list(message.shape.sizes)}"
+        )
+    return found
 
 
 def table_to_message(table: TableSpec) -> tables_pb2.Table:
     """The message that describes a table."""
     number: Any = _DTYPE_NUMBERS[table.dtype]
     return tables_pb2.Table(
-        name=table.name, rows=table.rows, dim=table.dim, value_type=number, kind=table.kind.number, of=table.of
+        name=table.name,
+        rows=table.rows,
+        dim=table.dim,
+        value_type=number,
+        kind=table.kind.number,
+        of=table.of,
+        shape=None if table.shape is None else tables_pb2.Shape(sizes=table.shape),
+        aliases=table.aliases,
     )
 
 

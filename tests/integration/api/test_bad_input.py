@@ -101,10 +101,16 @@ def cases(bad: dict[grpc.StatusCode, dict[str, Any]]) -> list[Any]:
     return [pytest.param(code, case, id=case) for code, named in bad.items() for case in named]
 
 
+def parameter(name: str, *aliases: str) -> tables_pb2.Table:
+    return table_message(name=name, kind=tables_pb2.TABLE_KIND_PARAMETER, aliases=aliases)
+
+
 BAD_OPENS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
     INVALID: {
         "model": (opening(model="a/b"), "model name 'a/b'"),
         "no run": (opening(run=""), "run id ''"),
+        "an alias that is a table": (opening(tables=[parameter("a", "b"), parameter("b")]), "'a' is 'b', too"),
+        "an alias of two": (opening(tables=[parameter("a", "c"), parameter("b", "c")]), "'b' is 'c', too"),
         "rank": (opening(rank=1), "rank 1 of a world of 1"),
         "world of none": (opening(world_size=0), "world size 0"),
         "vast world": (opening(world_size=65_537), "world size 65537"),

@@ -30,7 +30,6 @@ from deltasync.client import (
     Subscriber,
     SubscriberOptions,
 )
-from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.publisher import _Stream
 from deltasync.core.errors import Damaged, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
@@ -397,14 +396,6 @@ def test_a_part_is_sent_again_until_it_is_sealed() -> None:
         assert trainer.publish(part(7, random_rows(0), [1, 2, 3])).result(WAIT).number == 7
         assert trainer.publish(part(8, random_rows(0), [1])).result(WAIT).number == 8
     assert sent == [3, 3, 1]
-
-
-def test_a_release_without_its_rows_is_an_error(running: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReleaseAssembler, "add", lambda *_: False)
-    with publisher(running.grpc) as trainer, subscriber(running.grpc, NumpyTarget()) as replica:
-        trainer.publish(full(1, random_rows(0))).result(WAIT)
-        with pytest.raises(InvalidInput, match="release of version 1: 0 of 70 rows arrived"):
-            replica.wait_for(1, WAIT)
 
 
 def test_closing_wakes_who_waits(running: RunningService) -> None:

@@ -22,7 +22,16 @@ from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.table_records import delivery_of_record, spec_of_record, spec_record
-from deltasync.core.tables import MAX_DIM, MAX_ROWS, STATE_TYPES, VALUE_TYPES, Shard, TableKind, TableSpec
+from deltasync.core.tables import (
+    MAX_DIM,
+    MAX_ROWS,
+    STATE_TYPES,
+    VALUE_TYPES,
+    Shard,
+    TableKind,
+    TableSpec,
+    sizes_of,
+)
 from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.v1 import tables_pb2
@@ -112,6 +121,9 @@ SPECS = [
     MAP,
     RANGES,
     TableSpec("top.weight", 3, 5, kind=TableKind.PARAMETER),
+    TableSpec("top.heads", 8, 12, kind=TableKind.PARAMETER, sizes=(0, 4, 3), aliases=("over.heads",)),
+    TableSpec("top.bias", 1, 5, kind=TableKind.PARAMETER, sizes=(0,)),
+    TableSpec("top.scale", 1, 1, kind=TableKind.PARAMETER, sizes=()),
     *(buffer(dtype) for dtype in STATE_TYPES),
 ]
 
@@ -133,11 +145,33 @@ def test_messages_and_records_say_what_a_table_is(spec: TableSpec) -> None:
         ({"kind": TableKind.BUFFER, "of": "other"}, "names 'other' as its table"),
         ({"kind": TableKind.ID_MAP, "of": "t", "dim": 1}, "has 1 values of float32 in a row, expected 1 of int64"),
         ({"kind": TableKind.ID_RANGES, "of": "t", "dtype": INT64}, "has 2 values of int64 in a row, expected 3"),
+        ({"sizes": (0, 2)}, "of kind 'embedding', has no shape"),
+        ({"aliases": ("u",)}, "of kind 'embedding', has no shape and no aliases"),
+        ({"kind": TableKind.PARAMETER, "sizes": (0, 3)}, r"5 x 2 values cannot have the sizes \[0, 3\]"),
+        ({"kind": TableKind.PARAMETER, "sizes": ()}, "cannot have the sizes"),
+        ({"kind": TableKind.BUFFER, "aliases": ("u", "u")}, "aliases are other names"),
+        ({"kind": TableKind.BUFFER, "aliases": ("t",)}, "aliases are other names"),
+        ({"kind": TableKind.BUFFER, "aliases": ("",)}, "of 1 to 512 characters"),
     ],
 )
 def test_what_no_kind_of_table_can_be_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         replace(TableSpec("t", rows=5, dim=2), **fields)
+
+
+def test_a_shape_grows_with_its_rows() -> None:
+    heads = TableSpec("top.heads", 8, 12, kind=TableKind.PARAMETER, sizes=sizes_of((8, 4, 3)))
+    assert heads.shape == (8, 4, 3)
+    assert replace(heads, rows=9).shape == (9, 4, 3)
+    assert replace(heads, sizes=None).shape is None
+
+
+@pytest.mark.parametrize("shape", [[7, 4, 3], [8, 12, 0], [8, 4, 4], [96]])
+def test_a_message_with_another_shape_than_its_rows_is_refused(shape: list[int]) -> None:
+    message = table_to_message(TableSpec("top.heads", 8, 12, kind=TableKind.PARAMETER))
+    message.shape.sizes.extend(shape)
+    with pytest.raises(InvalidInput, match=r"'top.heads': 8 x 12 values cannot have the s"):
+        table_from_message(message)
 
 
 def test_only_buffers_hold_what_is_not_finite() -> None:

@@ -15,13 +15,13 @@ from deltasync.client.modules.id_ranges import id_ranges_of
 from deltasync.client.modules.quantised import QuantisedRows
 from deltasync.client.modules.tbes import TABLES_OF, Piece, tables_in_tbes, tbe_memory, tbe_prefixes
 from deltasync.client.modules.tensor import Tensor, casts, value_types_of
+from deltasync.client.modules.wrappers import plain_name
 from deltasync.client.torch_compiled import absence
 from deltasync.core.errors import Contradiction, DeltasyncError, NotFound
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 
-_COMPILED = "_orig_mod."
 _COLLISIONS = "._managed_collision_collection."
 # What managed collision wraps: itself quantised, it has the tables.
 _EMBEDDINGS = ("._embedding_module.", ".")
@@ -99,6 +99,7 @@ def bind(
             places[table.name] = contents.place_of(table)
         except DeltasyncError as problem:
             problems[table.name] = problem
+    _refuse_untied(contents, places, problems)
     _refuse_shared(places, problems, held)
     _refuse_half(tables, places, problems)
     return Binding(places, problems, _stale(contents, places))
@@ -146,12 +147,14 @@ class _Contents:
         module: the module.
         tensors: its parameters and buffers by name, without those that its TBEs have, or share with their tables.
         tbes: the tables in its TBEs, likewise.
+        plain: the names of both without what wrappers add to them, by name.
         types: the value types in which the consumer's embedding tables come.
     """
 
     module: nn.Module
     tensors: dict[str, torch.Tensor]
     tbes: dict[str, list[Piece]]
+    plain: dict[str, str]
     types: Collection[ValueType]
 
     @classmethod
@@ -159,8 +162,11 @@ class _Contents:
         """What a module has."""
         tbes = tables_in_tbes(module)
         prefixes = tbe_prefixes(module, tbes)
-        tensors = {name: each for name, each in _tensors(module) if not name.startswith(prefixes)}
-        return cls(module, tensors, tbes, types)
+        everything = dict(_tensors(module))
+        in_tbes = {id(each) for name, each in everything.items() if name.startswith(prefixes)}
+        tensors = {name: each for name, each in everything.items() if id(each) not in in_tbes}
+        plain = {name: plain_name(module, name) for name in (*tensors, *tbes)}
+        return cls(module, tensors, tbes, plain, types)
 
     def place_of(self, table: TableSpec) -> Place:
         """The place of a table.
@@ -173,7 +179,7 @@ class _Contents:
             return sharded_map_of(self.module, table)
         if table.kind is TableKind.ID_RANGES:
             return id_ranges_of(self.module, table)
-        name = self._name_of(table)
+        name = self._one_place(table)
         if name in self.tbes:
             return QuantisedRows.of(name, table, self.tbes[name])
         dtype = self.tensors[name].dtype
@@ -182,21 +188,40 @@ class _Contents:
         _ = place.rows  # Checked now.
         return place
 
-    def _name_of(self, table: TableSpec) -> str:
-        names = [*self.tensors, *self.tbes]
-        found = _names_of(names, table.name) or _names_of(names, _quantised_name(table.name))
-        if len(found) > 1:
-            raise NotFound(f"table {table.name!r}: {', '.join(found)} fit, expected one")
+    def _one_place(self, table: TableSpec) -> str:
+        """The name of what holds a table. Weights that the trainer ties have to be tied here, too."""
+        places, absences = dict[str, str](), list[NotFound]()
+        for name in table.names:
+            try:
+                places[name] = self._name_of(name)
+            except NotFound as problem:  # One of its names is enough: a predictor may lack a part of the model.
+                absences.append(problem)
+        if not places:
+            raise absences[0]
+        (first, place), *others = places.items()
+        for other, also in others:
+            if self.identity(also) != self.identity(place):
+                raise Contradiction(
+                    f"table {table.name!r}: {first} and {other} are one tensor in the trainer, and two in the "
+                    f"module, {place} and {also}: tie them there, too"
+                )
+        return place
+
+    def _name_of(self, table: str) -> str:
+        found = self._names_of(table) or self._names_of(_quantised_name(table))
+        if len({self.identity(each) for each in found}) > 1:
+            raise NotFound(f"table {table!r}: {', '.join(found)} fit, expected one")
         if not found:
-            raise NotFound(f"table {table.name!r}: {absence(self.module, table.name)}")
+            raise NotFound(f"table {table!r}: {absence(self.module, table)}")
         return found[0]
 
+    def _names_of(self, table: str) -> list[str]:
+        exact = [name for name, plain in self.plain.items() if table in (plain, plain.removesuffix(".weight"))]
+        return exact or [name for name, plain in self.plain.items() if _ends_with(table, plain)]
 
-def _names_of(names: Sequence[str], table: str) -> list[str]:
-    # What torch.compile wraps has the names that it had, behind one more.
-    plain = {name: name.replace(_COMPILED, "") for name in names}
-    exact = [name for name in names if table in (plain[name], plain[name].removesuffix(".weight"))]
-    return exact or [name for name in names if _ends_with(table, plain[name])]
+    def identity(self, name: str) -> object:
+        """The same for all names of one tensor."""
+        return id(self.tensors[name]) if name in self.tensors else name
 
 
 def _quantised_name(name: str) -> str:
@@ -206,6 +231,22 @@ def _quantised_name(name: str) -> str:
 
 def _ends_with(table: str, name: str) -> bool:
     return table.endswith((f".{name}", f".{name.removesuffix('.weight')}"))
+
+
+def _refuse_untied(contents: _Contents, places: dict[str, Place], problems: dict[str, DeltasyncError]) -> None:
+    """Refuse tables that are apart in the trainer, and whose places are names of one tensor of the module."""
+    tables: dict[object, list[str]] = {}
+    for table, place in places.items():
+        if isinstance(place, Tensor):
+            tables.setdefault(contents.identity(place.name), []).append(table)
+    for several in tables.values():
+        if len(names := {places[table].name for table in several}) > 1:
+            for table in several:
+                problems[table] = Contradiction(
+                    f"table {table!r}: {' and '.join(several)} are apart in the trainer, and one tensor in the "
+                    f"module, {' and '.join(sorted(names))}: tie them in the trainer, or untie them in the module"
+                )
+                del places[table]
 
 
 def _refuse_shared(places: dict[str, Place], problems: dict[str, DeltasyncError], held: Collection[str]) -> None:
@@ -243,7 +284,7 @@ def _together(table: TableSpec, other: TableSpec) -> bool:
 
 
 def _stale(contents: _Contents, places: dict[str, Place]) -> list[str]:
-    bound = {place.name for place in places.values()}
+    bound = {contents.identity(place.name) for place in places.values()}
     collisions = collision_prefixes(contents.module)
     # TorchRec's `state_dict` of managed collision that is sharded for inference fails at 4 bits.
     not_saved = {
@@ -252,9 +293,10 @@ def _stale(contents: _Contents, places: dict[str, Place]) -> list[str]:
         for name in each._non_persistent_buffers_set
     }
     tensors = [name for name in contents.tensors if name not in not_saved and not name.startswith(collisions)]
-    return [name for name in (*tensors, *contents.tbes) if name not in bound]
+    return [name for name in (*tensors, *contents.tbes) if contents.identity(name) not in bound]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    """Under each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)

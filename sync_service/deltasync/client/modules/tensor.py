@@ -69,7 +69,9 @@ class Tensor:
     def _check(self, tensor: torch.Tensor) -> None:
         table = self.table
         what = f"the module has {self.name} of shape {list(tensor.shape)} and type {tensor.dtype}"
-        if _for_tbe(table) or matrix_shape(tensor.shape) != (table.rows, table.dim) or tensor.dtype != self.dtype:
+        shaped = matrix_shape(tensor.shape) == (table.rows, table.dim)
+        shaped &= table.shape in (None, tuple(tensor.shape))
+        if _for_tbe(table) or not shaped or tensor.dtype != self.dtype:
             raise Contradiction(f"table {table.name!r} is {_form(table)}, {what}{self._advice(tensor)}")
         if tensor.is_meta or not tensor.is_contiguous():
             where = "on the meta device" if tensor.is_meta else "that does not lie in memory row by row"
@@ -139,4 +141,5 @@ def _for_tbe(table: TableSpec) -> TypeGuard[HeldSpec]:
 def _form(table: TableSpec) -> str:
     if _for_tbe(table):
         return f"{table.rows} x {table.table_dim} {table.value_type.value}"
-    return f"{table.rows} x {table.dim} {torch_type(table)}"
+    shape = f"of shape {list(table.shape)} and type" if table.shape is not None else f"{table.rows} x {table.dim}"
+    return f"{shape} {torch_type(table)}"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from deltasync.core.errors import InvalidInput
-from deltasync.core.tables import TableKind, TableSpec, matrix_shape
+from deltasync.core.tables import TableKind, TableSpec, matrix_shape, sizes_of
 from deltasync.trainer.tracking.modules import modules_outside_of_tables
 
 _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {
@@ -58,7 +58,15 @@ class ModuleTensor:
             known = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
             raise InvalidInput(f"{self.kind.value} {self.name!r} is of type {self.dtype}, expected one of {known}")
         rows, dim = matrix_shape(self.shape)
-        return TableSpec(self.name, rows, dim, _DTYPES[self.dtype], self.kind)
+        return TableSpec(
+            self.name,
+            rows,
+            dim,
+            _DTYPES[self.dtype],
+            self.kind,
+            sizes=sizes_of(self.shape),
+            aliases=tuple(sorted(self.aliases)),
+        )
 
     def matrix(self) -> torch.Tensor:
         """What is there now, [rows, dim] of its table: a view.

@@ -7,10 +7,10 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
-from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.mc_modules import ManagedCollisionModule
 
+from deltasync.client.modules.wrappers import unwrapped
 from deltasync.core.errors import InvalidInput
 
 # Feature-processed and managed-collision modules hold one of these, which does their lookups.
@@ -22,11 +22,11 @@ _COLLISIONS = (ShardedManagedCollisionCollection, ManagedCollisionModule)
 
 
 def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module of a model and its FQN, without what DMP, DDP and FSDP put around modules.
+    """Every module of a model and its FQN, as in its `state_dict`, without the part that torch.compile adds.
 
-    These are the names that `DistributedModelParallel.state_dict` uses.
+    What DMP, DDP, FSDP and activation checkpointing put around modules is seen through.
     """
-    model = get_unwrapped_module(model)
+    model = unwrapped(model)
     yield prefix, model
     for name, child in model.named_children():
         yield from named_modules(child, f"{prefix}.{name}" if prefix else name)
