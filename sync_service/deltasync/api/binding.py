@@ -9,8 +9,3 @@ def not_bound(option: str, host: str, port: int, error: OSError | None = None) -
     if error and (isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL):
         return f"cannot listen on {host}: {error.strerror}: choose a --host that is an address of this machine"
     return f"cannot listen on {host}:{port}: choose another {option}, or 0 for any free one"
-
-
-def with_port(host: str, port: int) -> str:
-    """An address and a port: `127.0.0.1:8080`, or `[::1]:8080` of IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

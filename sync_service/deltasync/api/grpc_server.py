@@ -8,7 +8,7 @@ from grpc_reflection.v1alpha import reflection
 
 from deltasync.api.access import Access
 from deltasync.api.access_calls import AccessInterceptor
-from deltasync.api.binding import not_bound, with_port
+from deltasync.api.binding import not_bound
 from deltasync.api.call_errors import ErrorInterceptor
 from deltasync.api.certificates import HANDSHAKE_SECONDS, CertificateFiles
 from deltasync.api.health import Health
@@ -17,6 +17,7 @@ from deltasync.api.publish import PublishServicer
 from deltasync.api.server_options import ServerOptions
 from deltasync.api.subscribe_calls import SubscribeServicer
 from deltasync.api.written_messages import WrittenMessages
+from deltasync.core.addresses import with_port
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.limits import LimitOptions
 from deltasync.service.service import Service

@@ -10,6 +10,7 @@ from deltasync.api.documentation import documentation_routes
 from deltasync.api.event_routes import event_routes
 from deltasync.api.http_errors import answer_errors
 from deltasync.api.lag_routes import lag_routes
+from deltasync.api.lenient import LenientMiddleware
 from deltasync.api.log_routes import log_routes
 from deltasync.api.model_routes import model_routes
 from deltasync.api.operation_routes import operation_routes
@@ -48,6 +49,7 @@ def create_app(service: Service, access: Access, sampler: Sampler | None = None)
         redirect_slashes=False,  # Which would send who asks, and their token, to the host that they have named.
     )
     app.add_middleware(AccessMiddleware, access=access)
+    app.add_middleware(LenientMiddleware)
     # Last, so it sees a request first: browsers ask without a token whether they may send one.
     app.add_middleware(OriginsMiddleware, service=service)
     answer_errors(app)

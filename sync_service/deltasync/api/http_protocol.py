@@ -28,6 +28,13 @@ class HttpProtocol(H11Protocol):
         super().connection_made(transport)
         self.app_state: dict[str, Any] = {**self.app_state, CERTIFICATE_NAMES: _names(transport)}
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP. The request whose body it was in gets no other answer."""
+        super().send_400_response(msg)
+        if self.cycle and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
     def silent_seconds(self, now: float) -> float:
         """For how long, by `time.monotonic`, it has been seen to be the peer's turn, to send the rest of the same
         request or to read the same answer; 0 while the service is at work.

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from deltasync.api.access import Access
 from deltasync.api.audit import Audit
-from deltasync.api.binding import not_bound, with_port
+from deltasync.api.binding import not_bound
 from deltasync.api.certificates import CertificateFiles
 from deltasync.api.endpoints_file import Addresses, EndpointsFile
 from deltasync.api.grpc_server import bind_grpc
@@ -27,6 +27,7 @@ from deltasync.api.reload import Reader, Reloaded, reload_on
 from deltasync.api.roles_file import RolesFile
 from deltasync.api.server_options import ServerOptions
 from deltasync.api.shared_log import member, open_logs
+from deltasync.core.addresses import with_port
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.exposure import may_listen
 from deltasync.core.listener import listening_socket

@@ -9,6 +9,7 @@ from deltasync.api.reload import Reader
 from deltasync.api.shared_options import SharedLogOptions
 from deltasync.api.tls_options import TlsOptions
 from deltasync.consumers.consumer import ConsumerOptions
+from deltasync.core.addresses import listening_host
 from deltasync.core.errors import InvalidInput
 from deltasync.core.probe_status import ProbeStatus
 from deltasync.service.options import ServiceOptions
@@ -59,5 +60,6 @@ class ServerOptions:
     probe: "Callable[[str, ProbeStatus], Probe] | None" = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "host", listening_host(self.host))
         if self.shared and not self.snapshots:
             raise InvalidInput("--log: name --snapshots too, from which another process begins with a model")

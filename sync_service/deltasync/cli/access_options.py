@@ -9,6 +9,7 @@ import click
 
 from deltasync.cli.config import from_config
 from deltasync.core.errors import InvalidInput
+from deltasync.core.roles import checked_token
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,12 +61,12 @@ def take_admin_token(settings: dict[str, Any]) -> str | None:
     """
     path: Path | None = settings.pop(f"{_ADMIN_TOKEN}_file")
     if path is None:
-        token = os.environ.get(f"DELTASYNC_{_ADMIN_TOKEN.upper()}") or from_config(_ADMIN_TOKEN, None)
-        return token or None
+        variable = f"DELTASYNC_{_ADMIN_TOKEN.upper()}"
+        if token := os.environ.get(variable):
+            return checked_token(variable, token)
+        token = from_config(_ADMIN_TOKEN, None)
+        return checked_token(f"{_ADMIN_TOKEN} in the --config file", token) if token else None
     try:
-        token = path.read_text().strip()
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"--admin-token-file {path}: {error}") from error
-    if not token or not (token.isascii() and token.isprintable()):
-        raise InvalidInput(f"--admin-token-file {path}: expected one line of printable ASCII characters")
-    return token
+        return checked_token(f"--admin-token-file {path}", path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"--admin-token-file {path}: {getattr(error, 'strerror', 'no text')}") from error

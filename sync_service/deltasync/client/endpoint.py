@@ -15,15 +15,15 @@ from deltasync.client.forks import note_connecting
 from deltasync.client.http_answer import HttpRequest, Tls, json_answer
 from deltasync.client.tls_files import TlsFiles
 from deltasync.client.troubles import meaning
+from deltasync.core.addresses import host_and_port, is_url, with_port
 from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.core.exposure import is_loopback
 from deltasync.core.owner import Owner
+from deltasync.core.roles import checked_token
 from deltasync.wire.error_codes import from_rpc_error, of_connection
 from deltasync.wire.protocol import protocol_to_metadata
 
 _Metadata: TypeAlias = tuple[tuple[str, str], ...]
-
-_HTTP = ("http://", "https://")
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 16 << 20),
@@ -84,7 +84,11 @@ class Endpoint:
     insecure: bool = False
 
     def __post_init__(self) -> None:
-        _check_text(token=self.token, by=self.by)
+        for name in ("address", "http"):
+            object.__setattr__(self, name, getattr(self, name).strip())
+        if self.token:
+            object.__setattr__(self, "token", checked_token("token", self.token))
+        _check_text(by=self.by)
         if not self.timeout_seconds > 0:
             raise InvalidInput(f"timeout_seconds: {self.timeout_seconds}, expected more than 0")
         if self.token and self.token_file:
@@ -150,13 +154,17 @@ class Endpoint:
             InvalidInput: the address is not HOST:PORT, or a file cannot be used.
         """
         endpoint = service if isinstance(service, Endpoint) else cls(service)
+        addresses = list[str]()
         for each in endpoint.alone():
-            host, _, port = each.address.rpartition(":")
-            if not host or not port.isdigit() or host.startswith(_HTTP):
-                text = f"service {each.address!r}: expected HOST:PORT"
-                raise InvalidInput(f"{text}, of gRPC: by default port 50051" if is_url(each.address) else text)
+            if is_url(each.address):
+                raise InvalidInput(f"service {each.address!r}: expected HOST:PORT, of gRPC: by default port 50051")
+            try:
+                addresses.append(with_port(*host_and_port(each.address)))
+            except InvalidInput as error:
+                raise InvalidInput(f"service {error}") from error
             each._check_use()
-        return endpoint
+        same = endpoint.address == ",".join(addresses)
+        return endpoint if same else replace(endpoint, address=",".join(addresses))
 
     @classmethod
     def of_http(cls, service: "Endpoint | str") -> "Endpoint":
@@ -196,7 +204,7 @@ class Endpoint:
     @property
     def tls(self) -> bool:
         """Whether TLS is spoken."""
-        if self.address.startswith(_HTTP):
+        if is_url(self.address):
             return self.address.startswith("https://")
         return self.ca is not None
 
@@ -263,11 +271,10 @@ class Endpoint:
 
     def _read_token(self) -> str:
         try:
-            token = Path(self.token_file or "").read_text().strip()
+            token = Path(self.token_file or "").read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"token_file {self.token_file}: {getattr(error, 'strerror', 'no text')}") from error
-        _check_text(**{f"token_file {self.token_file}": token})
-        return token
+        return checked_token(f"token_file {self.token_file}", token)
 
     def _check_use(self) -> None:
         """Check what it is needed with: that it can be read, and may be sent."""
@@ -283,7 +290,7 @@ class Endpoint:
 
     @property
     def _host(self) -> str:
-        if self.address.startswith(_HTTP):
+        if is_url(self.address):
             return urllib.parse.urlsplit(self.address).hostname or ""
         return self.address.rpartition(":")[0].strip("[]")
 
@@ -325,12 +332,3 @@ class _Details(grpc.ClientCallDetails):
     def __init__(self, metadata: _Metadata, timeout: float | None) -> None:
         self.metadata = metadata
         self.timeout = timeout
-
-
-def is_url(address: str) -> bool:
-    """Whether an address is one of HTTP: http://HOST:PORT or https://HOST:PORT."""
-    try:
-        url = urllib.parse.urlsplit(address)
-        return address.startswith(_HTTP) and bool(url.hostname) and url.port != 0
-    except ValueError:  # Say, half of the brackets of IPv6.
-        return False

@@ -137,6 +137,18 @@ class Publisher:
         shard = rows.shard
         if shard not in self._slots:
             raise InvalidInput(f"rows of {shard}, which is none of this publisher's {len(self._slots)} shards")
+        if (
+            not isinstance(rows.ids, np.ndarray)
+            or rows.ids.ndim != 1
+            or (len(rows.ids) and rows.ids.dtype != ID_TYPE)
+        ):
+            kind = getattr(rows.ids, "dtype", type(rows.ids).__name__)
+            raise InvalidInput(
+                f"table {shard.table.name!r}: ids of type {kind}, expected int64 [n], as RowBatch.of_table has"
+            )
+        if not isinstance(rows.values, np.ndarray):
+            kind = type(rows.values).__name__
+            raise InvalidInput(f"table {shard.table.name!r}: values of type {kind}, expected a NumPy array")
         expected = (len(rows.ids), shard.cols)
         if rows.values.shape != expected or rows.values.dtype != shard.table.dtype:
             raise InvalidInput(

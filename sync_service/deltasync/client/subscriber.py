@@ -23,7 +23,7 @@ from deltasync.client.route import Route
 from deltasync.client.snapshot_start import SnapshotStart, read_start
 from deltasync.client.targets import PartialTarget, ReadableTarget, Release, Target
 from deltasync.core.backoff import backoff
-from deltasync.core.errors import DeltasyncError, NotPermitted, ServiceFailed, ServiceUnavailable
+from deltasync.core.errors import DeltasyncError, NotFound, NotPermitted, ServiceFailed, ServiceUnavailable
 from deltasync.core.position import Decision, Position, reaches
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
@@ -242,11 +242,13 @@ class Subscriber:
         """Whether a failed stream is the last one: only if the service itself has refused this replica.
 
         An error that gRPC has found on the way may be gone with the next stream, and so may an unforeseen error
-        of the service. A replica that was let in once goes on: tokens are renewed, and roles mended.
+        of the service. A replica that was let in once goes on: tokens are renewed, roles mended, and consumers
+        made again where a service has lost its data.
         """
         if of_connection(failure) or isinstance(error, ServiceFailed):
             return False
-        return is_final(error) and not (self.connection.connections and isinstance(error, NotPermitted))
+        followed = self.connection.connections or self.held.number
+        return is_final(error) and not (followed and isinstance(error, NotPermitted | NotFound))
 
     def _subscribe(self) -> None:
         requests: Requests = queue.SimpleQueue()

@@ -61,6 +61,18 @@ class Roles:
         return next(((name, self.certificates[name]) for name in names if name in self.certificates), None)
 
 
+def checked_token(where: str, token: str) -> str:
+    """A token as it is sent, without blanks, line breaks or a byte order mark around it.
+
+    Raises:
+        InvalidInput: it could not be sent. The message says where it is from, and nothing of it.
+    """
+    found = token.strip().strip("\ufeff").strip()
+    if not found or not (found.isascii() and found.isprintable()):
+        raise InvalidInput(f"{where}: expected one line of printable ASCII characters")
+    return found
+
+
 def token_digest(token: str) -> bytes:
     """What is kept of a token, and compared: its SHA-256. A token is 256 random bits: trying some is no use."""
     return hashlib.sha256(token.encode()).digest()

@@ -21,6 +21,21 @@ Norms: TypeAlias = NDArray[np.float32]
 Mask: TypeAlias = NDArray[np.bool_]
 
 
+def row_ids(table: TableSpec, ids: ArrayLike) -> Ids:
+    """Row ids ([n], of any integer type) of a table as int64.
+
+    Raises:
+        InvalidInput: they are of another type or shape, or larger than any int64.
+    """
+    found = np.asarray(ids)
+    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        text = f"ids of type {found.dtype} and shape {list(found.shape)}, expected integers [n]"
+        raise InvalidInput(f"table {table.name!r}: {text}")
+    if found.dtype == np.uint64 and len(found) and found.max() > np.iinfo(np.int64).max:
+        raise InvalidInput(f"table {table.name!r}: id {found.max()}, expected at most {np.iinfo(np.int64).max}")
+    return found.astype(ID_TYPE, copy=False)
+
+
 @dataclass(frozen=True, eq=False)
 class RowBatch:
     """Some rows of a shard, from the trainer's tracker to a replica's target, on the wire and in the log.
@@ -45,15 +60,24 @@ class RowBatch:
     digests: RowDigests | None = None
 
     @classmethod
-    def deletes(cls, shard: Shard, ids: Ids) -> "RowBatch":
-        """Rows of a shard that are no more. Their zeros take no memory."""
+    def deletes(cls, shard: Shard, ids: ArrayLike) -> "RowBatch":
+        """Rows of a shard that are no more. Their zeros take no memory.
+
+        Raises:
+            InvalidInput: the ids are no integers, see `row_ids`.
+        """
+        ids = row_ids(shard.table, ids)
         zeros = np.broadcast_to(np.zeros((), shard.table.dtype), (len(ids), shard.cols))
         return cls(shard, ids, zeros, deleted=True)
 
     @classmethod
-    def of_table(cls, table: TableSpec, ids: Ids, values: Values, norms: Norms | None = None) -> "RowBatch":
-        """Whole rows of a table."""
-        return cls(Shard.whole(table), ids, values, norms)
+    def of_table(cls, table: TableSpec, ids: ArrayLike, values: Values, norms: Norms | None = None) -> "RowBatch":
+        """Whole rows of a table.
+
+        Raises:
+            InvalidInput: the ids are no integers, see `row_ids`.
+        """
+        return cls(Shard.whole(table), row_ids(table, ids), values, norms)
 
     @property
     def table(self) -> TableSpec:

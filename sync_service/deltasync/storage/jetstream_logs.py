@@ -152,7 +152,6 @@ class JetStreamLogs:
             "discard": "new",
             "num_replicas": self._options.replicas,
             "duplicate_window": _TWICE_NS,
-            "allow_direct": True,
             "deny_delete": True,
             # Else, where a stream is made anew, somebody who had the one before could go on with this one.
             "first_seq": time.time_ns() // 1000,
@@ -237,7 +236,9 @@ def _check_config(names: Names, config: dict[str, Any], replicas: int) -> None:
 def _risk_of(monitor: str) -> str:
     """How a broker could lose what it has acknowledged, as its monitoring port says; empty if it could not."""
     try:
-        with urllib.request.urlopen(f"{monitor.rstrip('/')}/jsz", timeout=_MONITOR_SECONDS) as answer:  # noqa: S310
+        # A proxy of the environment is for other hosts than the brokers.
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(f"{monitor.rstrip('/')}/jsz", timeout=_MONITOR_SECONDS) as answer:
             config = json.loads(answer.read()).get("config") or {}
     except (OSError, ValueError) as error:
         return f"broker {monitor} does not say whether it syncs to disk what it acknowledges: {error}"

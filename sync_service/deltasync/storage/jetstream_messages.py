@@ -1,7 +1,6 @@
 """Reading messages of a stream."""
 
 import base64
-import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -25,11 +24,8 @@ async def read_message(brokers: Brokers, stream: str, sequence: int) -> bytes | 
     Raises:
         LogUnavailable: brokers do not answer.
     """
-    question = json.dumps({"seq": sequence}).encode()
-    answer = await brokers.request(f"$JS.API.DIRECT.GET.{stream}", question)
-    if answer.headers and answer.headers.get("Nats-Sequence") == str(sequence):
-        return answer.data
-    # A broker that has not got it yet may have answered: the stream's leader has.
+    # The stream's leader answers. Any broker that has a copy would answer `DIRECT.GET`: also one that has not got
+    # the message yet, or one that the leader cannot reach any more, of which no answer comes.
     found = await brokers.ask(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
     if "error" in found:
         if found["error"].get("code") == 404:

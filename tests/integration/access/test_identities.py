@@ -270,7 +270,7 @@ def test_a_file_that_all_may_read_is_said(tmp_path: Path) -> None:
 
 def test_an_admin_token_comes_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "admin-token"
-    path.write_text("from-a-file\n")
+    path.write_text("\ufefffrom-a-file \r\n", "utf-8")
     service = GuardedService(tmp_path, "--admin-token-file", str(path))
     with service:
         assert service.get("/tables", "from-a-file")[0] == 200

@@ -398,6 +398,24 @@ def test_a_part_is_sent_again_until_it_is_sealed() -> None:
     assert sent == [3, 3, 1]
 
 
+@pytest.mark.parametrize(
+    ("ids", "values", "said"),
+    [
+        (np.array([3.2]), np.ones((1, 8), np.float32), "ids of type float64, expected int64"),
+        (np.array([True]), np.ones((1, 8), np.float32), "ids of type bool, expected int64"),
+        ([1], np.ones((1, 8), np.float32), "ids of type list, expected int64"),
+        (np.array([1]), [[1.0] * 8], "values of type list, expected a NumPy array"),
+    ],
+)
+def test_rows_of_other_types_are_refused_before_they_are_sent(
+    running: RunningService, ids: Any, values: Any, said: str
+) -> None:
+    with publisher(running.grpc) as trainer:
+        rows = [RowBatch(Shard.whole(TABLES[0]), ids, values)]
+        with pytest.raises(InvalidInput, match=said):
+            trainer.publish(Part(step=1, step_end_unix_ns=1, rows=rows, full=True))
+
+
 def test_closing_wakes_who_waits(running: RunningService) -> None:
     replica = subscriber(running.grpc, NumpyTarget())
     woken: list[BaseException] = []

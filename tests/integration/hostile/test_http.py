@@ -1,6 +1,7 @@
 """HTTP requests made up from our own OpenAPI document: whatever is sent, the answer is one that it describes."""
 
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from tests.support.besieged import LONGEST_REFUSAL, TOKEN, Besieged
 from tests.support.examples import examples
+from tests.support.server import RunningService
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -86,6 +88,20 @@ def test_without_a_token_nothing_is_changed(service: Besieged, method: str) -> N
     answer = httpx.request(method, service.http + "/consumers/predictors", content=b"{" * 10_000, timeout=20)
     assert answer.status_code == 403
     check_error(answer.headers["content-type"], answer.content)
+
+
+@pytest.mark.parametrize("chunk", [b"zz\r\n", b"5\r\nabcdefgh\r\n", b"-1\r\n"])
+@pytest.mark.parametrize("call", [b"POST /drain", b"PUT /consumers/a", b"GET /livez"])
+def test_a_broken_body_costs_one_line_in_the_log(
+    running: RunningService, caplog: pytest.LogCaptureFixture, call: bytes, chunk: bytes
+) -> None:
+    host, _, port = running.http.rpartition("/")[2].partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as peer:
+        peer.sendall(call + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk)
+        assert peer.recv(1000).startswith(b"HTTP/1.1 400 ")
+        while peer.recv(1000):  # Until the service has closed the connection.
+            pass
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def check_error(content_type: str, content: bytes) -> None:

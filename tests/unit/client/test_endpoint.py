@@ -17,6 +17,7 @@ from deltasync.client.route import Route
 from deltasync.client.status import fetch_lag
 from deltasync.core.errors import Contradiction, DeltasyncError, NotOwner, ServiceUnavailable
 from deltasync.core.owner import Owner
+from deltasync.core.roles import checked_token
 
 TOKEN = "hush"  # noqa: S105
 ALL = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
@@ -55,11 +56,19 @@ def test_a_token_is_shown_nowhere() -> None:
     assert "hush" not in repr(endpoint)
 
 
-@pytest.mark.parametrize("token", ["hush\n", "hüsh", "hu\x00sh"])
+@pytest.mark.parametrize("token", [" hush", "hush\r\n", "\ufeffhush\n"])
+def test_blanks_around_a_token_are_none_of_it(token: str, tmp_path: Path) -> None:
+    assert Endpoint("h:1", token).token == TOKEN
+    file = tmp_path / "token"
+    file.write_text(token, "utf-8")
+    assert checked_token("file", file.read_text("utf-8")) == TOKEN
+
+
+@pytest.mark.parametrize("token", ["hu\nsh", "hüsh", "hu\x00sh", " ", "\udcff"])
 def test_a_token_that_cannot_be_sent_is_refused_without_being_shown(token: str) -> None:
-    with pytest.raises(InvalidInput, match="token: expected only printable ASCII characters") as refused:
+    with pytest.raises(InvalidInput, match="token: expected one line of printable ASCII characters") as refused:
         Endpoint("h:1", token)
-    assert token not in str(refused.value)
+    assert not token.strip() or token not in str(refused.value)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])

@@ -19,7 +19,7 @@ from deltasync.core.mode import Mode
 from deltasync.core.names import check_name
 from deltasync.core.numbered import Numbered
 from deltasync.core.policy import Policy
-from deltasync.core.rows import RowBatch, Values
+from deltasync.core.rows import RowBatch, Values, row_ids
 from deltasync.core.stamps import StampedTable
 from deltasync.core.table_records import delivery_of_record, spec_of_record, spec_record
 from deltasync.core.tables import (
@@ -157,6 +157,34 @@ def test_messages_and_records_say_what_a_table_is(spec: TableSpec) -> None:
 def test_what_no_kind_of_table_can_be_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         replace(TableSpec("t", rows=5, dim=2), **fields)
+
+
+@pytest.mark.parametrize(
+    "ids", [[1, 2], (3,), [], np.array([1, 2], np.uint8), np.array([7], np.uint64), np.array([4], ">i4")]
+)
+def test_row_ids_are_integers_of_any_type(ids: Any) -> None:
+    found = row_ids(USER, ids)
+    assert (found.dtype, found.tolist()) == (INT64, list(ids))
+    assert RowBatch.of_table(USER, ids, np.ones((len(ids), 4), np.float32)).ids.dtype == INT64
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([3.2, 5.7], "ids of type float64"),
+        ([True, False], "ids of type bool"),
+        (np.array(["2026-01-01"], "M8[D]"), r"ids of type datetime64\[D\]"),
+        (["1"], "ids of type <U1"),
+        ([[1, 2]], r"shape \[1, 2\]"),
+        (7, r"shape \[\]"),
+        ([2**63 + 3], f"id {2**63 + 3}, expected at most {2**63 - 1}"),
+        ([2**64], "ids of type object"),
+    ],
+)
+def test_what_is_no_row_id_is_refused(ids: Any, said: str) -> None:
+    for refused in (row_ids, lambda table, ids: RowBatch.deletes(Shard.whole(table), ids)):
+        with pytest.raises(InvalidInput, match=f"table 'sparse.user': .*{said}"):
+            refused(USER, ids)
 
 
 def test_a_shape_grows_with_its_rows() -> None:

@@ -1,8 +1,7 @@
-"""Addresses as gRPC and URLs write them, and the origins that browsers make of them."""
+"""The origins that browsers make of addresses."""
 
 import pytest
 
-from deltasync.api.binding import with_port
 from deltasync.api.origins import origin_of
 
 
@@ -21,10 +20,3 @@ from deltasync.api.origins import origin_of
 )
 def test_an_address_has_the_origin_that_browsers_give_it(http: str, origin: str) -> None:
     assert origin_of(http) == origin
-
-
-@pytest.mark.parametrize(
-    ("host", "said"), [("127.0.0.1", "127.0.0.1:80"), ("localhost", "localhost:80"), ("::1", "[::1]:80")]
-)
-def test_an_address_of_ipv6_is_in_brackets(host: str, said: str) -> None:
-    assert with_port(host, 80) == said
