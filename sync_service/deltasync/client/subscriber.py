@@ -25,6 +25,7 @@ from deltasync.client.targets import PartialTarget, ReadableTarget, Release, Tar
 from deltasync.core.backoff import backoff
 from deltasync.core.errors import DeltasyncError, NotFound, NotPermitted, ServiceFailed, ServiceUnavailable
 from deltasync.core.position import Decision, Position, reaches
+from deltasync.core.process import give_back_memory
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
@@ -44,6 +45,8 @@ _Moment: TypeAlias = subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress
 _GOODBYE_SECONDS = 2.0
 # For how long at a time all rows are read again: releases that have come meanwhile are applied in between.
 _READ_SECONDS = 0.1
+# After a larger release, the memory that it took goes back to the system: the next ones need less.
+_LARGE_BYTES = 64 << 20
 
 
 @contextmanager
@@ -344,6 +347,9 @@ class Subscriber:
         if self._start:
             release = self._on_top(self._start.completed(release))
         self._take_over(assembler, release, end, requests)
+        if release.bytes > _LARGE_BYTES:
+            del release
+            give_back_memory()
 
     def _on_top(self, release: Release | None) -> Release:
         """A release that has the rows of the snapshot it goes on top of, too."""

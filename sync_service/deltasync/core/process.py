@@ -49,6 +49,15 @@ class _Mallinfo(ctypes.Structure):
     ]
 
 
+def give_back_memory() -> None:
+    """Return freed memory to the system, wherever in the heap it is; nothing where the C library is not glibc.
+
+    While that lasts, whoever allocates waits.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(ctypes.c_size_t(0))
+
+
 class FreedMemory:
     """What malloc keeps of the memory that was freed: no more than so many bytes, wherever in the heap they are.
 
@@ -74,7 +83,7 @@ class FreedMemory:
         resident = _private_bytes()
         self._least = min(self._least, resident)
         if too_much := mallinfo().fordblks > self._most and resident > self._least + self._most:
-            libc.malloc_trim(ctypes.c_size_t(0))
+            give_back_memory()
             self._least = _private_bytes()
         return too_much
 

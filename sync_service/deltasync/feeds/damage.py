@@ -189,7 +189,8 @@ def _may_be_damaged(table: StampedTable, first: int, last: int) -> bool:
     found = [bool(len(table.untagged(first, last)))]
 
     def look(some: slice) -> None:
-        ids = first + some.start + np.flatnonzero(table.stamps[first + some.start : first + some.stop])
+        # Compared first: NumPy refuses to look through what others write meanwhile.
+        ids = first + some.start + np.flatnonzero(table.stamps[first + some.start : first + some.stop] != 0)
         found.append(bool(len(table.damaged(ids))))
 
     in_shares(look, last - first)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
+from deltasync.core.backoff import backoff
 from deltasync.core.errors import DeltasyncError, NotFound, NotOwner, ServiceUnavailable
 from deltasync.core.events import EventKind, Events
 from deltasync.core.owner import Owner
@@ -24,6 +25,9 @@ from deltasync.ownership.steps import Steps, next_steps
 from deltasync.ownership.table import Table
 from deltasync.ownership.transfer import Transfer
 from deltasync.ownership.view import View
+
+# To read the bucket at the start, before this process gives up.
+_TRIES = 8
 
 
 class Ownership:
@@ -217,7 +221,7 @@ class Ownership:
             ServiceUnavailable: brokers do not answer.
         """
         self._started_ns = self._clock_ns()
-        await self._ledger.read()
+        await self._read_patiently()
         self._running = asyncio.create_task(self._run())
         self._running.add_done_callback(self._stopped)
 
@@ -245,6 +249,19 @@ class Ownership:
             await self._beat.speak(len(self._holds.names()))
             await self._look()
         self._begin(next_steps(self._view()))
+
+    async def _read_patiently(self) -> None:
+        """Read the bucket. Brokers that were started with this process may still elect who leads."""
+        pauses = backoff()
+        for tries in range(_TRIES, 0, -1):
+            try:
+                await self._ledger.read()
+                return
+            except ServiceUnavailable as error:
+                if tries == 1:
+                    raise
+                self._events.emit(EventKind.FAILED, "reading who owns which model, which is tried again", error)
+                await asyncio.sleep(next(pauses))
 
     async def _run(self) -> None:
         while True:

@@ -311,6 +311,19 @@ async def test_a_claim_that_is_given_up_meanwhile_says_so(world: World) -> None:
     assert MODEL not in alone.models.opened
 
 
+@in_world()
+async def test_a_process_that_starts_before_brokers_answer_waits_for_them(world: World) -> None:
+    process = Process(world, "a")
+    process.bucket.cut = True
+    starting = asyncio.ensure_future(process.ownership.start())
+    while not process.events:
+        await asyncio.sleep(0.001)
+    assert kinds(process) == [EventKind.FAILED]
+    process.bucket.cut = False
+    await starting
+    await process.ownership.close()
+
+
 ME = Member("a", "a:1", "http://a")
 
 
