@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from deltasync.client import Position, Release, RowBatch, Shard, TableKind, TableSpec
+from deltasync.core.raw_ids import FREE_ID
 
 ROWS = 6
 USER = TableSpec("sparse.user", ROWS, 2)
@@ -16,7 +17,7 @@ BIAS = TableSpec("over.bias", 1, 3, kind=TableKind.PARAMETER)
 TABLES = [USER, ITEM, RAW_IDS, BIAS]
 
 # Raw ids: few, so that they go from row to row, with the extremes that the wire can carry.
-RAW = st.sampled_from([-(2**63), -2, 0, 1, 5, 7, 2**63 - 2])
+RAW = st.sampled_from([-(2**63), -2, -1, 0, 1, 5, 7, 2**63 - 2])
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class KeyedModel:
 
     def _batches(self, table: TableSpec, rows: list[int], *, with_deletes: bool) -> list[RowBatch]:
         if table is RAW_IDS:
-            entries = [self._raw_ids[row] + 1 if row in self._raw_ids else 0 for row in rows]
+            entries = [self._raw_ids[row] ^ FREE_ID if row in self._raw_ids else 0 for row in rows]
             return [RowBatch.of_table(table, np.array(rows), np.array(entries)[:, None])] if rows else []
         held = self._rows[table.name]
         batches = [

@@ -110,7 +110,9 @@ class _TableKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TableKind.V
     TABLE_KIND_BUFFER: _TableKind.ValueType  # 3
     """TABLE_KIND_BUFFER is a buffer, likewise. It may hold NaN and infinity."""
     TABLE_KIND_ID_MAP: _TableKind.ValueType  # 4
-    """TABLE_KIND_ID_MAP is raw ids by row of the table `of`: one INT64, the id + 1, or 0 where the row is free."""
+    """TABLE_KIND_ID_MAP is raw ids by row of the table `of`: one INT64, the id with all bits
+    but the sign flipped (id XOR (2^63 - 1)), or 0 where the row is free. 2^63 - 1 is no raw id.
+    """
     TABLE_KIND_ID_RANGES: _TableKind.ValueType  # 5
     """TABLE_KIND_ID_RANGES says which row of the table `of` unknown raw ids take: three INT64, all 0 but for these
     rows, which hold the first raw id of their range, its end, and the first row of their shard.
@@ -128,7 +130,9 @@ TABLE_KIND_PARAMETER: TableKind.ValueType  # 2
 TABLE_KIND_BUFFER: TableKind.ValueType  # 3
 """TABLE_KIND_BUFFER is a buffer, likewise. It may hold NaN and infinity."""
 TABLE_KIND_ID_MAP: TableKind.ValueType  # 4
-"""TABLE_KIND_ID_MAP is raw ids by row of the table `of`: one INT64, the id + 1, or 0 where the row is free."""
+"""TABLE_KIND_ID_MAP is raw ids by row of the table `of`: one INT64, the id with all bits
+but the sign flipped (id XOR (2^63 - 1)), or 0 where the row is free. 2^63 - 1 is no raw id.
+"""
 TABLE_KIND_ID_RANGES: TableKind.ValueType  # 5
 """TABLE_KIND_ID_RANGES says which row of the table `of` unknown raw ids take: three INT64, all 0 but for these
 rows, which hold the first raw id of their range, its end, and the first row of their shard.

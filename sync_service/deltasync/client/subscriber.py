@@ -93,6 +93,7 @@ class Subscriber:
         self._closing = threading.Event()
         self._call: _Responses | None = None
         self._requests: Requests | None = None
+        self._let_in = False  # On the stream that there is.
         self._known = False  # To the service, which has not been told that this replica has ended.
         self._connectivity = Connectivity(f"replica {options.replica!r} of consumer {options.consumer!r}")
         self._readiness = Readiness(options.replica, options.on_readiness, steady_ns)
@@ -246,10 +247,12 @@ class Subscriber:
 
         An error that gRPC has found on the way may be gone with the next stream, and so may an unforeseen error
         of the service. A replica that was let in once goes on: tokens are renewed, roles mended, and consumers
-        made again where a service has lost its data.
+        made again where a service has lost its data. A consumer that ends while it is followed was deleted.
         """
         if of_connection(failure) or isinstance(error, ServiceFailed):
             return False
+        if isinstance(error, NotFound) and self._let_in:
+            return True
         followed = self.connection.connections or self.held.number
         return is_final(error) and not (followed and isinstance(error, NotPermitted | NotFound))
 
@@ -257,7 +260,7 @@ class Subscriber:
         requests: Requests = queue.SimpleQueue()
         requests.put(self._open())
         self._requests = requests  # Now: close() says goodbye after that.
-        self._opened_ns = steady_ns()
+        self._opened_ns, self._let_in = steady_ns(), False
         with self._route.endpoint.channel() as channel:
             self._call = subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe(iter(requests.get, None))
             if self._closing.is_set():
@@ -299,7 +302,7 @@ class Subscriber:
             self._connectivity.note_connected()
             kind = response.WhichOneof("message")
             if kind == "opened":
-                self._known = True
+                self._known = self._let_in = True
                 if self._checksums:
                     self._checksums.forget_question()
                 with _arriving():

@@ -33,7 +33,7 @@ class TableKind(Numbered):
     BUFFER = "buffer", 3
     """A buffer, likewise."""
     ID_MAP = "id map", 4
-    """Raw ids by row of the table `of`: int64 [rows, 1], the id + 1, and 0 where the row is free."""
+    """Raw ids by row of the table `of`: int64 [rows, 1], see `core.raw_ids`; 0 where the row is free."""
     ID_RANGES = "id ranges", 5
     """Which rows of the table `of` unknown raw ids take: int64 [rows, 3], all zero but for these rows, which hold
     the first raw id of their range, its end, and the first row of their shard."""

@@ -59,14 +59,15 @@ def follow_rows(rows: Words, width: int, copy: Words, ids: Ids) -> int:
     return count
 
 
-@kernel(types.int64(readable(types.int64, 1), types.int64, writable(types.int64, 1), _IDS))
-def follow_numbers(numbers: Ids, plus: int, copy: Ids, ids: Ids) -> int:
-    """Make `copy` [n] as `numbers` [n] with `plus` added to each.
+@kernel(types.int64(readable(types.int64, 1), types.int64, types.int64, writable(types.int64, 1), _IDS))
+def follow_numbers(numbers: Ids, flip: int, none: int, copy: Ids, ids: Ids) -> int:
+    """Make `copy` [n] as `numbers` [n] with some bits of each flipped, and 0 where it is `none`.
 
     Args:
         numbers: as they are now.
-        plus: what is added.
-        copy: as they were, with it.
+        flip: the bits.
+        none: which number stands for none; 0 where all stand for themselves.
+        copy: as they were, flipped.
         ids: room for n: which of them differed, in their order.
 
     Returns:
@@ -77,12 +78,13 @@ def follow_numbers(numbers: Ids, plus: int, copy: Ids, ids: Ids) -> int:
         end = min(start + _U64(_BLOCK_WORDS), _U64(numbers.shape[0]))
         differing = np.int64(0)
         for index in range(start, end):
-            differing |= (numbers[index] + plus) ^ copy[index]
+            differing |= (np.int64(0) if numbers[index] == none else numbers[index] ^ flip) ^ copy[index]
         if differing == 0:
             continue
         for index in range(start, end):
-            if numbers[index] + plus != copy[index]:
-                copy[index] = numbers[index] + plus
+            number = np.int64(0) if numbers[index] == none else numbers[index] ^ flip
+            if number != copy[index]:
+                copy[index] = number
                 ids[count] = index
                 count += 1
     return count

@@ -15,7 +15,7 @@ _NUMBERS = readable(types.int64, 1)
 
 @kernel(types.int64(_NUMBERS, _NUMBERS, types.int64, types.int64, types.int64, writable(types.int64, 1)))
 def read_sorted(raw_ids: Numbers, rows: Numbers, row_offset: int, first: int, end: int, column: Numbers) -> int:
-    """Write 1 more than the raw id of each row into `column`.
+    """Write the raw id of each row, all bits but the sign flipped, into `column`.
 
     Args:
         raw_ids: [n], ascending; the largest number of all stands for none.
@@ -26,8 +26,8 @@ def read_sorted(raw_ids: Numbers, rows: Numbers, row_offset: int, first: int, en
         column: [rows], zeros.
 
     Returns:
-        How many raw ids lie outside of the range; `UNSOUND` where one is -1, does not follow the one before, or
-        has a row that is none or another one's: `column` is of no use then.
+        How many raw ids lie outside of the range; `UNSOUND` where one does not follow the one before, or has a row
+        that is none or another one's: `column` is of no use then.
     """
     outside = taken = 0
     before = np.int64(0)
@@ -36,9 +36,9 @@ def read_sorted(raw_ids: Numbers, rows: Numbers, row_offset: int, first: int, en
         if raw == _FREE:
             continue
         row = rows[index] - row_offset
-        if raw == -1 or (taken and raw <= before) or row < 0 or row >= column.shape[0] or column[row] != 0:
+        if (taken and raw <= before) or row < 0 or row >= column.shape[0] or column[row] != 0:
             return UNSOUND
-        column[row] = raw + 1
+        column[row] = raw ^ _FREE
         outside += (raw < first) | (raw >= end)
         taken += 1
         before = raw

@@ -18,6 +18,7 @@ from tests.support.metrics import samples_of
 from tests.support.process import environment
 from tests.support.proxy import Proxy
 from tests.support.server import RunningService
+from tests.support.waiting import wait_for
 from tests.support.wire import RankStream, ReplicaStream, chunk, close, subscribe_open
 
 from deltasync.client import Contradiction, NumpyTarget, Release, Shard, Subscriber, TableSpec
@@ -180,6 +181,7 @@ def waiting(running: RunningService, monkeypatch: pytest.MonkeyPatch) -> Iterato
             wait_until_in_sync(running, "predictors", trainer.publish_all())
             proxy.cut()
             wait_for_lag(running, "predictors", lambda lag: lag["state"] == "away")
+            wait_for(lambda: replica.connection.attempts)  # The replica has found out, too.
             yield replica
 
 

@@ -23,6 +23,7 @@ from deltasync.client import Policy, Position, Release, TableKind, TableSpec, Va
 from deltasync.client.keyed.keyed_target import KeyedTarget
 from deltasync.client.redis_rows import RedisRows
 from deltasync.client.redis_target import RedisTarget
+from deltasync.core.raw_ids import FREE_ID
 from deltasync.core.rows import Ids, Values
 
 RAW_IDS = TableSpec("user.raw_ids", USER.rows, 1, np.dtype("<i8"), TableKind.ID_MAP, USER.name)
@@ -51,7 +52,7 @@ def expected(trainer: Trainer, value_type: ValueType) -> tuple[Ids, Values, Valu
     """The raw ids, their rows, and the rows of the table without a map."""
     entries = trainer.rows[RAW_IDS.name][:, 0]
     users = as_sent(USER, trainer.rows[USER.name], value_type)[entries != 0]
-    return entries[entries != 0] - 1, users, as_sent(ITEM, trainer.rows[ITEM.name], value_type)
+    return entries[entries != 0] ^ FREE_ID, users, as_sent(ITEM, trainer.rows[ITEM.name], value_type)
 
 
 def hand_over(trainer: Trainer) -> Position:

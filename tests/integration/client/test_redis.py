@@ -22,6 +22,7 @@ from deltasync.client.reading import Reading
 from deltasync.client.redis_rows import RedisRows
 from deltasync.client.redis_target import RedisTarget
 from deltasync.core.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
+from deltasync.core.raw_ids import FREE_ID
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no redis-server or valkey-server is installed")
 WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
@@ -68,7 +69,7 @@ def check_equal(client: Any, model: KeyedModel) -> None:
     assert rows_in(client) == model.expected()
     assert numbers(client, f"free:{USER.name}", USER.dtype) == model.free()
     entries = numbers(client, f"rows:{RAW_IDS.name}", RAW_IDS.dtype)
-    assert {row: entry - 1 for row, entry in entries.items() if entry} == model.entries()
+    assert {row: entry ^ FREE_ID for row, entry in entries.items() if entry} == model.entries()
     names = {f"clicks:rows:{table.name}" for table in TABLES} | {f"clicks:free:{USER.name}", "clicks:meta"}
     assert {name.decode() for name in client.keys("*")} <= names
     meta = {name.decode(): value.decode() for name, value in client.hgetall("clicks:meta").items()}

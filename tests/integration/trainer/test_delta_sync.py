@@ -15,6 +15,7 @@ from torch import nn
 from deltasync.client import CallbackTarget, NumpyTarget, Publisher, Release, Subscriber, SubscriberOptions
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.position import Position
+from deltasync.core.raw_ids import FREE_ID
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 from deltasync.trainer.tracking import Tracker
 from deltasync.trainer.tracking.update_gate import UpdateGate
@@ -181,7 +182,7 @@ def test_rows_that_are_free_again_are_free_after_everything_was_asked_for(servic
         sync.tracker.resync()
         replica.wait_for(sync.flush().number, 30)
         with target.reading() as reading:
-            assert reading.tables[RAW_IDS][:, 0].tolist() == [0, 0, 0, 11, 0, 0, 0, 0]
+            assert reading.tables[RAW_IDS][:, 0].tolist() == [0, 0, 0, 10 ^ FREE_ID, 0, 0, 0, 0]
         assert sync.flush() == sync.flush()
 
 

@@ -15,6 +15,7 @@ from deltasync.client.keyed.redis_layout import Meta
 from deltasync.client.reading import Reads
 from deltasync.client.targets import Release
 from deltasync.core.errors import Contradiction
+from deltasync.core.raw_ids import FREE_ID
 from deltasync.core.rows import Ids
 
 WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
@@ -84,7 +85,7 @@ def test_an_index_is_made_anew_while_others_read(monkeypatch: pytest.MonkeyPatch
         write, before = copy.stage(release), len(made)
         write()
         assert len(made) == before
-        assert copy.tables[USER.name].lookup(entries[:, 0] - 1)[1].all()
+        assert copy.tables[USER.name].lookup(entries[:, 0] ^ FREE_ID)[1].all()
         assert len(copy.tables[USER.name]) == 1000
     assert len(made) > 4
 
@@ -102,28 +103,28 @@ def test_unknown_keys_are_told() -> None:
         assert found.tolist() == [True, False, False, False, False]
 
 
-def _swapped(version: int, entries: list[tuple[int, int]]) -> Release:
+def _swapped(version: int, raw_ids: list[tuple[int, int]]) -> Release:
     model = KeyedModel()
     model.change(Change())
     release = model.release(0)
-    ids, values = (np.array(each) for each in zip(*entries, strict=True))
-    rows = [RowBatch.of_table(RAW_IDS, ids, values[:, None])]
+    ids, values = (np.array(each) for each in zip(*raw_ids, strict=True))
+    rows = [RowBatch.of_table(RAW_IDS, ids, values[:, None] ^ FREE_ID)]
     return Release(release.position, version, 0, False, TABLES, rows, version=version)
 
 
-@pytest.mark.parametrize("entries", [[(2, 9), (4, 9)], [(4, 8)]])
-def test_one_raw_id_for_two_rows_is_an_error_and_nothing_is_written(entries: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("raw_ids", [[(2, 8), (4, 8)], [(4, 7)]])
+def test_one_raw_id_for_two_rows_is_an_error_and_nothing_is_written(raw_ids: list[tuple[int, int]]) -> None:
     model, target = KeyedModel(), KeyedTarget()
     model.change(Change(users=frozenset(range(ROWS)), raw_ids={0: 7}))
     target.apply(model.release(0, resync=True))
-    raw, rows = entries[0][1] - 1, "2 and 4" if len(entries) == 2 else "0 and 4"
+    raw, rows = raw_ids[0][1], "2 and 4" if len(raw_ids) == 2 else "0 and 4"
     said = f"table 'sparse.user.raw_ids': raw id {raw} has two rows, {rows}"
     with pytest.raises(Contradiction, match=re.escape(said)):
-        target.apply(_swapped(2, entries))
+        target.apply(_swapped(2, raw_ids))
     assert held_by(target) == model.expected()
     read = target.read(RAW_IDS, np.arange(ROWS))
     assert read is not None
-    assert read[:, 0].tolist() == [8, 0, 0, 0, 0, 0]
+    assert read[:, 0].tolist() == [7 ^ FREE_ID, 0, 0, 0, 0, 0]
 
 
 def test_a_table_may_come_in_another_form() -> None:
@@ -154,7 +155,7 @@ def test_tables_grow() -> None:
     values = np.full((1, 2), 5, np.float32)
     rows = [
         RowBatch.of_table(tables[0], np.array([ROWS + 1]), values),
-        RowBatch.of_table(tables[2], np.array([0, ROWS + 1]), np.array([[0], [8]])),
+        RowBatch.of_table(tables[2], np.array([0, ROWS + 1]), np.array([[0], [7 ^ FREE_ID]])),
     ]
     with target.reading() as before:
         assert before.tables[USER.name].lookup(np.array([7]))[1].all()

@@ -48,8 +48,8 @@ MAP = TableSpec(f"{MODULE}.raw_ids", ROWS, 1, np.dtype("<i8"), TableKind.ID_MAP,
 RANGES = TableSpec(f"{MODULE}.id_ranges", ROWS, 3, np.dtype("<i8"), TableKind.ID_RANGES, USER.name)
 TABLES = [USER, MAP, RANGES]
 
-# The raw id of a row that is free: what is stored is the id + 1.
-FREE = -1
+# The raw id of a row that is free: of all others, the bits that differ from it are stored.
+FREE = LARGEST
 
 pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 
@@ -115,7 +115,7 @@ def release_of(
     """A release of raw ids by row (`FREE`: the row becomes free), of embeddings by row, and of ranges by row."""
     changed = [
         _batch(USER, {row: [value] * DIM for row, value in (rows or {}).items()}),
-        _batch(MAP, {row: [raw + 1] for row, raw in (ids or {}).items()}),
+        _batch(MAP, {row: [raw ^ FREE] for row, raw in (ids or {}).items()}),
         _batch(RANGES, {row: list(each) for row, each in (ranges or {}).items()}),
     ]
     tables = tables or TABLES
@@ -162,7 +162,7 @@ def test_ids_that_change_hands_take_their_new_rows(hashes: bool, sequences: bool
     target.apply(form(release_of(3, ids={3: FREE}, rows={3: 0.0})))
     rows = target.read(dataclasses.replace(MAP, of=ITEM.name) if sequences else MAP, np.array([3, 5]))
     assert rows is not None
-    assert rows.tolist() == [[0], [second[5] + 1]]
+    assert rows.tolist() == [[0], [second[5] ^ FREE]]
 
 
 @given(st.data())
@@ -170,7 +170,7 @@ def test_any_changes_of_a_map_against_a_dictionary(data: st.DataObject) -> None:
     model = model_of(sorting())
     target = TorchTarget(model)
     held, by_row = TargetChecksums(target), dict[int, int]()
-    ids = st.integers(-(2**63) + 1, LARGEST - 1).filter(lambda raw: raw != FREE) | st.integers(0, 20)
+    ids = st.integers(-(2**63), LARGEST - 1) | st.integers(-5, 20)
     for number in range(1, data.draw(st.integers(2, 5))):
         whole = number == 1 or data.draw(st.booleans())
         if whole:
@@ -183,7 +183,7 @@ def test_any_changes_of_a_map_against_a_dictionary(data: st.DataObject) -> None:
         release = dataclasses.replace(release, whole=frozenset([MAP.name] if whole else []))
         target.apply(release)
         by_row = {row: raw for row, raw in (by_row | changed).items() if raw != FREE}
-        column = np.array([[by_row.get(row, FREE) + 1] for row in range(ROWS)])
+        column = np.array([[by_row.get(row, FREE) ^ FREE] for row in range(ROWS)])
         assert held.after(release)[MAP.name] == checksum_of(np.arange(ROWS), column)
         assert rows_for(model, *by_row.values()) == list(by_row)
         unknown = [raw for raw in (0, 7, 21, -5, LARGEST - 1) if raw not in by_row.values()]
@@ -266,7 +266,7 @@ def test_a_map_that_outlived_its_process_is_read_and_gone_on_with(hashes: bool, 
     target = TorchTarget(model)
     before = target.read(MAP, np.arange(ROWS))
     assert before is not None
-    assert before[:, 0].tolist() == [ids.get(row, FREE) + 1 for row in range(ROWS)]
+    assert before[:, 0].tolist() == [ids.get(row, FREE) ^ FREE for row in range(ROWS)]
     target.apply(release_of(2, ids={7: hashed_to(7)}))
     assert rows_for(model, ids[1], ids[4], hashed_to(7)) == [1, 4, 7]
 
@@ -278,7 +278,7 @@ def test_a_map_that_was_damaged_while_nobody_followed_is_repaired() -> None:
     target = TorchTarget(model)
     held, release = TargetChecksums(target), release_of(2, ids={7: 47})
     target.apply(release)
-    column = np.array([[{1: 41, 4: 45, 7: 48}.get(row, 0)] for row in range(ROWS)])
+    column = np.array([[{1: 40, 4: 44, 7: 47}.get(row, FREE) ^ FREE] for row in range(ROWS)])
     expected = checksum_of(np.arange(ROWS), column)
     assert held.after(release)[MAP.name] != expected
     repair = dataclasses.replace(release_of(2, ids={1: 40, 4: 44, 7: 47}), whole=frozenset({MAP.name}))

@@ -7,11 +7,12 @@ import numpy as np
 
 from deltasync.client.keyed.key_index import KeyIndex
 from deltasync.client.keyed.keyed_table import KeyedRows, Places
-from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, maps_of, raw_ids_of, two_rows
+from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, maps_of, named_raw_ids, two_rows
 from deltasync.client.local_target import LocalTarget
 from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.row_memory import rows_at, staged_rows
 from deltasync.client.targets import Release
+from deltasync.core.raw_ids import raw_ids_of
 from deltasync.core.rows import Ids, Mask, RowBatch, Values
 from deltasync.core.tables import TableSpec
 
@@ -202,7 +203,7 @@ def _entries(id_map: _Table | None, rows: Ids) -> Entries:
 
 def _check_others(table: str, index: KeyIndex, change: RawIdChange) -> None:
     """Check that no row that a release does not touch has one of the raw ids that it gives."""
-    named, raw_ids = raw_ids_of(change.after)
+    named, raw_ids = named_raw_ids(change.after)
     owners = index.find(raw_ids)
     foreign = np.flatnonzero((owners >= 0) & ~np.isin(owners, change.rows))
     if len(foreign):
@@ -221,7 +222,7 @@ def _index_change(
     after &= change.after != 0
     changed = (before != after) | (change.before != change.after)
     erased, given = before & changed, after & changed
-    keys = change.after[given] - 1
+    keys = raw_ids_of(change.after[given])
     # A larger one is made now, while others read.
     index = (KeyIndex() if index is None else index).with_room(len(keys))
-    return _IndexChange(index, change.before[erased] - 1, keys, change.rows[given])
+    return _IndexChange(index, raw_ids_of(change.before[erased]), keys, change.rows[given])

@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 
 from deltasync.core.errors import Contradiction
 from deltasync.core.id_sets import distinct
+from deltasync.core.raw_ids import raw_ids_of
 from deltasync.core.rows import Ids, Mask, RowBatch
 from deltasync.core.tables import TableKind, TableSpec
 
-# The entries of a map: each the raw id + 1, or 0 where the row is free.
+# The entries of a map, see `core.raw_ids`.
 Entries = NDArray[np.int64]
 
 
@@ -53,7 +54,7 @@ class RawIdChange:
     @property
     def erased(self) -> Ids:
         """The raw ids that these rows had, and that none of them has any more: [m]."""
-        return np.setdiff1d(self.before[self.before != 0], self.after) - 1
+        return raw_ids_of(np.setdiff1d(self.before[self.before != 0], self.after))
 
     def at(self, rows: Ids) -> Ids:
         """Where some of the rows are among them."""
@@ -65,7 +66,7 @@ class RawIdChange:
         twice = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0))
         if len(twice):
             rows = self.rows[order[twice[0] : twice[0] + 2]].tolist()
-            raise two_rows(entries[0].table.name, int(ordered[twice[0]]) - 1, rows)
+            raise two_rows(entries[0].table.name, int(raw_ids_of(ordered[twice[0]])), rows)
 
 
 def two_rows(table: str, raw_id: int, rows: Iterable[int]) -> Contradiction:
@@ -84,7 +85,7 @@ def ids_of(rows: Iterable[RowBatch]) -> Ids:
     return np.concatenate([np.empty(0, np.int64), *(each.ids for each in rows)])
 
 
-def raw_ids_of(entries: Entries) -> tuple[Mask, Ids]:
+def named_raw_ids(entries: Entries) -> tuple[Mask, Ids]:
     """Which entries of a map name a raw id, and those raw ids."""
     named = entries != 0
-    return named, entries[named] - 1
+    return named, raw_ids_of(entries[named])

@@ -9,9 +9,10 @@ from itertools import chain
 
 import numpy as np
 
-from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, raw_ids_of
+from deltasync.client.keyed.raw_ids import Entries, RawIdChange, ids_of, named_raw_ids
 from deltasync.client.keyed.redis_layout import Names, key_fields, keys_of, row_values
 from deltasync.client.keyed.redis_store import RedisWriter
+from deltasync.core.raw_ids import raw_ids_of
 from deltasync.core.rows import Ids, Mask, RowBatch
 from deltasync.core.tables import TableSpec
 
@@ -75,7 +76,7 @@ class MappedTable:
             self._put(change.after[change.at(block.ids)], block.ids, row_values(block.values))
         self._put(change.after[moving & ~dead], change.rows[moving & ~dead], [value for value in values if value])
         self._drop(self._rows, change.erased)
-        self._drop(self._rows, raw_ids_of(change.after[dead])[1])
+        self._drop(self._rows, named_raw_ids(change.after[dead])[1])
         write_rows(self._store, self._map, entries, reset=reset_map)
         self._drop(self._free, change.rows[(change.after != 0) | dead])
         self._clean(change, brought, reset=reset, interrupted=interrupted)
@@ -99,7 +100,7 @@ class MappedTable:
         values = self._store.get(self._free, key_fields(rows))
         lacking = np.array([value is None for value in values], np.bool_)
         named = lacking & (before != 0)
-        under = self._store.get(self._rows, key_fields(before[named] - 1))
+        under = self._store.get(self._rows, key_fields(raw_ids_of(before[named])))
         found = dict(zip(rows[named].tolist(), under, strict=True))
         parked = [
             (found.get(row) or _NO_ROW) if value is None else value
@@ -112,7 +113,7 @@ class MappedTable:
 
     def _put(self, entries: Entries, rows: Ids, values: Sequence[bytes]) -> None:
         """Put rows with these entries under their raw ids, and those that have none under their numbers."""
-        named, raw_ids = raw_ids_of(entries)
+        named, raw_ids = named_raw_ids(entries)
         self._store.put(self._rows, key_fields(raw_ids), _some(values, named))
         self._store.put(self._free, key_fields(rows[~named]), _some(values, ~named))
 
@@ -122,12 +123,12 @@ class MappedTable:
     def _clean(self, change: RawIdChange, brought: Ids, *, reset: bool, interrupted: bool) -> None:
         """Remove what no row is any more, where it is not known what that could be."""
         if reset:
-            named, raw_ids = raw_ids_of(change.after[change.at(brought)])
+            named, raw_ids = named_raw_ids(change.after[change.at(brought)])
             _sweep(self._store, self._rows, raw_ids)
             _sweep(self._store, self._free, brought[~named])
         elif interrupted:
             entries = [keys_of(found.values()) for found in self._store.scan(self._map)]
-            _drop_others(self._store, self._rows, raw_ids_of(np.concatenate(entries))[1])
+            _drop_others(self._store, self._rows, named_raw_ids(np.concatenate(entries))[1])
             for found in self._store.scan(self._free):
                 self._store.drop(self._free, [row for row, value in found.items() if value == _NO_ROW])
 

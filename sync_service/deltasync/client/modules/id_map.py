@@ -11,11 +11,9 @@ from torch import nn
 
 from deltasync.client.modules.collision import ROWS, SORTED, collision_module_of, hashes
 from deltasync.core.errors import Contradiction
+from deltasync.core.raw_ids import FREE_ID, entries_of, raw_ids_of
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
-
-# The raw id of a free row in an MCH module; and what is read of a row that its map has lost.
-_FREE, _LOST = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 
 Ints = NDArray[np.int64]
 
@@ -69,8 +67,8 @@ class SortedIds:
         """See `binding.Place`: as the module has it, so that damage shows."""
         at = torch.from_numpy(self._held.places[ids])
         raw, rows = (getattr(self._module, name)[at].cpu().numpy() for name in (SORTED, ROWS))
-        values = np.where(raw == _FREE, 0, raw + 1)
-        return np.where(rows == ids, values, _LOST)[:, None]
+        lost = ~entries_of(self._held.raw[at])  # Another entry than the one that it had.
+        return np.where(rows == ids, entries_of(raw), lost)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,20 +85,20 @@ class _SortedMap:
         places = np.full(len(rows), -1)
         inside = (rows >= 0) & (rows < len(rows))
         places[rows[inside]] = np.flatnonzero(inside)
-        if (places < 0).any() or ((raw[1:] <= raw[:-1]) & (raw[1:] != _FREE)).any():
+        if (places < 0).any() or ((raw[1:] <= raw[:-1]) & (raw[1:] != FREE_ID)).any():
             return cls.empty(len(rows))
         return cls(raw, rows, places)
 
     @classmethod
     def empty(cls, rows: int) -> "_SortedMap":
         """A map of which every row is free."""
-        return cls(np.full(rows, _FREE), np.arange(rows), np.arange(rows))
+        return cls(np.full(rows, FREE_ID), np.arange(rows), np.arange(rows))
 
     def changed(self, ids: Ids, values: Ints) -> "_SortedMap":
-        """The same with other raw ids in the rows `ids`: `values` holds each + 1, or 0 for a free row."""
+        """The same with other raw ids in the rows `ids`: `values` holds their entries."""
         kept = np.ones(len(self.raw), bool)
         kept[self.places[ids]] = False
-        new = np.where(values == 0, _FREE, values - 1)
+        new = raw_ids_of(values)
         order = np.argsort(new, kind="stable")
         at = np.searchsorted(self.raw[kept], new[order])
         raw = np.insert(self.raw[kept], at, new[order])
@@ -115,7 +113,7 @@ class _SortedMap:
         Raises:
             Contradiction: one has.
         """
-        twice = np.flatnonzero((self.raw[1:] == self.raw[:-1]) & (self.raw[1:] != _FREE))
+        twice = np.flatnonzero((self.raw[1:] == self.raw[:-1]) & (self.raw[1:] != FREE_ID))
         if len(twice):
             first, second = sorted(self.rows[twice[0] : twice[0] + 2].tolist())
             raise Contradiction(f"table {table!r}: raw id {self.raw[twice[0]]} has two rows, {first} and {second}")
@@ -149,7 +147,8 @@ class HashedIds:
         staged = torch.full_like(held, -1) if reset else held.clone()
         ids = np.concatenate([np.empty(0, np.int64), *(each.ids for each in rows)])
         values = np.concatenate([np.empty(0, np.int64), *map(_numbers, rows)])
-        changed, raw = (torch.from_numpy(each).to(held.device) for each in (ids, values - 1))
+        identities = np.where(values == 0, -1, raw_ids_of(values))
+        changed, raw = (torch.from_numpy(each).to(held.device) for each in (ids, identities))
         staged[changed, 0] = raw
         self._check(staged, values)
 
@@ -164,12 +163,12 @@ class HashedIds:
     def read(self, ids: Ids) -> Values:
         """See `binding.Place`."""
         held = self._module._hash_zch_identities.data
-        rows: Values = held[torch.from_numpy(ids.copy())].cpu().numpy() + 1
-        return rows
+        identities = held[torch.from_numpy(ids.copy())].cpu().numpy()
+        return np.where(identities == -1, 0, entries_of(identities))
 
     def _check(self, identities: torch.Tensor, values: Ints) -> None:
         """Check that the module finds the raw ids of some values in what it is to hold."""
-        raw = torch.from_numpy(values[values != 0] - 1).to(identities.device)
+        raw = torch.from_numpy(raw_ids_of(values[values != 0])).to(identities.device)
         if lost := raw[_not_found(self._module, identities, raw)].tolist():
             raise Contradiction(
                 f"table {self.table.name!r}: module {self.name} hashes otherwise: it does not find id {lost[0]} "

@@ -10,6 +10,7 @@ from tests.support.process import ServiceProcess
 from tests.unit.trainer.tracking.test_id_maps import RAW_IDS, fill, model_of, sorted_ids
 from torch import nn
 
+from deltasync.core.raw_ids import FREE_ID
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 
@@ -108,7 +109,7 @@ def test_maps_of_ids_are_again_as_in_the_checkpoint(service: ServiceProcess) -> 
     resumed = delta_sync(service, model)
     resumed.load_state_dict([state])
     target = expect(service, resumed, nn.Module())
-    assert target.tables[RAW_IDS][:, 0].tolist() == [21, 0, 0, 11, 0, 0, 0, 0]
+    assert target.tables[RAW_IDS][:, 0].tolist() == [20 ^ FREE_ID, 0, 0, 10 ^ FREE_ID, 0, 0, 0, 0]
     assert resumed.stats.rows < len(target.tables[RAW_IDS]) + 8
     resumed.abort()
 

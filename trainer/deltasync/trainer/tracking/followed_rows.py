@@ -55,9 +55,13 @@ def _follow(rows: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-def follow_numbers(numbers: torch.Tensor, plus: int, copy: torch.Tensor) -> torch.Tensor:
-    """Make `copy` [n] as `numbers` [n] with `plus` added, all int64; which of them differed: int64, ascending."""
+def follow_numbers(numbers: torch.Tensor, flip: int, none: int, copy: torch.Tensor) -> torch.Tensor:
+    """Make `copy` [n] as `numbers` [n] with some bits flipped, and 0 where one is `none`, all int64.
+
+    Returns:
+        Which of them differed: int64, ascending.
+    """
     if numbers.is_cuda:
-        return _follow((numbers + plus).view(-1, 1), copy.view(-1, 1))
+        return _follow(torch.where(numbers == none, 0, numbers ^ flip).view(-1, 1), copy.view(-1, 1))
     ids = np.empty(len(numbers), np.int64)
-    return torch.from_numpy(ids[: changes.follow_numbers(numbers.numpy(), plus, copy.numpy(), ids)])
+    return torch.from_numpy(ids[: changes.follow_numbers(numbers.numpy(), flip, none, copy.numpy(), ids)])

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from deltasync.core.errors import InvalidInput
+from deltasync.core.raw_ids import FREE_ID
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.kernels.id_maps import read_sorted
 from deltasync.trainer.tracking.collision_modules import CollisionModule, collision_modules
@@ -12,7 +13,6 @@ from deltasync.trainer.tracking.followed_rows import follow_numbers
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
 # The raw id of a free slot in an MCH module.
-_FREE = torch.iinfo(torch.int64).max
 
 
 class IdMap:
@@ -44,8 +44,10 @@ class IdMap:
         version = self._buffers_version()
         if version and version == self._version:
             return self._column.new_empty(0)
-        numbers, plus = (self._identities(), 1) if self._found.hashes else (self._sorted(), 0)
-        changed = follow_numbers(numbers, plus, self._column)
+        if self._found.hashes:  # Its free rows have -1. A row of `FREE_ID` is published as free, too.
+            changed = follow_numbers(self._identities(), FREE_ID, -1, self._column)
+        else:
+            changed = follow_numbers(self._sorted(), 0, 0, self._column)
         self._version = version
         return changed
 
@@ -88,12 +90,12 @@ class IdMap:
     def _looked_through(self) -> torch.Tensor:
         """The column of a map anywhere, of which some raw ids may not be looked up here, or be wrong."""
         module = self._found.module
-        taken = module._mch_sorted_raw_ids != _FREE
+        taken = module._mch_sorted_raw_ids != FREE_ID
         raw = module._mch_sorted_raw_ids[taken]
         rows = module._mch_remapped_ids_mapping[taken] - self._found.row_offset
         self._check(raw, rows)
         column = torch.zeros_like(self._column)
-        column[rows] = raw + 1
+        column[rows] = raw ^ FREE_ID
         column[rows[self._unreached(raw)]] = 0
         return column
 
@@ -137,14 +139,12 @@ def _is_sound(raw: torch.Tensor, rows: torch.Tensor, local_rows: int) -> bool:
     """Whether a map that is sorted by raw id has no problem; sorting it to find one takes far longer."""
     taken = torch.zeros(local_rows, dtype=torch.bool, device=rows.device)
     taken[rows[(rows >= 0) & (rows < local_rows)]] = True
-    return bool((taken.sum() == len(rows)) & (raw[1:] > raw[:-1]).all() & (raw != -1).all())
+    return bool((taken.sum() == len(rows)) & (raw[1:] > raw[:-1]).all())
 
 
 def _problem(raw: torch.Tensor, rows: torch.Tensor, local_rows: int, first: int) -> str | None:
     if len(outside := torch.nonzero((rows < 0) | (rows >= local_rows))):
         return f"raw id {int(raw[outside[0]])} has row {int(rows[outside[0]]) + first}"
-    if len(minus := torch.nonzero(raw == -1)):
-        return f"raw id -1, which cannot be published, has row {int(rows[minus[0]]) + first}"
     if pair := _equal_pair(rows):
         return f"raw ids {int(raw[pair[0]])} and {int(raw[pair[1]])} both have row {int(rows[pair[0]]) + first}"
     if pair := _equal_pair(raw):
