@@ -69,7 +69,7 @@ def check_equal(client: Any, model: KeyedModel) -> None:
     assert rows_in(client) == model.expected()
     assert numbers(client, f"free:{USER.name}", USER.dtype) == model.free()
     entries = numbers(client, f"rows:{RAW_IDS.name}", RAW_IDS.dtype)
-    assert {row: entry ^ FREE_ID for row, entry in entries.items() if entry} == model.entries()
+    assert {row: int(entry) ^ FREE_ID for row, entry in entries.items() if entry} == model.entries()
     names = {f"clicks:rows:{table.name}" for table in TABLES} | {f"clicks:free:{USER.name}", "clicks:meta"}
     assert {name.decode() for name in client.keys("*")} <= names
     meta = {name.decode(): value.decode() for name, value in client.hgetall("clicks:meta").items()}
