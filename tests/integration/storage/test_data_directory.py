@@ -36,7 +36,7 @@ def test_consumers_policies_and_offsets_are_there_again(written: tuple[RunningSe
         assert lag["head"] == 7
         offsets = {each["replica"]: each["offset"] for each in lag["replicas"]}
         early, late = (content.held[f"{consumer}/{replica}"].number for replica in ("early", "late"))
-        # A service that ends writes all offsets; one that is killed loses the last ones, which replicas tell again.
+        # A service that ends writes all offsets; one that is killed loses the last, which replicas tell again.
         assert offsets.keys() == {"early", "late"}
         assert (offsets["early"], offsets["late"] <= late) == (early, True)
         assert {
