@@ -6,9 +6,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class LenientMiddleware:
-    """Answers HEAD as GET without a body, and a path that ends with a slash as the one without.
+    """Answers HEAD as GET without a body, and a GET of a path that ends with a slash as of the one without.
 
-    A redirect would do for the slash, but who asks would then send its token to the host that it has named.
+    A redirect would do for the slash, but who asks would then send its token to the host that it has named. What
+    changes something is taken literally: a name that is missing behind the slash is an error.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -16,12 +17,12 @@ class LenientMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
             await self._app(scope, receive, send)
             return
         path = scope["path"].rstrip("/") or "/"
         scope = {**scope, "path": path, "raw_path": path.encode()}
-        if scope["method"] != "HEAD":
+        if scope["method"] == "GET":
             await self._app(scope, receive, send)
             return
         answered = asyncio.Event()
