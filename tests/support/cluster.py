@@ -23,7 +23,6 @@ from deltasync.core.tables import Shard, TableSpec
 
 TABLE = TableSpec("user", 500, 8, np.dtype(np.float32))
 MODEL, CONSUMER = "clicks", "predictors"
-_LEASE_SECONDS = "1.5"
 _TIMEOUT = 60.0
 
 
@@ -94,11 +93,14 @@ class Cluster:
         brokers: int = 3,
         *,
         proxies: bool = False,
+        lease_seconds: float = 1.5,
         arguments: Sequence[str] = (),
     ) -> None:
         """With `proxies`, services and brokers reach brokers through proxies, each through its own.
-        `arguments` are further ones of the services.
+        `lease_seconds` is short where a process is to take over, and long where a busy machine must not make one
+        do so. `arguments` are further ones of the services.
         """
+        self._lease_seconds = lease_seconds
         self.folder, self._arguments = folder, arguments
         self._through_proxies, self.proxies = proxies, dict[str, list[Proxy]]()
         self.brokers = Brokers(folder / "brokers", brokers)
@@ -207,7 +209,7 @@ class Cluster:
             *("--snapshots", str(self.folder / "snapshots")),
             *("--snapshot-seconds", "1"),
             *("--process", f"service-{number}"),
-            *("--lease-seconds", _LEASE_SECONDS),
+            *("--lease-seconds", str(self._lease_seconds)),
             *("--consumer", f"{CONSUMER}={MODEL}"),
             *self._arguments,
         )

@@ -26,6 +26,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture
+def calm(tmp_path: Path) -> Iterator[Cluster]:
+    """Nobody takes a model over that is not given away."""
+    with Cluster(tmp_path, services=3, brokers=1, lease_seconds=15) as cluster:
+        yield cluster
+
+
+@pytest.fixture
 def three(tmp_path: Path) -> Iterator[Cluster]:
     with Cluster(tmp_path, services=3, brokers=3) as cluster:
         yield cluster
@@ -60,8 +67,8 @@ def wait_until_ready(service: ServiceProcess, status: int = 200) -> None:
         time.sleep(0.05)
 
 
-def test_a_model_is_published_and_served_through_any_process(cluster: Cluster) -> None:
-    trainer, replicas = follow(cluster)
+def test_a_model_is_published_and_served_through_any_process(calm: Cluster) -> None:
+    trainer, replicas = follow(calm)
     publish(trainer)
     check(trainer, replicas)
 
@@ -132,20 +139,18 @@ def test_what_a_restored_broker_has_forgotten_comes_from_snapshots_and_the_train
     check(trainer, replicas)
 
 
-def test_any_process_sends_who_asks_to_the_owner(cluster: Cluster) -> None:
-    trainer, replicas = follow(cluster)
+def test_any_process_sends_who_asks_to_the_owner(calm: Cluster) -> None:
+    trainer, replicas = follow(calm)
     publish(trainer)
     check(trainer, replicas)
-    owner = cluster.owner()
-    for each in cluster.services:
+    owner = calm.owner()
+    for each in calm.services:
         lag = each.get_json("/consumers/predictors/lag")  # Which goes where it is sent, as `curl -L` does.
         assert (lag["head"], lag["state"]) == (trainer.head.number, "in sync")
         versions = each.get_json("/versions?model=clicks&last=2")
         assert [line["version"] for line in versions] == [trainer.head.number, trainer.head.number - 1]
         owned = {process["process"]: process["models"] for process in each.get_json("/processes")}
-        assert owned == {
-            cluster.name_of(other): ["clicks"] if other is owner else [] for other in cluster.services
-        }
+        assert owned == {calm.name_of(other): ["clicks"] if other is owner else [] for other in calm.services}
         status = each.get_json("/status")
         assert [line["consumer"] for line in status["consumers"]] == (["predictors"] if each is owner else [])
     volumes = {each["volume"]: each["free_bytes"] for each in owner.get_json("/status")["processes"][0]["volumes"]}
@@ -166,8 +171,8 @@ def test_a_model_of_a_killed_process_is_at_all_times_somebodys_or_named_as_nobod
     trainer.publish()
 
 
-def test_a_model_is_moved_while_it_is_published(cluster: Cluster) -> None:
-    trainer, replicas = follow(cluster)
+def test_a_model_is_moved_while_it_is_published(calm: Cluster) -> None:
+    trainer, replicas = follow(calm)
     published, stop = list[int](), threading.Event()
 
     def go_on() -> None:
@@ -178,13 +183,13 @@ def test_a_model_is_moved_while_it_is_published(cluster: Cluster) -> None:
         training = threads.submit(go_on)
         try:
             for _ in range(4):
-                owner = cluster.owner()
-                to = next(each for each in cluster.services if each is not owner)
-                Admin(Endpoint(owner.http, ADMIN_TOKEN)).move_model("clicks", cluster.name_of(to))
+                owner = calm.owner()
+                to = next(each for each in calm.services if each is not owner)
+                Admin(Endpoint(owner.http, ADMIN_TOKEN)).move_model("clicks", calm.name_of(to))
                 before = len(published)
                 while len(published) < before + 3:
                     assert not training.done() or training.result()
-                assert cluster.owner() is to
+                assert calm.owner() is to
         finally:
             stop.set()
         training.result(TIMEOUT)
@@ -192,18 +197,18 @@ def test_a_model_is_moved_while_it_is_published(cluster: Cluster) -> None:
     assert published == sorted(set(published))
 
 
-def test_a_process_is_drained_through_any_other(cluster: Cluster) -> None:
-    trainer, replicas = follow(cluster)
-    owner = cluster.owner()
-    other = next(each for each in cluster.services if each is not owner)
-    assert Admin(Endpoint(other.http, ADMIN_TOKEN)).drain_process(cluster.name_of(owner)) == ["clicks"]
+def test_a_process_is_drained_through_any_other(calm: Cluster) -> None:
+    trainer, replicas = follow(calm)
+    owner = calm.owner()
+    other = next(each for each in calm.services if each is not owner)
+    assert Admin(Endpoint(other.http, ADMIN_TOKEN)).drain_process(calm.name_of(owner)) == ["clicks"]
     publish(trainer)
     check(trainer, replicas)
-    assert cluster.owner() is not owner
-    (line,) = cluster.owner().get_json("/snapshots")
+    assert calm.owner() is not owner
+    (line,) = calm.owner().get_json("/snapshots")
     assert (line["model"], line["reason"]) == ("clicks", "")
     draining = {each["process"]: each["draining"] for each in other.get_json("/processes")}
-    assert draining[cluster.name_of(owner)]
+    assert draining[calm.name_of(owner)]
 
 
 @pytest.mark.nightly
