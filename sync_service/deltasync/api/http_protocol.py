@@ -4,6 +4,7 @@ import asyncio
 import ssl
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deltasync.api.peer_certificates import names_of_certificate
@@ -30,7 +31,10 @@ class HttpProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP. The request whose body it was in gets no other answer."""
-        super().send_400_response(msg)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # An answer was begun.
+            self.transport.close()
         if self.cycle and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

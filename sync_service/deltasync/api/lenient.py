@@ -21,7 +21,7 @@ class LenientMiddleware:
             await self._app(scope, receive, send)
             return
         path = scope["path"].rstrip("/") or "/"
-        scope = {**scope, "path": path, "raw_path": path.encode()}
+        scope = {**scope, "path": path, "raw_path": scope["raw_path"].rstrip(b"/") or b"/"}
         if scope["method"] == "GET":
             await self._app(scope, receive, send)
             return

@@ -85,7 +85,8 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         for name in ("address", "http"):
-            object.__setattr__(self, name, getattr(self, name).strip())
+            scheme, separator, rest = getattr(self, name).strip().rpartition("://")
+            object.__setattr__(self, name, f"{scheme.lower()}{separator}{rest}")
         if self.token:
             object.__setattr__(self, "token", checked_token("token", self.token))
         _check_text(by=self.by)

@@ -45,9 +45,19 @@ def note_connecting() -> None:
     """Note that this process opens a channel.
 
     Raises:
-        ServiceUnavailable: it was forked from one that has opened one: gRPC would hang, or end the process.
+        ServiceUnavailable: as `check_process`.
     """
     global _connected_in
+    check_process()
+    _connected_in = os.getpid()
+
+
+def check_process() -> None:
+    """Check that this process can open a channel.
+
+    Raises:
+        ServiceUnavailable: it was forked from one that has opened one: gRPC would hang, or end the process.
+    """
     here = os.getpid()
     if _connected_in not in (None, here):
         raise ServiceUnavailable(
@@ -55,4 +65,3 @@ def note_connecting() -> None:
             "not work in such a process: connect only after the fork, or start processes with 'spawn' or "
             "'forkserver'"
         )
-    _connected_in = here

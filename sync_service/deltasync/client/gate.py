@@ -161,6 +161,8 @@ class Gate:
             self._lock.acquire()
 
     def _leave(self, who: int) -> None:
+        if self._home.left:  # The lock may be that of a thread which was not copied.
+            return
         with self._lock:
             self._turns.leave(who)
             self._moved.notify_all()

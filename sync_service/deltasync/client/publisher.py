@@ -12,7 +12,7 @@ import numpy as np
 
 from deltasync.client.connection import Connection, Connectivity
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.forks import Home, note_connecting
+from deltasync.client.forks import Home, check_process
 from deltasync.client.options import PublisherOptions
 from deltasync.client.part import Part
 from deltasync.client.route import Route
@@ -52,7 +52,7 @@ class Publisher:
     """
 
     def __init__(self, options: PublisherOptions, tables: list[TableSpec], shards: list[Shard]) -> None:
-        note_connecting()
+        check_process()
         self._options = options
         self._home = Home(f"the publisher of rank {options.rank} of model {options.model!r}")
         self._route = Route(Endpoint.of_grpc(options.service))

@@ -15,7 +15,7 @@ from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.connection import Connection, Connectivity
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.forks import Home, note_connecting
+from deltasync.client.forks import Home, check_process
 from deltasync.client.goodbye import say_goodbye, say_why
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
@@ -45,7 +45,7 @@ _Moment: TypeAlias = subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress
 _GOODBYE_SECONDS = 2.0
 # For how long at a time all rows are read again: releases that have come meanwhile are applied in between.
 _READ_SECONDS = 0.1
-# After a larger release, the memory that it took goes back to the system: the next ones need less.
+# After a larger first copy, the memory that it took goes back to the system.
 _LARGE_BYTES = 64 << 20
 
 
@@ -54,6 +54,8 @@ def _arriving() -> Iterator[None]:
     """Take whatever cannot be read of a stream for damage of that stream: the next one may be whole."""
     try:
         yield
+    except MemoryError:
+        raise
     except Exception as error:
         raise ServiceUnavailable(f"the stream is damaged, and opened again: {error}") from error
 
@@ -70,7 +72,7 @@ class Subscriber:
     """
 
     def __init__(self, options: SubscriberOptions, target: Target) -> None:
-        note_connecting()  # At once, and not first in the thread, which would try again.
+        check_process()  # At once, and not first in the thread, which would try again.
         self._options = options
         self._home = Home(f"replica {options.replica!r}")
         self._route = Route(Endpoint.of_grpc(options.service))
@@ -93,6 +95,7 @@ class Subscriber:
         self._closing = threading.Event()
         self._call: _Responses | None = None
         self._requests: Requests | None = None
+        self._gives_back = False  # Freed memory, once a release is applied.
         self._let_in = False  # On the stream that there is.
         self._known = False  # To the service, which has not been told that this replica has ended.
         self._connectivity = Connectivity(f"replica {options.replica!r} of consumer {options.consumer!r}")
@@ -325,6 +328,9 @@ class Subscriber:
                     self._read_again(assembler, response.progress, requests)
             elif kind == "release_end":
                 self._apply(assembler, response.release_end, requests)
+            if self._gives_back:  # Here, where nothing holds the release any more.
+                self._gives_back = False
+                give_back_memory()
 
     def _go_on(self, assembler: ReleaseAssembler, progress: subscribe_pb2.Progress, requests: Requests) -> None:
         """Go on to the version that a message names while there is nothing to send."""
@@ -350,9 +356,6 @@ class Subscriber:
         if self._start:
             release = self._on_top(self._start.completed(release))
         self._take_over(assembler, release, end, requests)
-        if release.bytes > _LARGE_BYTES:
-            del release
-            give_back_memory()
 
     def _on_top(self, release: Release | None) -> Release:
         """A release that has the rows of the snapshot it goes on top of, too."""
@@ -367,6 +370,8 @@ class Subscriber:
         if new or release.changes or release.tables != self._applied:
             self._target.apply(release)
             self._applied = release.tables
+            # What follows a first copy needs far less.
+            self._gives_back |= release.resync and sum(each.nbytes for each in release.rows) > _LARGE_BYTES
         checksums = checksums_of.after(release) if checksums_of else {}
         say(requests, self._acks.held(assembler, release.position, checksums))
         if self._differs(assembler, checksums):

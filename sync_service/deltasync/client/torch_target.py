@@ -128,12 +128,11 @@ class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
         missing = [name for name in missing_maps(module, binding) if not self._matches(name)]
         text = "the module maps raw ids by managed collision, and no table brings the map {}: update the trainer"
         _refuse([(name, NotFound(text.format(name))) for name in missing])
-        names = [*(table.name for table in tables), *missing_maps(module, binding)]
+        names = [*(name for table in tables for name in table.names), *missing_maps(module, binding)]
         if idle := [each for each in self._leave_out if not any(fnmatchcase(name, each) for name in names)]:
             logger.warning("leave_out: no table fits %s", ", ".join(idle))
         left_out = bind(module, [table for table in tables if self._leaves_out(table)], types=list(ValueType))
-        wanted = {place.name for place in left_out.places.values()}
-        if stale := [name for name in binding.stale if name not in wanted]:
+        if stale := [name for name in binding.stale if name in left_out.stale]:
             logger.warning("no table brings these of the module, which stay as they are: %s", ", ".join(stale))
 
     def _warn_of_training(self) -> None:
@@ -146,7 +145,7 @@ class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
             )
 
     def _leaves_out(self, table: TableSpec) -> bool:
-        return any(map(self._matches, table.names)) or bool(table.of and self._matches(table.of))
+        return all(map(self._matches, table.names)) or bool(table.of and self._matches(table.of))
 
     def _matches(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._leave_out)

@@ -1,6 +1,6 @@
 """What becomes of a model's tables when a run announces its own. Pure functions."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from deltasync.core.errors import Contradiction
@@ -8,7 +8,7 @@ from deltasync.core.tables import TableSpec
 
 
 def changes(
-    model: str, known: Mapping[str, TableSpec], announced: Iterable[TableSpec], *, later_run: bool
+    model: str, known: Mapping[str, TableSpec], announced: Collection[TableSpec], *, later_run: bool
 ) -> list[TableSpec]:
     """The tables that are new, or are to be something else than they are, as they are to be.
 
@@ -23,8 +23,22 @@ def changes(
     Raises:
         Contradiction: a table has fewer rows than it had, or is otherwise something else.
     """
+    for table in announced:
+        if table.name not in known:
+            _check_names(model, known, table)
     wanted = [_wanted(model, known.get(table.name), table, later_run=later_run) for table in announced]
     return [table for table in wanted if table != known.get(table.name)]
+
+
+def _check_names(model: str, known: Mapping[str, TableSpec], announced: TableSpec) -> None:
+    """Check that no other table has one of the names of a new one, as where weights were tied otherwise before."""
+    for table in known.values():
+        if both := sorted({*table.names} & {*announced.names}):
+            raise Contradiction(
+                f"table {announced.name!r} of the run is tied to {', '.join(announced.aliases) or 'nothing'}, and "
+                f"model {model!r} has {both[0]!r} in table {table.name!r}: delete that table first (deltasync "
+                "tables delete)"
+            )
 
 
 def _wanted(model: str, known: TableSpec | None, announced: TableSpec, *, later_run: bool) -> TableSpec:

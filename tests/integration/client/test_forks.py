@@ -146,6 +146,25 @@ def test_a_child_forked_while_a_release_is_written_does_not_wait_for_it() -> Non
         pass
 
 
+def test_a_child_forked_inside_of_a_reading_leaves_it_without_the_lock() -> None:
+    gate, locked, over = Gate(), threading.Event(), threading.Event()
+
+    def hold_the_lock() -> None:
+        with gate._lock:
+            locked.set()
+            over.wait()
+
+    reading = gate.reading()
+    reading.__enter__()
+    thread = threading.Thread(target=hold_the_lock)
+    thread.start()
+    locked.wait()
+    assert answers_in_a_fork(lambda: {"left": reading.__exit__(None, None, None)}) == {"left": False}
+    over.set()
+    thread.join()
+    reading.__exit__(None, None, None)
+
+
 Responses = Iterator[bytes]
 
 

@@ -104,6 +104,20 @@ def test_a_broken_body_costs_one_line_in_the_log(
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.parametrize("call", [b"POST /drain", b"PUT /consumers/a"])
+def test_a_body_that_breaks_after_its_answer_ends_the_connection(
+    running: RunningService, caplog: pytest.LogCaptureFixture, call: bytes
+) -> None:
+    host, _, port = running.http.rpartition("/")[2].partition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as peer:
+        peer.sendall(call + b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert peer.recv(1000).startswith(b"HTTP/1.1 403 ")
+        peer.sendall(b"zz\r\n")
+        while peer.recv(1000):
+            pass
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def check_error(content_type: str, content: bytes) -> None:
     """Check that an error is one of ours, and short."""
     assert content_type == "application/json"

@@ -22,11 +22,10 @@ def test_a_forked_child_publishes_nothing_and_the_parent_goes_on(running: Runnin
             answers = {
                 "step": error_of(sync.step),
                 "flush": error_of(sync.flush),
-                "close": error_of(sync.close),
                 "scalars": error_of(scalars.step),
             }
-            scalars.__exit__()
-            sync.__exit__(None)
+            scalars.close()
+            sync.close()
             return answers
 
         answers = answers_in_a_fork(ask)

@@ -107,6 +107,42 @@ def test_tied_weights_arrive_under_each_of_their_names(running: RunningService, 
     assert len(running.get_json("/tables")) == 1
 
 
+class Shared(nn.Module):
+    """The same module in two places, or two of the same shape."""
+
+    def __init__(self, *, shared: bool = True) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 6)
+        self.decoder = self.encoder if shared else nn.Linear(4, 6)
+
+
+def test_a_module_in_two_places_has_both_names(running: RunningService) -> None:
+    trained, served = Shared(), Shared()
+    publish_to(running, trained, served)
+    assert_same(trained, served)
+    with pytest.raises(DeltasyncError, match=r"decoder\.weight and encoder\.weight are one tensor in the trainer"):
+        publish_to(running, trained, Shared(shared=False))
+
+
+def test_a_run_whose_model_names_its_parts_in_another_order_goes_on(running: RunningService) -> None:
+    publish_to(running, Tied(), Tied())
+    trained, served = Tied(decoder_first=True), Tied()
+    publish_to(running, trained, served)
+    assert_same(trained, served)
+    with pytest.raises(DeltasyncError, match=r"has 'encoder\.weight' in table 'decoder\.weight'"):
+        publish_to(running, Tied(tied=False), Tied(tied=False))
+
+
+def test_a_part_that_is_left_out_takes_no_tied_weight_with_it(running: RunningService) -> None:
+    trained, served = Tied(), nn.ModuleDict({"encoder": nn.Linear(4, 6, bias=False)})
+    with DeltaSync(trained, SyncOptions(service=running.grpc, model="clicks")) as sync:
+        head = sync.flush(WAIT)
+    options = SubscriberOptions(service=running.grpc, consumer="predictors", replica="a")
+    with Subscriber(options, TorchTarget(served.eval(), leave_out=["decoder.*"])) as replica:
+        replica.wait_for(head, WAIT)
+    torch.testing.assert_close(served["encoder"].weight, trained.encoder.weight, rtol=0, atol=0)
+
+
 def test_a_predictor_with_one_of_two_tied_parts_is_enough(running: RunningService) -> None:
     trained, served = Tied(), Tied()
     del served.encoder

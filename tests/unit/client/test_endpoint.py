@@ -50,6 +50,11 @@ def test_what_answers_no_http_is_refused(address: str) -> None:
             Admin(service)
 
 
+def test_a_scheme_is_the_same_in_capitals() -> None:
+    assert Endpoint("HTTPS://host:1").tls
+    assert Endpoint(" HTTP://host:1 ").address == "http://host:1"
+
+
 def test_a_token_is_shown_nowhere() -> None:
     endpoint = Endpoint("h:1", "hush")
     assert str(endpoint) == "h:1"

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, start_http_se
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from deltasync.core.addresses import host_and_port, with_port
 from deltasync.core.build import built_version
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.sync import DeltaSync
@@ -52,13 +53,15 @@ def serve_metrics(sync: DeltaSync, model: str, rank: int, address: str, offset: 
     Raises:
         InvalidInput: the address is something else, or cannot be listened on.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 1 <= int(port) + offset <= 65535:
-        raise InvalidInput(f"metrics at {address!r}: expected HOST:PORT")
+    try:
+        host, port = host_and_port(address)
+        host_and_port(with_port(host, port + offset))
+    except InvalidInput as error:
+        raise InvalidInput(f"metrics at {error}") from error
     registry = CollectorRegistry()
     registry.register(TrainerCollector(sync, model, rank))
     ProcessCollector(registry=registry)
     try:
-        start_http_server(int(port) + offset, host.strip("[]"), registry=registry)
+        start_http_server(port + offset, host, registry=registry)
     except OSError as error:
         raise InvalidInput(f"metrics at {address!r}, of rank {rank}: {error}") from error

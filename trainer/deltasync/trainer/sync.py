@@ -194,13 +194,14 @@ class DeltaSync:
             self.tracker.delete(table, ids)
 
     def close(self, timeout_seconds: float | None = None) -> Position:
-        """Flush, and close the connection; nothing, where it is closed.
+        """Flush, and close the connection; nothing, where it is closed or this process was forked since.
 
         Raises:
             DeltasyncError: as `flush`; the connection is closed then, too.
         """
         try:
-            return self._run.position if self._agreement.closed else self.flush(timeout_seconds)
+            done = self._agreement.closed or self._home.left
+            return self._run.position if done else self.flush(timeout_seconds)
         finally:
             self.abort()
 
@@ -270,8 +271,11 @@ class DeltaSync:
         self._mark_wanted(again=False)
         if flush and not self._looked and self._under_way.pending is None:
             self._looked = True  # Once is enough: this thread changes nothing until `flush` returns.
-            if self._published_changes == self.tracker.changes:
-                self.tracker.find_changes(_CONSUMER)
+            if self._published_changes == self.tracker.changes and failure is None:
+                try:
+                    self.tracker.find_changes(_CONSUMER)
+                except DeltasyncError as error:  # The others learn of it as the ranks agree.
+                    failure = error
         agreed = self._agree(failure, late, flush=flush)
         if agreed.failed:
             self._stop(failure or DeltasyncError("another rank cannot publish: its log says why"), flush=flush)

@@ -190,14 +190,10 @@ class _Contents:
 
     def _one_place(self, table: TableSpec) -> str:
         """The name of what holds a table. Weights that the trainer ties have to be tied here, too."""
-        places, absences = dict[str, str](), list[NotFound]()
-        for name in table.names:
-            try:
-                places[name] = self._name_of(name)
-            except NotFound as problem:  # One of its names is enough: a predictor may lack a part of the model.
-                absences.append(problem)
+        # One of its names is enough: a predictor may lack a part of the model.
+        places = {name: found for name in table.names if (found := self._name_of(name))}
         if not places:
-            raise absences[0]
+            raise NotFound(f"table {table.name!r}: {absence(self.module, table.name)}")
         (first, place), *others = places.items()
         for other, also in others:
             if self.identity(also) != self.identity(place):
@@ -208,12 +204,11 @@ class _Contents:
         return place
 
     def _name_of(self, table: str) -> str:
+        """The name of what has the name of a table; empty where nothing has."""
         found = self._names_of(table) or self._names_of(_quantised_name(table))
         if len({self.identity(each) for each in found}) > 1:
             raise NotFound(f"table {table!r}: {', '.join(found)} fit, expected one")
-        if not found:
-            raise NotFound(f"table {table!r}: {absence(self.module, table)}")
-        return found[0]
+        return found[0] if found else ""
 
     def _names_of(self, table: str) -> list[str]:
         exact = [name for name, plain in self.plain.items() if table in (plain, plain.removesuffix(".weight"))]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deltasync.client.modules.wrappers import plain_name
 from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.tables import TableSpec
 from deltasync.core.words import counted
@@ -49,7 +50,9 @@ def collision_module_of(module: nn.Module, table: TableSpec) -> tuple[str, nn.Mo
     """
     wanted = table.name.rpartition(".")[0]
     modules = collision_modules(module)
-    names = [wanted] if wanted in modules else [name for name in modules if wanted.endswith(f".{name}")]
+    plain = {name: plain_name(module, name) for name in modules}
+    names = [name for name in modules if plain[name] == wanted]
+    names = names or [name for name in modules if wanted.endswith(f".{plain[name]}")]
     if len(names) != 1:
         known = ", ".join(names or modules) or "none"
         raise NotFound(

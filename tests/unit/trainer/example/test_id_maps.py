@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torchrec.modules.mc_modules import LRU_EvictionPolicy, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from deltasync.core.raw_ids import FREE_ID
 from deltasync.trainer.example.compare import (
     TrainerResults,
     gathered_model,
@@ -55,7 +56,7 @@ def test_a_map_says_the_row_of_each_id_and_changed_hands_are_counted(ids: list[i
         count.count_evictions()
         its = id_maps(model)["user"]
         assert (its.first_row, len(its.ids)) == (first_row, 5)
-        now = {row: owner - 1 for row, owner in enumerate(its.ids.tolist(), first_row) if owner}
+        now = {row: owner ^ FREE_ID for row, owner in enumerate(its.ids.tolist(), first_row) if owner}
         changed += sum(owners.get(row, owner) != owner for row, owner in now.items())
         owners = now
         assert np.count_nonzero(its.ids) == len(owners)

@@ -18,6 +18,7 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from deltasync.core.policy import Policy
+from deltasync.core.raw_ids import FREE_ID
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.trainer.example.features import Featurizer
 from deltasync.trainer.example.model import ClickModel, click_batch, outputs, quantised, served_rows
@@ -30,8 +31,8 @@ Tables = dict[str, NDArray[Any]]
 Holdings = dict[str, Tables]
 """What a replica holds, or should hold, under each name in WHATS.
 
-`rows` of tables, and of parameters outside of them, by FQN; `map`, raw id + 1 by row, by the table's short name;
-`buffers` as rows by FQN; and `outputs`, the `logit` of the last events.
+`rows` of tables, and of parameters outside of them, by FQN; `map`, the entries of raw ids by row, by the table's
+short name; `buffers` as rows by FQN; and `outputs`, the `logit` of the last events.
 """
 WHATS = ("rows", "map", "buffers", "outputs")
 
@@ -42,7 +43,7 @@ class IdMap:
 
     Attributes:
         first_row: global number of the first of these rows.
-        ids: int64 [rows], raw id + 1 by row, 0 where the row is free.
+        ids: int64 [rows], entries of raw ids by row (see `core.raw_ids`), 0 where the row is free.
     """
 
     first_row: int
@@ -57,8 +58,7 @@ def id_maps(model: nn.Module) -> dict[str, IdMap]:
             sorted_ids, rows = module._mch_sorted_raw_ids.cpu(), module._mch_remapped_ids_mapping.cpu()
             first = int(rows.min())
             ids = torch.zeros(len(rows), dtype=torch.int64)
-            # TorchRec marks a free row with the largest number.
-            ids[rows - first] = torch.where(sorted_ids == torch.iinfo(torch.int64).max, 0, sorted_ids + 1)
+            ids[rows - first] = sorted_ids ^ FREE_ID
             maps[name.rpartition(".")[2]] = IdMap(first, ids.numpy())
     return maps
 
@@ -271,7 +271,7 @@ def rows_of(shards: list[IdMap], raw_ids: NDArray[np.int64]) -> NDArray[np.int64
     """
     row_of = dict[int, int]()
     for shard in shards:
-        row_of |= {named - 1: row for row, named in enumerate(shard.ids.tolist(), shard.first_row) if named}
+        row_of |= {named ^ FREE_ID: row for row, named in enumerate(shard.ids.tolist(), shard.first_row) if named}
     last_rows = [shard.first_row + len(shard.ids) - 1 for shard in shards]
     share = -(-RAW_IDS // len(shards))
     return np.array([row_of.get(raw, last_rows[raw // share]) for raw in raw_ids.tolist()], np.int64)

@@ -12,8 +12,6 @@ from deltasync.trainer.tracking.collision_modules import CollisionModule, collis
 from deltasync.trainer.tracking.followed_rows import follow_numbers
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
-# The raw id of a free slot in an MCH module.
-
 
 class IdMap:
     """The map of one managed collision module, as far as this rank has it. Within the gate.

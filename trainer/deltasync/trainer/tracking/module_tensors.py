@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from deltasync.core.errors import InvalidInput
 from deltasync.core.tables import TableKind, TableSpec, matrix_shape, sizes_of
-from deltasync.trainer.tracking.modules import modules_outside_of_tables
+from deltasync.trainer.tracking.modules import modules_outside_of_tables, names_outside_of_tables
 
 _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {
     torch.float32: np.dtype("<f4"),
@@ -100,18 +100,22 @@ def module_tensors(model: nn.Module) -> list[ModuleTensor]:
     Raises:
         InvalidInput: one has no shape yet.
     """
-    found: dict[int, ModuleTensor] = {}
-    for name, module in modules_outside_of_tables(model):
+    found: dict[int, dict[str, ModuleTensor]] = {}
+    for name, module in names_outside_of_tables(model):
         for attribute, tensor, kind in _own(module):
             fqn = f"{name}.{attribute}" if name else attribute
             if is_lazy(tensor):
                 raise InvalidInput(f"{kind.value} {fqn!r} has no shape yet: run the model once before this")
-            known = found.setdefault(
-                id(tensor), ModuleTensor(fqn, module, attribute, kind, tensor.shape, tensor.dtype)
-            )
-            if known.name != fqn:
-                known.aliases[fqn] = (module, attribute)
-    return [tensor for tensor in found.values() if tensor.shape.numel()]
+            place = ModuleTensor(fqn, module, attribute, kind, tensor.shape, tensor.dtype)
+            found.setdefault(id(tensor), {})[fqn] = place
+    return [_of_all_places(places) for places in found.values() if next(iter(places.values())).shape.numel()]
+
+
+def _of_all_places(places: dict[str, ModuleTensor]) -> ModuleTensor:
+    """A tensor under the first of its names in the alphabet: their order in the model may change between runs."""
+    first = min(places)
+    others = {name: (each.owner, each.attribute) for name, each in places.items() if name != first}
+    return replace(places[first], aliases=others)
 
 
 def buffer_digests(model: nn.Module) -> dict[str, int]:

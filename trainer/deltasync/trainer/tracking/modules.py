@@ -24,12 +24,14 @@ _COLLISIONS = (ShardedManagedCollisionCollection, ManagedCollisionModule)
 def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every module of a model and its FQN, as in its `state_dict`, without the part that torch.compile adds.
 
-    What DMP, DDP, FSDP and activation checkpointing put around modules is seen through.
+    What DMP, DDP, FSDP and activation checkpointing put around modules is seen through. A module that is found in
+    several places has several names.
     """
     model = unwrapped(model)
     yield prefix, model
-    for name, child in model.named_children():
-        yield from named_modules(child, f"{prefix}.{name}" if prefix else name)
+    for name, child in model._modules.items():
+        if child is not None:
+            yield from named_modules(child, f"{prefix}.{name}" if prefix else name)
 
 
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingModule]]:
@@ -59,13 +61,19 @@ def outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def modules_outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module outside of sharded embedding modules and of managed collision, and its FQN, each once."""
-    inside = [name for name, _ in sharded_modules(model)]
-    inside += [name for name, module in named_modules(model) if isinstance(module, _COLLISIONS)]
-    prefixes = tuple(f"{name}." if name else "" for name in inside)
     seen = set[int]()
-    for name, module in named_modules(model):
-        if not f"{name}.".startswith(prefixes) and id(module) not in seen:
+    for name, module in names_outside_of_tables(model):
+        if id(module) not in seen:
             seen.add(id(module))
+            yield name, module
+
+
+def names_outside_of_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The same modules under each of their names."""
+    inside = [name for name, module in named_modules(model) if isinstance(module, (*_TRACKED, *_COLLISIONS))]
+    prefixes = tuple(f"{name}." if name else "" for name in inside)
+    for name, module in named_modules(model):
+        if not f"{name}.".startswith(prefixes):
             yield name, module
 
 

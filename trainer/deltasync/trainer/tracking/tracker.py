@@ -113,7 +113,7 @@ class Tracker:
 
     @property
     def changes(self) -> int:
-        """Optimizer steps completed, and marks from outside."""
+        """Optimizer steps completed, marks from outside, and changes found by `find_changes`."""
         return self._marking.changes
 
     def record_lookup(self, features: KeyedJaggedTensor, output: torch.Tensor, kernel: nn.Module) -> None:
