@@ -271,6 +271,13 @@ def test_a_map_that_outlived_its_process_is_read_and_gone_on_with(hashes: bool, 
     assert rows_for(model, ids[1], ids[4], hashed_to(7)) == [1, 4, 7]
 
 
+def test_a_map_is_found_behind_what_wraps_the_model() -> None:
+    model = model_of(sorting())
+    release = release_of(1, resync=True, ids={1: 40, 4: -1}, rows={1: 1.0, 4: 4.0})
+    TorchTarget(nn.DataParallel(model)).apply(release)
+    assert rows_for(model, 40, -1) == [1, 4]
+
+
 def test_a_map_that_was_damaged_while_nobody_followed_is_repaired() -> None:
     model = model_of(sorting())
     TorchTarget(model).apply(release_of(1, resync=True, ids={1: 40, 4: 44}))
