@@ -5,11 +5,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.cluster import Cluster, Trainer, same
 from tests.support.process import ADMIN_TOKEN, ServiceProcess
+from tests.support.waiting import wait_for
 
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
@@ -58,6 +61,12 @@ def check(trainer: Trainer, replicas: Replicas) -> None:
 def publish(trainer: Trainer, times: int = 5) -> None:
     for _ in range(times):
         trainer.publish()
+
+
+def in_sync(service: ServiceProcess) -> dict[str, Any]:
+    """The lag, from where this process redirects to, as `curl -L` does; empty before the last ack is there."""
+    lag: dict[str, Any] = service.get_json("/consumers/predictors/lag")
+    return lag if lag["state"] == "in sync" else {}
 
 
 def wait_until_ready(service: ServiceProcess, status: int = 200) -> None:
@@ -144,8 +153,8 @@ def test_any_process_sends_who_asks_to_the_owner(calm: Cluster) -> None:
     publish(trainer)
     check(trainer, replicas)
     owner = calm.owner()
-    for each in calm.services:
-        lag = each.get_json("/consumers/predictors/lag")  # Which goes where it is sent, as `curl -L` does.
+    lags = [wait_for(partial(in_sync, each)) for each in calm.services]
+    for each, lag in zip(calm.services, lags, strict=True):
         assert (lag["head"], lag["state"]) == (trainer.head.number, "in sync")
         versions = each.get_json("/versions?model=clicks&last=2")
         assert [line["version"] for line in versions] == [trainer.head.number, trainer.head.number - 1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.integration.trainer.following import assert_equal, published_rows, subscriber
 from tests.support.process import ServiceProcess
+from tests.support.waiting import wait_for
 from tests.unit.trainer.tracking.test_id_maps import RAW_IDS, fill, model_of, sorted_ids
 from torch import nn
 
@@ -132,7 +133,7 @@ def test_a_service_that_is_down_makes_no_step_wait(service: ServiceProcess) -> N
         with pytest.raises(ServiceUnavailable, match=r"did not seal the cut of step [0-9]+ in time"):
             sync.flush(timeout_seconds=0.01)
         assert sync.connection
-        assert not sync.connection.connected
+        wait_for(lambda: sync.connection and not sync.connection.connected)
         assert sync.connection.last_error
         service.start()
         replica.wait_for(sync.flush().number, 30)

@@ -73,12 +73,13 @@ class Tracker:
         self.tables, self._modules = tracked.tables, tracked.modules
         self._lookups_held = LookupsHeld(self._model)
         self._stamps = RowStamps(self.tables)
+        shared = any(module._env.world_size > 1 for module in tracked.modules.values())
         self._marking = RowMarking(
             tracked,
             self._stamps,
             self._gate,
             self.cost,
-            overlaps=self._options.auto_compact and not tracked.lookups.keys() <= tracked.alone,
+            overlaps=self._options.auto_compact and shared,
             verify=self._options.verify,
         )
         self._cursors = Cursors(self.tables, self._stamps, self._gate)
