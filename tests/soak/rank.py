@@ -219,7 +219,7 @@ class PlainRank:
             position = self._sealed(self._publisher.publish(part))
         except InvalidInput as error:
             logger.info("step %d: %s", self.step, error)
-            asked.unlink()
+            asked.unlink(missing_ok=True)  # Who has asked may have given up meanwhile.
         else:
             raise Damaged(f"step {self.step}: rows of {value} were taken, as version {position.number}")
 
