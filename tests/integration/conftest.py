@@ -40,3 +40,13 @@ def tool() -> Callable[[str], str]:
         return found
 
     return find
+
+
+@pytest.fixture
+def lone_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist  # Most tests here need no torch.
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()

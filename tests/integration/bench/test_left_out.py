@@ -1,11 +1,9 @@
 """What `python -m tests.bench pipelines` says cannot train on a CPU cannot, for the reason that it gives."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.bench.pipelines.batches import draw
 from tests.bench.pipelines.options import Sizes
 from tests.bench.pipelines.rank import Training
@@ -17,13 +15,6 @@ CPU = torch.device("cpu")
 NOT_ON_CPU = [name for name, variant in VARIANTS.items() if variant.not_on_cpu]
 # TorchRec wraps models in DDP as torch no longer likes.
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore::FutureWarning")]
-
-
-@pytest.fixture
-def lone_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("lone_rank")

@@ -1,11 +1,10 @@
 """Once `flush` or `close` returns, a replica has the model as it is, whatever came after the last step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.following import WAIT, subscriber
 from tests.integration.trainer.torchrec_defects.models import DIM, bags, distributed
@@ -68,11 +67,10 @@ AFTERWARDS = [backward, forward_in_training, write_to_a_buffer, optimizer_step, 
 
 
 @pytest.fixture
-def model() -> Iterator[nn.Module]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+def model(lone_rank: None) -> nn.Module:
     torch.manual_seed(0)
-    yield distributed(Ranker(), {}, EmbOptimType.EXACT_SGD)
-    dist.destroy_process_group()
+    model: nn.Module = distributed(Ranker(), {}, EmbOptimType.EXACT_SGD)
+    return model
 
 
 def assert_published(running: RunningService, head: Position, model: nn.Module) -> None:

@@ -1,10 +1,7 @@
 """A trainer may fill the tensors of its batch anew as soon as a backward is over, before the step is."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bags, sharded
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -12,13 +9,6 @@ from deltasync.trainer.tracking import Tracker, TrackerOptions
 
 # TorchRec wraps models in DDP as torch no longer likes.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-@pytest.fixture
-def lone_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("lone_rank")

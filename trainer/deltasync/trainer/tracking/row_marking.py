@@ -169,10 +169,6 @@ class RowMarking:
         if self._verification:
             self._verification.check()
 
-    def note_change(self) -> None:
-        """Note that rows have changed, which are stamped already."""
-        self.changes += 1
-
     def mark(self, table: str, ids: torch.Tensor) -> None:
         """Stamp rows of a table that were changed from outside, by global ids.
 

@@ -161,7 +161,7 @@ class Tracker:
         """
         due = self._read(consumer, values=False)
         if due.rows or due.deletes:
-            self._marking.note_change()
+            self._marking.changes += 1
 
     def mark_held(self, table: str, ids: torch.Tensor) -> None:
         """Have rows offered again as they are, deleted ones as deletes. Otherwise as `mark`."""
