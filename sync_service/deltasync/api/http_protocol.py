@@ -30,7 +30,7 @@ class HttpProtocol(H11Protocol):
         self.app_state: dict[str, Any] = {**self.app_state, CERTIFICATE_NAMES: _names(transport)}
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP. The request whose body it was in gets no other answer."""
+        """Refuse bytes that are not HTTP. The application can no longer answer a request that they are part of."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:  # An answer was begun.

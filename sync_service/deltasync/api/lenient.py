@@ -1,4 +1,4 @@
-"""Requests as tools and load balancers make them: HEAD wherever GET is, and a slash behind the path."""
+"""Accept the reads that tools and load balancers send: HEAD on every GET route, and a trailing slash."""
 
 import asyncio
 
@@ -6,10 +6,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class LenientMiddleware:
-    """Answers HEAD as GET without a body, and a GET of a path that ends with a slash as of the one without.
+    """Serves HEAD as GET without the body, and ignores a trailing slash in both.
 
-    A redirect would do for the slash, but who asks would then send its token to the host that it has named. What
-    changes something is taken literally: a name that is missing behind the slash is an error.
+    A redirect would make the client send its token to whatever host it named. Requests that change something keep
+    their slash: a missing name after it is an error.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -28,7 +28,7 @@ class LenientMiddleware:
         answered = asyncio.Event()
 
         async def receive_until_answered() -> Message:
-            """What comes of the request. Once it is answered, the peer seems gone, which ends a stream."""
+            """Pass the request on. After the answer, report a disconnect, which ends an event stream."""
             coming, over = asyncio.ensure_future(receive()), asyncio.ensure_future(answered.wait())
             try:
                 await asyncio.wait({coming, over}, return_when=asyncio.FIRST_COMPLETED)

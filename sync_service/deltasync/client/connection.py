@@ -68,7 +68,7 @@ class Connectivity:
             return Connection(self._connected, *since, self._attempts, self._error, self._connections)
 
     def forked(self, why: str) -> Connection:
-        """How it is in a process that was forked since. Without the lock, which a lost thread may have."""
+        """The connection in a forked child. Takes no lock: a thread of the parent may have held it at the fork."""
         return Connection(False, self._since_unix_ns, self._seconds, 0, why, self._connections)
 
     def note_connected(self) -> None:

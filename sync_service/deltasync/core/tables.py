@@ -174,7 +174,7 @@ class Shard:
 
 
 def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape whose first size is 0, since it follows from the number of rows, which may grow."""
+    """A shape with its first size set to 0: the number of rows gives that size, and may grow."""
     return (0, *shape[1:]) if shape else ()
 
 

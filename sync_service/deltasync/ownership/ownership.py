@@ -251,7 +251,7 @@ class Ownership:
         self._begin(next_steps(self._view()))
 
     async def _read_patiently(self) -> None:
-        """Read the bucket. Brokers that were started with this process may still elect who leads."""
+        """Read the bucket, with retries: brokers that started with this process may still be electing a leader."""
         pauses = backoff()
         for tries in range(_TRIES, 0, -1):
             try:
