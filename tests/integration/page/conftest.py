@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-WIDE, NARROW = 1280, 390
+WIDE, NARROW, PHONE = 1280, 390, 360
 WAIT_MS = 20_000
 
 

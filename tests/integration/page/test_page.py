@@ -4,15 +4,19 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page, Route, expect
-from tests.integration.page.conftest import NARROW, WAIT_MS, WIDE
+from playwright.sync_api import Locator, Page, Route, expect
+from tests.integration.page.conftest import NARROW, PHONE, WAIT_MS, WIDE
 from tests.support.fleet import ITEM, Trainer, admin_of, follow, wait_until_delivered, wait_until_in_sync
 from tests.support.local_cluster import LocalCluster
 from tests.support.server import RunningService
+from tests.support.waiting import wait_for
 from tests.support.wire import TABLES, USER, ReplicaStream, ack, size_of
 
 from deltasync.client import NumpyTarget, TableSpec
@@ -25,12 +29,37 @@ from deltasync.wire.messages import position_from_message
 expect.set_options(timeout=WAIT_MS)
 Open = Callable[..., Page]
 VIEWS = ("#/", "#/consumers/predictors", "#/tables", "#/tables/item")
+Status = dict[str, Any]
 
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[RunningService]:
     with RunningService(tmp_path / "data", policies={"mobile": Policy(top_k=5)}) as service:
         yield service
+
+
+class InSync(NamedTuple):
+    """A service whose one consumer, "predictors", is in sync, and what it then answers to `/status`."""
+
+    http: str
+    status: Status
+
+
+@pytest.fixture(scope="module")
+def in_sync(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InSync]:
+    tables = [ITEM, TableSpec("towers/" + "history" * 20, 4, 2)]
+    folder = tmp_path_factory.mktemp("in-sync")
+    with RunningService(folder) as service, Trainer(service.grpc, tables) as trainer:
+        admin_of(service).delete_consumer("probes")
+        with follow(service, "predictors", "p", NumpyTarget()):
+            wait_until_in_sync(service, "predictors", trainer.publish_all())
+            yield InSync(service.http, service.get_json("/status"))
+
+
+def answer(page: Page, *statuses: Status) -> None:
+    """Answer the page's next requests for `/status` with these, and then close the connection."""
+    body = "".join(f"event: status\ndata: {json.dumps(each)}\n\n" for each in statuses)
+    page.route("**/status", lambda route: route.fulfill(content_type="text/event-stream", body=body))
 
 
 def live(page: Page) -> None:
@@ -157,7 +186,7 @@ def test_what_is_read_and_focused_stays_so(service: RunningService, opened: Open
         "window.said = 0; new MutationObserver(() => window.said++).observe("
         "document.getElementById('connection'), {subtree: true, childList: true, characterData: true})"
     )
-    names = page.locator("table", has_text="Consumers, those").locator("tbody th")
+    names = page.get_by_role("table", name="Consumers").locator("tbody th")
     expect(names).to_have_text(["mobile", "predictors", "probes"])
     link = page.get_by_role("link", name="mobile", exact=True)
     link.focus()
@@ -185,13 +214,6 @@ def test_all_is_in_sync_only_if_there_is_something(tmp_path: Path, opened: Open)
             wait_until_in_sync(service, "predictors", trainer.publish_all())
             page = opened(service.http)
             expect(page.locator(".cards .good")).to_have_text("all")
-            status = service.get_json("/status")
-            unowned = {"model": "lost", "head": None, "trouble": "no process has it"}
-            status["models"].append(status["models"][0] | unowned)
-            event = f"event: status\ndata: {json.dumps(status)}\n\n"
-            page.route("**/status", lambda route: route.fulfill(content_type="text/event-stream", body=event))
-            page.reload()
-            expect(page.locator(".cards .warn").first).to_have_text("not known of all")
 
 
 @pytest.mark.nightly
@@ -284,7 +306,7 @@ def test_it_is_used_by_keyboard_alone(service: RunningService, opened: Open) -> 
     page = opened(service.http)
     live(page)
     page.keyboard.press("Tab")
-    expect(page.get_by_role("link", name="Skip to what there is")).to_be_focused()
+    expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
     link = page.get_by_role("link", name="predictors", exact=True)
     for _ in range(30):
         page.keyboard.press("Tab")
@@ -302,9 +324,9 @@ def test_many_consumers_and_many_tables_do_not_choke_it(tmp_path: Path, opened: 
         trainer.publish_all()
         page = opened(service.http)
         live(page)
-        expect(page.locator("table", has_text="Consumers, those").locator("tbody tr")).to_have_count(202)
+        expect(page.get_by_role("table", name="Consumers").locator("tbody tr")).to_have_count(202)
         page.get_by_label("Consumer", exact=True).fill("c17")
-        expect(page.locator("table", has_text="Consumers, those").locator("tbody tr")).to_have_count(10)
+        expect(page.get_by_role("table", name="Consumers").locator("tbody tr")).to_have_count(10)
         page.goto(f"{service.http}/#/tables")
         expect(page.get_by_text("the first 200 of 2000")).to_be_visible()
         page.get_by_label("Table", exact=True).fill("t1999")
@@ -313,3 +335,207 @@ def test_many_consumers_and_many_tables_do_not_choke_it(tmp_path: Path, opened: 
         expect(page.locator("#time")).not_to_have_text(first)
         page.goto(f"{service.http}/#/consumers/predictors")
         expect(page.get_by_text("the first 200 of 2000")).to_be_visible()
+
+
+def test_a_rate_is_shown_once_it_is_known(in_sync: InSync, opened: Open) -> None:
+    """Not before two reports of one process have come over one connection, and not where a counter went back."""
+    page = opened("about:blank")
+    for counters, shown in (([5], None), ([5, 7], "2.0 MB/s"), ([5, 7, 1], None), ([5, 7, 1, 4], "3.0 MB/s")):
+        answer(page, *(_sent(in_sync.status, at, each) for at, each in enumerate(counters)))
+        page.goto("about:blank")
+        page.goto(in_sync.http)
+        _expect_rate(page, shown)
+    answer(page, _sent(in_sync.status, 9, 9))  # The answer to the next connection.
+    _expect_rate(page, None)
+
+
+def _sent(status: Status, second: int, megabytes: int) -> Status:
+    """What a service reports after some seconds, in which it has sent that much."""
+    found = deepcopy(status)
+    found["unix_ms"] += 1000 * second
+    for each in found["consumers"]:
+        each |= {"released_bytes": megabytes * 10**6, "released_rows": megabytes}
+    for each in found["models"]:
+        each |= {"published_bytes": megabytes * 10**6}
+    return found
+
+
+def _expect_rate(page: Page, shown: str | None) -> None:
+    card = page.locator(".cards li", has_text="How much?")
+    value = card.locator("strong")
+    expect(value).to_have_text(shown or "\N{EN DASH}")
+    chart = page.locator("figcaption", has_text="Bytes sent per second")
+    if shown:
+        rows = shown.partition(".")[0]
+        expect(card).to_contain_text(f"{rows} rows/s to replicas; {shown} from trainers")
+        expect(chart).to_contain_text(f": {shown.removesuffix('/s')} now")
+        expect(value).not_to_have_attribute("title", "measuring")
+    else:
+        expect(value).to_have_attribute("title", "measuring")
+        expect(card.locator(".soft")).to_have_text("measuring")
+        expect(chart).to_contain_text("not known")
+
+
+def test_a_process_that_nobody_hears_leaves_a_rate_and_a_sum_open(in_sync: InSync, opened: Open) -> None:
+    page = opened("about:blank")
+    answer(page, *(_sent(in_sync.status, at, at) | {"missing": ["b"]} for at in range(2)))
+    page.goto(in_sync.http)
+    cards = page.locator(".cards")
+    expect(cards).to_contain_text("at least 1.0 MB/s")
+    expect(cards).to_contain_text("at least 1 consumer")
+    expect(page.locator(".flow")).to_contain_text("1 in all, others not known")
+
+
+AWAY = [{"replica": "p", "reason": "away for 3 s: its connection is lost"}]
+UNKNOWN = {"state": "waiting", "head": None, "versions": None, "seconds": None, "replicas": 0, "connected": 0}
+SYNC, STALE, TRAINERS = (f'li:has-text("{title}")' for title in ("In sync?", "How stale?", "Trainers"))
+SERVICE = '.flow > li:has(strong:text-is("Service"))'
+CONSUMER = 'table:has-text("unsent") tr:has-text("predictors")'
+CUT = 'tr:has-text("clicks 1")'
+
+
+# What the service says otherwise than when all is in sync, and what then stands where on the page.
+WORDS: list[tuple[str, Status, dict[str, str]]] = [
+    ("consumers", {}, {SYNC: "In sync?all1 consumer, 1 replica"}),
+    (
+        "consumers",
+        {"wrong": AWAY, "connected": 0},
+        {SYNC: "In sync?all but 1 replica1 consumer, look at 1 of 1 replica", CONSUMER: "in sync"},
+    ),
+    ("consumers", {"wrong": AWAY, "state": "away"}, {SYNC: "1 of 1 not1 consumer, look at 1 of 1 replica"}),
+    ("consumers", {"state": "delivered"}, {SYNC: "In sync?all, as far as known"}),
+    ("consumers", {"state": "empty"}, {SYNC: "In sync?1 of 1 not", STALE: "How stale?not known"}),
+    ("consumers", UNKNOWN, {SYNC: "In sync?1 of 1 not", CONSUMER: "waiting"}),
+    ("processes", {"ready": False}, {SYNC: "In sync?not known of all", STALE: "How stale?at least 0 s"}),
+    (
+        "models",
+        {"trouble": "the last cut was refused"},
+        {SYNC: "In sync?all, but 1 model cannot seal", SERVICE: "clicks: version 1, the last cut was refused"},
+    ),
+    (
+        "models",
+        {"head": None, "trouble": "no process has it"},
+        {SYNC: "In sync?not known of all", SERVICE: "clicks: no process has it"},
+    ),
+    ("models", {"head": 0}, {SERVICE: "clicks: no version yet"}),
+    ("models", {"ranks": 4}, {TRAINERS: "1 of 4 ranks connectedclicks rank 0: connected"}),
+    ("models", {"ranks": 4}, {TRAINERS: "clicks: 3 ranks have not connected since the service started"}),
+    ("models", {"connected": 0, "finished": 1}, {TRAINERS: "0 of 1 ranks connected, 1 finished"}),
+    ("models", {"ranks": 0, "connected": 0}, {TRAINERS: "no trainer since the service started"}),
+    ("trainers", {"connected": False, "finished": True}, {TRAINERS: "clicks rank 0: finished"}),
+    ("trainers", {"connected": False, "left": "its connection is lost"}, {TRAINERS: "away, its connection"}),
+]
+
+
+def test_its_words_are_true_of_what_the_service_says(in_sync: InSync, opened: Open) -> None:
+    page = opened("about:blank")
+    for name, changes, said in WORDS:
+        status = deepcopy(in_sync.status)
+        status[name][0] |= changes
+        answer(page, status)
+        page.goto("about:blank")
+        page.goto(in_sync.http)
+        for where, text in said.items():
+            found = page.locator(where)
+            expect(found, f"{name} {changes}").to_contain_text(text)
+            if changes:
+                expect(found.locator("strong.good, td .good"), f"{name} {changes}").to_have_count(0)
+
+
+def test_what_is_not_known_is_a_dash(in_sync: InSync, opened: Open) -> None:
+    """It is neither zero nor empty, and the sum of a cut whose way is not over is named as such."""
+    status = deepcopy(in_sync.status)
+    status["consumers"][0] |= UNKNOWN | {"freshness": {"counts": [0] * 99, "count": 0, "p50": None, "p99": None}}
+    status["cuts"][0]["seconds"]["ack"] = None
+    page = opened("about:blank")
+    answer(page, status)
+    page.goto(in_sync.http)
+    cells = page.locator(CONSUMER).locator("td.number")
+    expect(cells).to_have_text(["\N{EN DASH}"] * 6)
+    for cell in cells.all():
+        expect(cell).to_have_attribute("title", "not known")
+    expect(page.locator(CUT)).to_contain_text(re.compile(r"s so far"))
+    expect(page.locator(STALE)).to_contain_text("freshness not measured yet")
+
+
+def test_a_consumer_shows_what_its_offset_counts_and_no_age_that_is_not_known(
+    in_sync: InSync, opened: Open
+) -> None:
+    """Without releases there is no row that one has left."""
+
+    releases = {"offset 1,234;": None, "offset 1,234, counted in releases;": {"number": 1234}}
+
+    def behind(route: Route) -> None:
+        lag = route.fetch().json()
+        for each in lag["tables"]:
+            each |= {"rows": 5, "oldest_row_seconds": 0.0, "unsent_norm": None, "unsent_share": None}
+        route.fulfill(json=lag | {"offset": 1234, "release": releases[offset]})
+
+    page = opened("about:blank")
+    answer(page, in_sync.status)
+    page.route("**/consumers/predictors/lag", behind)
+    for offset in releases:
+        page.goto("about:blank")
+        page.goto(f"{in_sync.http}/#/consumers/predictors")
+        expect(page.locator("main")).to_contain_text(f"model clicks, version 1, {offset}")
+        cells = page.locator("tr", has_text="item").locator("td")
+        expect(cells).to_have_text(["5", re.compile("B"), *["\N{EN DASH}"] * 3])
+
+
+def test_a_consumer_that_needs_somebody_comes_first_and_is_not_green(in_sync: InSync, opened: Open) -> None:
+    status = deepcopy(in_sync.status)
+    status["consumers"] = [status["consumers"][0] | {"consumer": each} for each in ("a", "b", "c")]
+    status["consumers"][1] |= {"wrong": AWAY}
+    page = opened("about:blank")
+    answer(page, status)
+    page.goto(in_sync.http)
+    table = page.get_by_role("table", name="Consumers")
+    expect(table.locator("tbody th")).to_have_text(["b", "a", "c"])
+    expect(table.locator("tbody td .warn")).to_have_text(["in sync"])
+    expect(page.locator(".flow .warn")).to_have_text(["3 in sync"])
+
+
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.nightly)])
+def test_every_column_is_reached_on_a_phone(in_sync: InSync, opened: Open, scheme: str) -> None:
+    """A shadow at its edge shows that a table goes on, by touch and by keyboard."""
+    page = opened("about:blank", PHONE, scheme)
+    answer(page, in_sync.status)
+    for view in VIEWS:
+        page.goto("about:blank")
+        page.goto(f"{in_sync.http}/{view}")
+        expect(page.locator("tbody tr").first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, view
+        assert not page.locator("th, td").and_(page.locator(":not(:visible)")).count(), view
+        for table in page.get_by_role("region").filter(has=page.locator("tbody tr")).all():
+            name = table.locator("thead th").first
+            assert name.evaluate("each => each.offsetWidth") <= PHONE / 2, view
+            page.evaluate("document.querySelectorAll('table').forEach(each => each.style.visibility = 'hidden')")
+            before = _right_edge(page, table)
+            table.focus()
+            page.keyboard.press("ArrowRight")
+            wait_for(partial(table.evaluate, "each => each.scrollLeft > 0"))
+            table.evaluate("each => each.scrollTo(each.scrollWidth, 0)")
+            assert _right_edge(page, table) != before, view
+            page.evaluate("document.querySelectorAll('table').forEach(each => each.style.visibility = '')")
+            assert name.evaluate("each => each.getBoundingClientRect().left") >= 0, view
+
+
+def _right_edge(page: Page, table: Locator) -> bytes:
+    """The pixels of the right edge."""
+    table.scroll_into_view_if_needed()
+    box = table.bounding_box()
+    assert box is not None
+    return page.screenshot(clip={"x": box["x"] + box["width"] - 6, "y": box["y"], "width": 6, "height": 20})
+
+
+def test_each_heading_stands_once(in_sync: InSync, opened: Open) -> None:
+    page = opened("about:blank")
+    answer(page, in_sync.status)
+    for view in VIEWS:
+        page.goto("about:blank")
+        page.goto(f"{in_sync.http}/{view}")
+        expect(page.locator("tbody tr").first).to_be_visible()
+        found = [each.split()[0] for each in page.locator("h1, h2, h3, caption, legend").all_inner_texts()]
+        assert len(found) == len(set(found)), (view, found)
+        for table in page.get_by_role("table").all():
+            assert table.evaluate("each => each.getAttribute('aria-labelledby')"), view

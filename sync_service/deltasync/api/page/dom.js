@@ -1,5 +1,7 @@
 // Making elements, and keeping those that are there: what is read, focused or scrolled stays where it is.
 
+import { UNKNOWN } from "./text.js";
+
 export function make(name, attributes = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -18,16 +20,25 @@ export function say(element, text, className = "") {
   if (element.className !== className) element.className = className;
 }
 
-// A table that is filled again and again. Columns: {title, number?, wide?, cell(line) -> text | {text, href?, className?, fill?}}.
+// Says why a number is not there, where that is so.
+export function hint(element, text) {
+  if (element.title !== text) element.title = text;
+}
+
+let tables = 0;
+
+// A table that is filled again and again, and its heading. Columns: {title, number?, words?, cell(line) -> text | {text, href?, className?, fill?}}.
 export class Table {
-  constructor(caption, columns, key) {
+  constructor(title, columns, key) {
     this.columns = columns;
     this.key = key;
     this.rows = new Map();
     this.body = make("tbody");
+    const id = `table-${++tables}`;
+    this.heading = make("h2", { id }, title);
     const titles = columns.map((each) => make("th", { scope: "col", class: classes(each) }, each.title));
-    this.table = make("table", {}, make("caption", {}, caption), make("thead", {}, make("tr", {}, ...titles)), this.body);
-    this.element = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, this.table);
+    const table = make("table", { "aria-labelledby": id }, make("thead", {}, make("tr", {}, ...titles)), this.body);
+    this.element = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-labelledby": id }, table);
   }
 
   fill(lines) {
@@ -62,11 +73,14 @@ function order(body, rows) {
 }
 
 function classes(column) {
-  return [column.number && "number", column.words && "words", column.wide && "narrow-hidden"].filter(Boolean).join(" ") || undefined;
+  return [column.number && "number", column.words && "words"].filter(Boolean).join(" ") || undefined;
 }
 
 function fillCell(cell, said) {
-  if (typeof said !== "object" || said === null) return write(cell, String(said ?? ""));
+  if (typeof said !== "object") {
+    hint(cell, said === UNKNOWN ? "not known" : "");
+    return write(cell, said);
+  }
   if (said.fill) return said.fill(cell);
   let inner = cell.firstElementChild;
   if (!inner) {
@@ -92,7 +106,8 @@ export class Filter {
     const wanted = this.input.value.toLowerCase();
     const found = wanted ? lines.filter((line) => text(line).toLowerCase().includes(wanted)) : lines;
     const left = found.length - this.most;
-    write(this.note, left > 0 ? `the first ${this.most} of ${found.length}` : "");
+    const none = wanted && !found.length ? "no match" : "";
+    write(this.note, left > 0 ? `the first ${this.most} of ${found.length}` : none);
     return left > 0 ? found.slice(0, this.most) : found;
   }
 }

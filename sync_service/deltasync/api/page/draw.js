@@ -1,7 +1,7 @@
 // Charts: a line over time, a distribution, and where a cut's time went.
 
 import { make } from "./dom.js";
-import { clock, seconds } from "./text.js";
+import { clock, seconds, UNKNOWN } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 300;
@@ -80,7 +80,7 @@ export class Distribution {
     });
     this.svg.replaceChildren(...bars);
     const total = counts.reduce((sum, each) => sum + each, 0);
-    const text = total ? `${this.title}: ${total} deliveries, half within ${this.within(bounds, counts, total / 2)}` : `${this.title}: none yet`;
+    const text = total ? `${this.title}: ${total} deliveries, half within ${this.within(bounds, counts, total / 2)}` : `${this.title}: not measured yet`;
     this.caption.textContent = text;
     this.svg.setAttribute("aria-label", text);
     this.scale.firstChild.textContent = `up to ${seconds(bounds[0])}`;
@@ -114,11 +114,16 @@ export function fillBar(cell, parts, longest) {
 // Where most of a cut's time went, in words.
 export function mostly(parts) {
   const name = PARTS.reduce((most, each) => ((parts[each] ?? 0) > (parts[most] ?? 0) ? each : most));
-  return parts[name] === null ? "" : `${name} ${seconds(parts[name])}`;
+  return parts[name] === null ? UNKNOWN : `${name} ${seconds(parts[name])}`;
 }
 
 export function total(parts) {
   return PARTS.reduce((sum, name) => sum + (parts[name] ?? 0), 0);
+}
+
+// How long a cut took in all. Its way ends with the last acknowledgement.
+export function inAll(parts) {
+  return `${seconds(total(parts))}${parts.ack === null ? " so far" : ""}`;
 }
 
 export function legend() {

@@ -1,35 +1,25 @@
 // Everything at a glance: is it in sync, how stale, how much; and what is wrong, first.
 
-import { Filter, make, say, Table } from "./dom.js";
-import { Distribution, fillBar, legend, LineChart, mostly, total } from "./draw.js";
-import { bytes, clock, count, counted, HOLDING, mood, percent, seconds, urgency, worst } from "./text.js";
+import { Filter, hint, make, say, Table } from "./dom.js";
+import { Distribution, fillBar, inAll, legend, LineChart, mostly, total } from "./draw.js";
+import { bytes, clock, count, counted, HOLDING, mood, percent, seconds, UNKNOWN, urgency, version, worst } from "./text.js";
 
 const POINTS = 300;
 const SHOWN = 250;
 const WRONG_SHOWN = 50;
-const throughput = { times: [], rows: [], bytes: [], published: 0, last: null };
+// What replicas were sent per second since the page was opened; null where that is not known.
+const throughput = { times: [], rows: [], bytes: [] };
 
 export function consumerLink(name) {
   return `#/consumers/${encodeURIComponent(name)}`;
 }
 
-// By how much a sum over some lines has grown, of those that were there before.
-function growth(lines, before, key, name) {
-  return lines.reduce((all, each) => all + Math.max(0, each[name] - (before.get(each[key])?.[name] ?? each[name])), 0);
-}
-
-// Rows and bytes a second that replicas are sent, and trainers publish, from what that was in all.
-function note(status) {
-  const last = throughput.last;
-  const by = (lines, key) => new Map(lines.map((each) => [each[key], each]));
-  if (status.unix_ms === last?.ms) return; // Only another process had something new.
-  throughput.last = { ms: status.unix_ms, sent: by(status.consumers, "consumer"), published: by(status.models, "model") };
-  if (!last || status.unix_ms < last.ms) return;
-  const passed = (status.unix_ms - last.ms) / 1000;
-  throughput.times.push(status.unix_ms);
-  throughput.rows.push(growth(status.consumers, last.sent, "consumer", "released_rows") / passed);
-  throughput.bytes.push(growth(status.consumers, last.sent, "consumer", "released_bytes") / passed);
-  throughput.published = growth(status.models, last.published, "model", "published_bytes") / passed;
+// Notes the throughput, whatever is shown.
+export function note({ unix_ms, rates }) {
+  if (unix_ms === throughput.times.at(-1)) return; // Only another process had something new.
+  throughput.times.push(unix_ms);
+  throughput.rows.push(rates.rows);
+  throughput.bytes.push(rates.bytes);
   for (const each of ["times", "rows", "bytes"]) if (throughput[each].length > POINTS) throughput[each].shift();
 }
 
@@ -53,22 +43,38 @@ class Flow {
 
   show(status) {
     const [trainers, service, consumers, replicas] = this.boxes;
-    fill(trainers, `${status.trainers.filter((each) => each.connected).length} of ${status.trainers.length} ranks connected`,
-      status.trainers.map((each) => [`${each.model} rank ${each.rank}: ${each.connected ? "connected" : `away, ${each.left}`}, ${seconds(each.since_seconds)}`, each.connected ? "good" : "bad"]));
-    const models = status.models.map((each) => [`${each.model}: version ${count(each.head)}${each.trouble ? `, ${each.trouble}` : ""}`, each.trouble ? "bad" : "good"]);
+    const [ranks, connected, finished] = ["ranks", "connected", "finished"].map((name) => sumOf(status.models, name));
+    const done = finished ? `, ${finished} finished` : "";
+    fill(trainers, ranks ? `${connected} of ${ranks} ranks connected${done}` : "no trainer since the service started", trainerLines(status));
+    const models = status.models.map((each) => [`${each.model}: ${[each.head !== null && version(each.head), each.trouble].filter(Boolean).join(", ")}`, each.trouble ? "bad" : "good"]);
     const missing = status.missing.map((each) => [`${each}: does not answer`, "bad"]);
     const processes = status.processes.flatMap((each) => processLines(each, several(status) ? `${each.process}: ` : ""));
     fill(service, readiness(status), [...missing, ...processes, ...models]);
-    const states = new Map();
-    for (const each of status.consumers) states.set(each.state, (states.get(each.state) ?? 0) + 1);
-    const sorted = [...states].sort(([one], [other]) => urgency(one) - urgency(other));
-    fill(consumers, `${status.consumers.length} in all`, sorted.map(([state, number]) => [`${number} ${state}`, mood(state)]));
-    const all = status.consumers.reduce((sum, each) => sum + each.replicas, 0);
-    const here = status.consumers.reduce((sum, each) => sum + each.connected, 0);
+    const states = [...new Set(status.consumers.map((each) => each.state))].sort((one, other) => urgency(one) - urgency(other));
+    const of = (state) => status.consumers.filter((each) => each.state === state);
+    const more = known(status) ? "" : ", others not known";
+    fill(consumers, `${status.consumers.length} in all${more}`, states.map((state) => [`${of(state).length} ${state}`, worst(of(state).map(moodOf))]));
     const wrong = status.consumers.flatMap((each) => each.wrong.map(({ replica, reason }) => [`${each.consumer}/${replica}: ${reason}`, "bad", consumerLink(each.consumer)]));
-    const more = wrong.length > WRONG_SHOWN ? [[`and ${wrong.length - WRONG_SHOWN} more`, "bad"]] : [];
-    fill(replicas, `${here} of ${all} connected`, [...wrong.slice(0, WRONG_SHOWN), ...more]);
+    const left = wrong.length > WRONG_SHOWN ? [[`and ${wrong.length - WRONG_SHOWN} more`, "bad"]] : [];
+    fill(replicas, `${sumOf(status.consumers, "connected")} of ${sumOf(status.consumers, "replicas")} connected${more}`, [...wrong.slice(0, WRONG_SHOWN), ...left]);
   }
+}
+
+function sumOf(lines, name) {
+  return lines.reduce((all, each) => all + each[name], 0);
+}
+
+function trainerLines({ models, trainers }) {
+  const state = (each) => (each.connected ? ["connected", "good"] : each.finished ? ["finished", ""] : [`away, ${each.left}`, "bad"]);
+  const lines = trainers.map((each) => {
+    const [words, className] = state(each);
+    return [`${each.model} rank ${each.rank}: ${words}, ${seconds(each.since_seconds)}`, className];
+  });
+  for (const { model, ranks } of models) {
+    const unseen = ranks - trainers.filter((each) => each.model === model).length;
+    if (unseen > 0) lines.push([`${model}: ${unseen === 1 ? "1 rank has" : `${unseen} ranks have`} not connected since the service started`, "warn"]);
+  }
+  return lines;
 }
 
 function several(status) {
@@ -107,15 +113,33 @@ function fillLine(line, text, className, href) {
   line.replaceChildren(make("a", { href, class: className }, text));
 }
 
-// "All" is a promise: that there are consumers, that all of them are known, and that each holds what it should.
-// Nobody knows the consumers of a model without a head: no process has it, or its process is still recovering it.
+// Whether all consumers are known. Nobody knows those of a process that does not answer, and of a model without a
+// head: no process has it, or its process is still recovering it.
+function known({ missing, models, processes }) {
+  return !missing.length && models.every((each) => each.head !== null) && processes.every((each) => each.ready);
+}
+
+// "All" is a promise: that there are consumers, that all of them are known, that each of their replicas has shown that
+// it holds what it should and needs nobody, and that cuts can be sealed.
 function inSync(status) {
-  const { consumers, missing, models, processes } = status;
+  const { consumers, models } = status;
   const lagging = consumers.filter((each) => !HOLDING.has(each.state));
   if (lagging.length) return [`${lagging.length} of ${consumers.length} not`, worst(lagging.map((each) => mood(each.state)))];
-  const known = !missing.length && models.every((each) => each.head !== null) && processes.every((each) => each.ready);
-  if (!known) return ["not known of all", "warn"];
-  return consumers.length ? ["all", "good"] : ["no consumer", "warn"];
+  if (!known(status)) return ["not known of all", "warn"];
+  if (!consumers.length) return ["no consumer", "warn"];
+  const wrong = wrongReplicas(status);
+  if (wrong) return [`all but ${counted(wrong, "replica")}`, "bad"];
+  const stuck = models.filter((each) => each.trouble).length;
+  if (stuck) return [`all, but ${counted(stuck, "model")} cannot seal`, "bad"];
+  return consumers.some((each) => each.state === "delivered") ? ["all, as far as known", "warn"] : ["all", "good"];
+}
+
+function moodOf(consumer) {
+  return mood(consumer.state, consumer.wrong.length > 0);
+}
+
+function wrongReplicas({ consumers }) {
+  return consumers.reduce((all, each) => all + each.wrong.length, 0);
 }
 
 export function overviewView() {
@@ -124,60 +148,65 @@ export function overviewView() {
   const filter = new Filter("Consumer", SHOWN, () => latest && fillConsumers(latest));
   let latest = null;
   let longest = 1;
-  const consumers = new Table("Consumers, those that need somebody first", [
+  const consumers = new Table("Consumers, most urgent first", [
     { title: "consumer", cell: (line) => ({ text: line.consumer, href: consumerLink(line.consumer) }) },
-    { title: "state", cell: (line) => ({ text: line.state, className: mood(line.state) }) },
+    { title: "state", cell: (line) => ({ text: line.state, className: moodOf(line) }) },
     { title: "why", words: true, cell: (line) => line.reason },
-    { title: "versions", number: true, cell: (line) => count(line.versions) },
-    { title: "behind", number: true, cell: (line) => seconds(line.seconds) },
-    { title: "unsent", number: true, wide: true, cell: (line) => percent(line.unsent_share) },
-    { title: "replicas", number: true, cell: (line) => `${line.connected}/${line.replicas}` },
-    { title: "fresh, p50", number: true, wide: true, cell: (line) => seconds(line.freshness.p50) },
-    { title: "p99", number: true, wide: true, cell: (line) => seconds(line.freshness.p99) },
+    { title: "versions behind", number: true, cell: (line) => count(line.versions) },
+    { title: "time behind", number: true, cell: (line) => seconds(line.seconds) },
+    { title: "unsent", number: true, cell: (line) => percent(line.unsent_share) },
+    { title: "replicas", number: true, cell: (line) => (line.head === null ? UNKNOWN : `${line.connected}/${line.replicas}`) },
+    { title: "fresh, p50", number: true, cell: (line) => seconds(line.freshness.p50) },
+    { title: "fresh, p99", number: true, cell: (line) => seconds(line.freshness.p99) },
   ], (line) => line.consumer);
-  const cuts = new Table("The last cuts", [
+  const cuts = new Table("Cuts", [
     { title: "version", cell: (line) => `${line.model} ${count(line.version)}` },
     { title: "where its time went", cell: (line) => ({ fill: (cell) => fillBar(cell, line.seconds, longest) }) },
     { title: "mostly", number: true, cell: (line) => mostly(line.seconds) },
-    { title: "in all", number: true, cell: (line) => seconds(total(line.seconds)) },
-    { title: "rows", number: true, wide: true, cell: (line) => count(line.rows) },
-    { title: "bytes", number: true, wide: true, cell: (line) => bytes(line.bytes) },
+    { title: "in all", number: true, cell: (line) => inAll(line.seconds) },
+    { title: "rows", number: true, cell: (line) => count(line.rows) },
+    { title: "bytes", number: true, cell: (line) => bytes(line.bytes) },
     { title: "ago", number: true, cell: (line) => seconds(line.seconds_ago) },
   ], (line) => `${line.model}/${line.version}`);
-  const events = new Table("What has happened last", [
+  const events = new Table("Events", [
     { title: "time", cell: (line) => clock(line.unix_ns / 1e6) },
     { title: "event", cell: (line) => ({ text: line.event.replaceAll("_", " "), className: { warning: "warn", error: "bad" }[line.level] ?? "" }) },
-    { title: "to whom", cell: (line) => Object.entries({ ...(line.process ? { process: line.process } : {}), ...line.subject }).map(([name, value]) => `${name} ${value}`).join(", ") },
+    { title: "to whom", words: true, cell: (line) => Object.entries({ ...(line.process ? { process: line.process } : {}), ...line.subject }).map(([name, value]) => `${name} ${value}`).join(", ") },
     { title: "why", words: true, cell: (line) => `${line.text}${line.repeats ? ` (${count(line.repeats)} more times)` : ""}` },
   ], (line) => `${line.process}/${line.number}`);
-  const charts = { rows: new LineChart("Rows sent a second, since this page was opened", count), bytes: new LineChart("Bytes sent a second, likewise", bytes), fresh: new Distribution("Freshness of deliveries") };
+  const charts = { rows: new LineChart("Rows sent per second, since this page was opened", count), bytes: new LineChart("Bytes sent per second", bytes), fresh: new Distribution("Freshness of deliveries") };
 
   function fillConsumers(status) {
-    const sorted = [...status.consumers].sort((one, other) => urgency(one.state) - urgency(other.state) || one.consumer.localeCompare(other.consumer));
+    const sorted = [...status.consumers].sort((one, other) => urgency(one.state, one.wrong.length > 0) - urgency(other.state, other.wrong.length > 0) || one.consumer.localeCompare(other.consumer));
     consumers.fill(filter.of(sorted, (line) => `${line.consumer} ${line.model} ${line.state} ${line.reason}`));
   }
 
   function fillCards(status) {
     const [answer, className] = inSync(status);
     say(cards.sync.value, answer, className);
+    const least = known(status) ? "" : "at least ";
     const unproven = status.consumers.filter((each) => each.state === "delivered").length;
-    const wrong = status.consumers.reduce((all, each) => all + each.wrong.length, 0);
-    const notes = [counted(status.consumers.length, "consumer"), unproven && `${unproven} without proof`, wrong && `look at ${counted(wrong, "replica")}`];
-    say(cards.sync.more, notes.filter(Boolean).join(", "), wrong ? "bad" : "soft");
-    const followed = status.consumers.filter((each) => each.replicas && each.seconds !== null);
-    say(cards.stale.value, followed.length ? seconds(Math.max(...followed.map((each) => each.seconds))) : "not known");
+    const replicas = counted(sumOf(status.consumers, "replicas"), "replica");
+    const wrong = wrongReplicas(status);
+    const notes = [counted(status.consumers.length, "consumer"), unproven && `${unproven} without proof`, wrong ? `look at ${wrong} of ${replicas}` : replicas];
+    say(cards.sync.more, `${least}${notes.filter(Boolean).join(", ")}`, wrong ? "bad" : "soft");
+    // Of what nothing is published nobody can be behind.
+    const followed = status.consumers.filter((each) => each.state !== "empty" && each.seconds !== null);
+    say(cards.stale.value, followed.length ? `${least}${seconds(Math.max(...followed.map((each) => each.seconds)))}` : "not known");
     const p99 = Math.max(...status.consumers.map((each) => each.freshness.p99 ?? -1));
-    say(cards.stale.more, p99 < 0 ? "nothing delivered yet" : `deliveries within ${seconds(p99)} (p99, slowest consumer)`, "soft");
-    say(cards.much.value, throughput.bytes.length ? `${bytes(throughput.bytes.at(-1))}/s` : "0 B/s");
-    say(cards.much.more, throughput.rows.length ? `${count(throughput.rows.at(-1))} rows a second to replicas; ${bytes(throughput.published)}/s from trainers` : "", "soft");
+    say(cards.stale.more, p99 < 0 ? "freshness not measured yet" : `deliveries within ${seconds(p99)} (p99, slowest consumer)`, "soft");
+    const { rows, bytes: sent, published } = status.rates;
+    const measured = ![rows, sent, published].includes(null);
+    say(cards.much.value, measured ? `${status.missing.length ? "at least " : ""}${bytes(sent)}/s` : UNKNOWN);
+    hint(cards.much.value, measured ? "" : "measuring");
+    say(cards.much.more, measured ? `${count(rows)} rows/s to replicas; ${bytes(published)}/s from trainers` : "measuring", "soft");
     const newest = status.cuts[0];
-    say(cards.cut.value, newest ? `${seconds(newest.seconds_ago)} ago` : "none");
+    say(cards.cut.value, newest ? `${seconds(newest.seconds_ago)} ago` : known(status) ? "none" : "not known");
     say(cards.cut.more, newest ? `version ${count(newest.version)} of ${newest.model}` : "since the service started", "soft");
   }
 
   function show(status) {
     latest = status;
-    note(status);
     fillCards(status);
     flow.show(status);
     fillConsumers(status);
@@ -194,10 +223,10 @@ export function overviewView() {
   const elements = [
     make("ul", { class: "cards" }, ...Object.values(cards).map((each) => each.element)),
     make("h2", {}, "From trainers to replicas"), flow.element,
-    make("h2", {}, "Consumers"), filter.element, consumers.element,
-    make("h2", {}, "Cuts"), legend(), cuts.element,
+    consumers.heading, filter.element, consumers.element,
+    cuts.heading, legend(), cuts.element,
     make("h2", {}, "Throughput and freshness"), make("div", { class: "charts" }, charts.rows.element, charts.bytes.element, charts.fresh.element),
-    make("h2", {}, "Events"), events.element,
+    events.heading, events.element,
   ];
   return { title: "deltasync", elements, show };
 }

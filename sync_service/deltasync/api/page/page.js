@@ -2,7 +2,7 @@
 
 import { say } from "./dom.js";
 import { consumerView } from "./consumer.js";
-import { overviewView } from "./overview.js";
+import { note, overviewView } from "./overview.js";
 import { hearAll, STALE_MS } from "./processes.js";
 import { Refused } from "./stream.js";
 import { tablesView, tableView } from "./tables.js";
@@ -47,13 +47,14 @@ function open() {
   if (newest) show();
 }
 
-// One request after the other: an answer that takes long is waited for.
+// One request after the other: while an answer is awaited, only the newest of what comes is kept, and shown after it.
 async function show() {
   const shown = view;
+  const status = newest;
   if (shown.pending) return;
   shown.pending = true;
   try {
-    await shown.show(newest);
+    await shown.show(status);
     shown.shownMs = Date.now();
     if (shown === view) recover();
   } catch (error) {
@@ -61,6 +62,7 @@ async function show() {
   } finally {
     shown.pending = false;
   }
+  if (shown === view && newest && newest !== status) show();
 }
 
 function recover() {
@@ -90,6 +92,7 @@ function hold(status) {
   const first = newest === null;
   newest = status;
   heardMs = performance.now();
+  note(status);
   access.hidden = true;
   say(time, clock(status.unix_ms));
   sayLive();
@@ -108,6 +111,7 @@ function sayStale() {
   const lost = newest === null || connection.classList.contains("lost");
   if (lost || performance.now() - heardMs < STALE_MS) return;
   say(connection, `Nothing new since ${clock(newest.unix_ms)}, although the service is connected`, "bad");
+  say(time, "");
 }
 
 function lose(error) {
@@ -115,6 +119,7 @@ function lose(error) {
   const why = error instanceof Refused ? error.message : "trying again";
   const since = newest ? `; what is shown is of ${clock(newest.unix_ms)}` : "";
   say(connection, `Connection lost: ${why}${since}`, "bad lost");
+  say(time, "");
 }
 
 // Anew where a token is shown: what an earlier one is answered counts no more.

@@ -21,7 +21,7 @@ export async function hearAll(heard, lost, signal) {
   }
 
   function take(at, status) {
-    statuses.set(at, { at, status, ms: performance.now() });
+    statuses.set(at, { at, status, rates: rates(statuses.get(at)?.status, status), ms: performance.now() });
     for (const each of status.processes) tried.add(each.process);
     tell();
     if (status.missing.some((name) => !tried.has(name))) learn(at);
@@ -52,6 +52,27 @@ export async function hearAll(heard, lost, signal) {
   while (!signal.aborted) await hear("");
 }
 
+// What a process sends and takes per second. Null where nobody knows: its counters start at 0 with the process and
+// with a consumer, so that takes two reports over one connection, between which no counter went back.
+function rates(before, now) {
+  const passed = before ? (now.unix_ms - before.unix_ms) / 1000 : 0;
+  const rate = (name, key, counter) => {
+    if (passed <= 0) return null;
+    const counted = new Map(before[name].map((each) => [each[key], each[counter]]));
+    const grown = now[name].map((each) => each[counter] - (counted.get(each[key]) ?? 0));
+    return grown.some((each) => each < 0) ? null : sum(grown) / passed;
+  };
+  return {
+    rows: rate("consumers", "consumer", "released_rows"),
+    bytes: rate("consumers", "consumer", "released_bytes"),
+    published: rate("models", "model", "published_bytes"),
+  };
+}
+
+function sum(numbers) {
+  return numbers.includes(null) ? null : numbers.reduce((all, each) => all + each, 0);
+}
+
 function together(all) {
   const lines = (name) => all.flatMap(({ at, status }) => status[name].map((each) => ({ ...each, at })));
   const processes = lines("processes").sort(by("process"));
@@ -59,6 +80,7 @@ function together(all) {
   return {
     ...all[0].status,
     addresses: all.map((each) => each.at),
+    rates: Object.fromEntries(["rows", "bytes", "published"].map((name) => [name, sum(all.map(({ rates }) => rates[name]))])),
     processes,
     missing: [...new Set(all.flatMap(({ status }) => status.missing))].filter((each) => !names.has(each)).sort(),
     models: known(lines("models"), "model"),

@@ -1,9 +1,11 @@
 // Numbers and times, as people read them.
 
+// Stands where a number is not known: neither 0 nor nothing.
+export const UNKNOWN = "–";
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 export function count(number) {
-  return number === null ? "" : whole.format(number);
+  return number === null ? UNKNOWN : whole.format(number);
 }
 
 export function counted(number, noun) {
@@ -11,7 +13,7 @@ export function counted(number, noun) {
 }
 
 export function bytes(number) {
-  if (number === null) return "";
+  if (number === null) return UNKNOWN;
   const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
   for (; number >= 1000 && at < units.length - 1; at++) number /= 1000;
@@ -19,7 +21,7 @@ export function bytes(number) {
 }
 
 export function seconds(number) {
-  if (number === null || number === undefined) return "";
+  if (number === null) return UNKNOWN;
   if (number === 0) return "0 s";
   if (number < 0.0995) return `${(1000 * number).toFixed(number < 0.00995 ? 1 : 0)} ms`;
   if (number < 120) return `${number.toFixed(number < 10 ? 2 : 0)} s`;
@@ -28,11 +30,22 @@ export function seconds(number) {
 }
 
 export function percent(share) {
-  return share === null || share === undefined ? "" : `${(100 * share).toPrecision(2)} %`;
+  if (share === null) return UNKNOWN;
+  return `${share < 0.995 ? (100 * share).toPrecision(2) : count(100 * share)} %`;
 }
 
 export function norm(number) {
-  return number === null || number === undefined ? "" : number.toPrecision(3);
+  return number === null ? UNKNOWN : number.toPrecision(3);
+}
+
+// Since when the oldest row waits that a table's last release left. Without releases that is not known, though 0.
+export function oldestRow({ rows, oldest_row_seconds, unsent_norm }) {
+  return rows && unsent_norm === null ? UNKNOWN : seconds(oldest_row_seconds);
+}
+
+// The newest version of a model: 0 is that of one of which nothing is published.
+export function version(head) {
+  return head ? `version ${count(head)}` : "no version yet";
 }
 
 // The time of day, and the day where that is another than today.
@@ -42,13 +55,16 @@ export function clock(ms) {
   return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString("en-CA")} ${time}`;
 }
 
-const GOOD = new Set(["in sync", "current"]);
-const FINE = new Set(["delivered", "behind", "partial", "empty", "waiting", "paused"]);
-// Replicas that cannot show what they hold, a store say, have all of it so far as anybody knows.
-export const HOLDING = new Set([...GOOD, "delivered"]);
+// States of consumers and of replicas.
+const GOOD = new Set(["in sync", "current", "connected", "guest"]);
+const FINE = new Set(["delivered", "behind", "partial", "empty", "waiting", "paused", "late", "rewound"]);
+// Replicas that cannot show what they hold, such as a store, have all of it as far as anybody knows.
+export const HOLDING = new Set(["in sync", "current", "delivered"]);
 
-export function mood(state) {
-  return GOOD.has(state) ? "good" : FINE.has(state) ? "warn" : "bad";
+// A consumer can be in sync although it has a replica that needs somebody: one that is away and lacks nothing.
+export function mood(state, needed = false) {
+  if (GOOD.has(state)) return needed ? "warn" : "good";
+  return FINE.has(state) ? "warn" : "bad";
 }
 
 export function worst(moods) {
@@ -57,7 +73,7 @@ export function worst(moods) {
 
 const ORDER = ["failed", "damaged", "away", "waiting", "behind", "partial", "delivered", "paused", "empty", "current", "in sync"];
 
-export function urgency(state) {
-  const at = ORDER.indexOf(state);
-  return at < 0 ? -1 : at;
+// A state that is not listed comes first.
+export function urgency(state, needed = false) {
+  return Math.min(ORDER.indexOf(state), needed ? ORDER.indexOf("partial") : ORDER.length);
 }
