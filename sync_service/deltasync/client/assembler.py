@@ -9,8 +9,9 @@ from deltasync.client.targets import Release
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
+from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.messages import (
     delivery_from_message,
@@ -41,22 +42,25 @@ class ReleaseAssembler:
         self._known = known
         self._model = ""
         self._acked_bytes = self._ended_bytes = 0
+        # Large enough that parts cost next to nothing, and that most models come whole.
+        self._part_bytes = 4 * max_outstanding_bytes
         # What is not acked yet must leave room for a chunk, or the service and this replica wait for each other.
         self._ack_bytes = min(max_outstanding_bytes // 4, max_outstanding_bytes - CHUNK_BYTES)
-        self._resync = False
+        self._resync = self._in_parts = False
+        self._waiting_bytes = self._given_rows = 0  # For a part, and in the parts that were given.
         self._deliveries: list[Delivery] = []
         self._shards: list[Shard] = []
         self._rows: list[RowBatch] = []
         self._checksums: dict[str, int] = {}
 
-    def begin(self, opened: subscribe_pb2.SubscribeOpened) -> None:
-        """Learn the tables."""
+    def begin(self, opened: subscribe_pb2.SubscribeOpened, *, in_parts: bool = False) -> None:
+        """Learn the tables; `in_parts` says whether a first copy may be given in parts."""
         logger.info("subscribed to model %s: %s", opened.model, opened.reason)
         self._model, self.model_history = opened.model, opened.model_history
         mode = mode_from_message(opened.mode)
         self._deliveries = [delivery_from_message(table, mode) for table in opened.tables]
         self._shards = [Shard.whole(delivery.wire_spec) for delivery in self._deliveries]
-        self._resync = opened.resync
+        self._resync, self._in_parts = opened.resync, opened.resync and in_parts
 
     def add(self, rows: tables_pb2.Rows) -> bool:
         """Take some rows; returns whether it is time to return credit.
@@ -66,19 +70,40 @@ class ReleaseAssembler:
         """
         batch = decode_rows(rows, self._shards)
         self._rows.append(_decoded(batch, self._deliveries[rows.slot]))
+        self._waiting_bytes += self._rows[-1].nbytes if _goes_ahead(self._rows[-1]) else 0
         self.received_bytes += batch.nbytes
         due = self.received_bytes - self._acked_bytes >= self._ack_bytes
         if due:
             self._acked_bytes = self.received_bytes
         return due
 
+    def part(self) -> Release | None:
+        """The next part of a first copy, once enough of it has arrived: its rows are not in any later one."""
+        if not self._in_parts or self._waiting_bytes < self._part_bytes:
+            return None
+        rows = [each for each in self._rows if _goes_ahead(each)]
+        part = Release(
+            Position(),
+            step=0,
+            step_end_unix_ns=0,
+            resync=True,
+            tables=self.tables,
+            rows=rows,
+            model=self._model,
+            more=True,
+            continues=bool(self._given_rows),
+        )
+        self._rows = [each for each in self._rows if not _goes_ahead(each)]
+        self._waiting_bytes, self._given_rows = 0, self._given_rows + sum(map(len, rows))
+        return part
+
     def end(self, end: subscribe_pb2.ReleaseEnd) -> Release:
-        """The whole release.
+        """The whole release, or the last part of it.
 
         Raises:
             InvalidInput: rows are missing.
         """
-        rows = sum(map(len, self._rows))
+        rows = self._given_rows + sum(map(len, self._rows))
         if rows != end.rows:
             raise InvalidInput(f"release of version {end.position.version}: {rows} of {end.rows} rows arrived")
         release = Release(
@@ -93,8 +118,11 @@ class ReleaseAssembler:
             bytes=self.received_bytes - self._ended_bytes,
             event_time_unix_ns=event_time_from_message(end),
             model=self._model,
+            continues=bool(self._given_rows),
         )
-        self._resync, self._rows, self._ended_bytes = False, [], self.received_bytes
+        self._resync = self._in_parts = False
+        self._rows, self._ended_bytes = [], self.received_bytes
+        self._waiting_bytes = self._given_rows = 0
         self._checksums = {self._deliveries[each.slot].spec.name: each.sum for each in end.sums}
         self._known.clear()
         self._known.update(delivery.spec.name for delivery in self._deliveries)
@@ -138,6 +166,11 @@ class ReleaseAssembler:
         """Names of the tables of which the service had another checksum with the last release of this stream."""
         expected = self._checksums
         return [name for name, checksum in checksums.items() if expected.get(name, checksum) != checksum]
+
+
+def _goes_ahead(rows: RowBatch) -> bool:
+    """Whether rows may be in a part: a map, for one, is only right as a whole."""
+    return rows.table.kind is TableKind.EMBEDDING
 
 
 def _decoded(rows: RowBatch, delivery: Delivery) -> RowBatch:

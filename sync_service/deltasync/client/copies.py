@@ -29,6 +29,7 @@ class Copy(Protocol):
 C = TypeVar("C", bound=Copy)
 R = TypeVar("R", bound=Reading)
 
+_FIRST_COPY = "some of a first copy"
 _REMEDY = "Start a subscriber that holds nothing: it is sent everything, and the target is whole again"
 
 
@@ -39,19 +40,21 @@ class _Side(Generic[C, R]):
         copy: the copy.
         reading: what its readers get.
         gate: readers and writers of the copy pass through it.
-        unfinished: the version that is being written, or that was not written to its end.
+        unfinished: what is being written, or was not written to its end, in words.
     """
 
     def __init__(self, copy: C, reading: R) -> None:
         self.copy = copy
         self.reading = reading
         self.gate = Gate()
-        self.unfinished: int | None = None
+        self.unfinished = ""
 
     def write(self, write: Callable[[], None], release: Release) -> None:
         with self.gate.writing():
-            self.unfinished = release.version
+            self.unfinished = _FIRST_COPY if release.more else f"some of version {release.version}"
             write()
+            if release.more:
+                return
             self.reading = replace(
                 self.reading,
                 position=release.position,
@@ -60,17 +63,19 @@ class _Side(Generic[C, R]):
                 step_end_unix_ns=release.step_end_unix_ns,
                 event_time_unix_ns=release.event_time_unix_ns,
             )
-            self.unfinished = None
+            self.unfinished = ""
 
     @property
     def state(self) -> str:
         """What it holds, in words."""
-        begun = "" if self.unfinished is None else f" and some of version {self.unfinished}"
+        if self.unfinished == _FIRST_COPY:
+            return f"{_FIRST_COPY}, which is still arriving or was broken off: wait until a subscriber is ready"
+        begun = f" and {self.unfinished}" if self.unfinished else ""
         return f"rows of version {self.reading.version}{begun}: a release was not written to its end. {_REMEDY}"
 
     def check(self) -> None:
         """Raise TornTarget where a release was not written to its end."""
-        if self.unfinished is not None:
+        if self.unfinished:
             raise TornTarget(f"the target holds {self.state}")
 
 
@@ -157,7 +162,7 @@ class Copies(Generic[C, R]):
 
     def _torn(self) -> str | None:
         """What is wrong with a copy that is not whole at the version that is served."""
-        sides = [side for side in self._sides if side.unfinished is not None]
+        sides = [side for side in self._sides if side.unfinished]
         behind = [side for side in self._sides if side.reading.position != self._served.reading.position]
         return next((side.state for side in (*sides, *behind)), None)
 

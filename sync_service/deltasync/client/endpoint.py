@@ -16,6 +16,7 @@ from deltasync.client.http_answer import HttpRequest, Tls, json_answer
 from deltasync.client.tls_files import TlsFiles
 from deltasync.client.troubles import meaning
 from deltasync.core.addresses import host_and_port, is_url, with_port
+from deltasync.core.arguments import check_type
 from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.core.exposure import is_loopback
 from deltasync.core.owner import Owner
@@ -84,6 +85,8 @@ class Endpoint:
     insecure: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("address", "token", "http"):
+            check_type("Endpoint(address, token)", name, getattr(self, name), str)
         for name in ("address", "http"):
             scheme, separator, rest = getattr(self, name).strip().rpartition("://")
             object.__setattr__(self, name, f"{scheme.lower()}{separator}{rest}")

@@ -31,7 +31,7 @@ class LocalTarget(Generic[C, R]):
         Several threads may be inside, each of them more than once. Nothing of it is to be used after the block.
 
         Raises:
-            TornTarget: a release was not written to its end.
+            TornTarget: a release was not written to its end, or a first copy is still arriving.
             Contradiction: this thread is applying a release.
         """
         return self._copies.reading()
@@ -40,6 +40,11 @@ class LocalTarget(Generic[C, R]):
     def position(self) -> Position:
         """The one to go on from: of the last release, or an empty one where that was not written to its end."""
         return self._copies.position
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether a first copy is written as it arrives. With `reads="copies"` what is there stays served."""
+        return self.reads == "pause" and not self.position.number
 
     @property
     def event_time_unix_ns(self) -> int | None:

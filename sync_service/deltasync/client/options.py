@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deltasync.client.endpoint import Endpoint
+from deltasync.core.arguments import check_type
 from deltasync.core.errors import InvalidInput
 from deltasync.core.names import check_name
 from deltasync.core.position import Decision, Position
@@ -36,6 +37,7 @@ class PublisherOptions:
     takes_deletes: bool = False
 
     def __post_init__(self) -> None:
+        check_type("PublisherOptions(...)", "continues", self.continues, Position)
         Endpoint.of_grpc(self.service)
         check_name("model", self.model)
         if not 0 <= self.rank < self.world_size:
@@ -53,7 +55,8 @@ class SubscriberOptions:
         held: the position the target's rows are at, where they outlived the process.
         snapshots: folder or URL of the service's snapshots: where nothing is held, the newest is read first, and
             the service sends only what has changed since. Where none can be used it sends everything.
-        max_outstanding_bytes: bound of the bytes under way to this replica.
+        max_outstanding_bytes: bound of the bytes under way to this replica. Of a large first copy four times as
+            many are written at a time, where the target takes parts.
         guest: whether this replica is only there to look at something: no lag and no state of its consumer counts
             it, and the service forgets it as soon as it is away, however it has ended.
         on_readiness: called with each change of `Subscriber.ready`, from a thread for that alone, one call at a
@@ -71,6 +74,7 @@ class SubscriberOptions:
     on_readiness: Callable[[Decision], None] | None = None
 
     def __post_init__(self) -> None:
+        check_type("SubscriberOptions(...)", "held", self.held, Position)
         Endpoint.of_grpc(self.service)
         check_name("consumer", self.consumer)
         check_name("replica", self.replica)

@@ -17,6 +17,7 @@ from deltasync.client.options import PublisherOptions
 from deltasync.client.part import Part
 from deltasync.client.route import Route
 from deltasync.client.wanted_rows import ASK_SECONDS, ask_wanted
+from deltasync.core.arguments import check_items, check_type
 from deltasync.core.backoff import backoff
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import Damaged, DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
@@ -32,8 +33,11 @@ from deltasync.wire.row_messages import chunked, fits_message, part_chunk, seria
 
 logger = logging.getLogger(__name__)
 
-_Requests: TypeAlias = "queue.SimpleQueue[Part | None]"
+_Requests: TypeAlias = "queue.SimpleQueue[Part | publish_pb2.PublishGoodbye | None]"
 _Call: TypeAlias = "grpc._CallIterator[publish_pb2.PublishResponse]"
+
+# How long a service may take to answer a goodbye.
+_GOODBYE_SECONDS = 2.0
 
 _PUBLISH = f"/{publish_pb2.DESCRIPTOR.services_by_name['PublishService'].full_name}/Publish"
 
@@ -52,6 +56,21 @@ class Publisher:
     """
 
     def __init__(self, options: PublisherOptions, tables: list[TableSpec], shards: list[Shard]) -> None:
+        """Start to publish from a thread.
+
+        Args:
+            options: see `PublisherOptions`.
+            tables: all tables of the model.
+            shards: those that this rank has.
+
+        Raises:
+            TypeError: other types.
+            InvalidInput: a shard comes twice.
+        """
+        call = "Publisher(options, tables, shards)"
+        check_type(call, "options", options, PublisherOptions)
+        check_items(call, "tables", tables, TableSpec)
+        check_items(call, "shards", shards, Shard)
         check_process()
         self._options = options
         self._home = Home(f"the publisher of rank {options.rank} of model {options.model!r}")
@@ -117,7 +136,19 @@ class Publisher:
         return done
 
     def close(self) -> None:
-        """Give up what is under way and close the connection. In a process that was forked since, do nothing."""
+        """Tell the service that this rank has finished, and close the connection. In a process that was forked
+        since, do nothing.
+
+        A part under way is given up, and then, or while the service cannot be reached, this rank counts as lost.
+        """
+        if (stream := self._stream) and not self._busy and not self._home.left:
+            stream.say_goodbye(_GOODBYE_SECONDS)
+        self.abort()
+
+    def abort(self) -> None:
+        """Give up what is under way, and close the connection: this rank counts as lost until it comes back. In a
+        process that was forked since, do nothing.
+        """
         if self._home.left:
             return
         self._closing.set()
@@ -130,8 +161,8 @@ class Publisher:
     def __enter__(self) -> "Publisher":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.abort() if error else self.close()
 
     def _check(self, rows: RowBatch) -> None:
         shard = rows.shard
@@ -347,6 +378,14 @@ class _Stream:
         self._note_requests(sealed)
         return position_from_message(sealed.position)
 
+    def say_goodbye(self, seconds: float) -> None:
+        """Tell the service that this rank has finished, and wait for its answer, so many seconds at most."""
+        if self._opened and self._call.is_active():
+            ended = threading.Event()
+            self._call.add_callback(ended.set)
+            self._parts.put(publish_pb2.PublishGoodbye())
+            ended.wait(seconds)
+
     def cancel(self) -> None:
         """Close the connection."""
         self._parts.put(None)
@@ -364,6 +403,9 @@ class _Stream:
     def _requests(self) -> Iterator[publish_pb2.PublishRequest | bytes]:
         yield publish_pb2.PublishRequest(open=self._message)
         while (part := self._parts.get()) is not None:
+            if isinstance(part, publish_pb2.PublishGoodbye):
+                yield publish_pb2.PublishRequest(goodbye=part)
+                return
             if fits_message(part.nbytes):
                 yield whole_part(_pieces(part, self._slots), self._close(part))
             else:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from deltasync.core.position import Decision
 from deltasync.core.steady_clock import FOREVER_NS
+from deltasync.core.words import listed
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def decide(evidence: Evidence, now_ns: int) -> Decision:
     if evidence.ended:
         return Decision(False, evidence.ended)
     if evidence.wrong:
-        return Decision(False, f"its rows are not those that it was sent in {', '.join(evidence.wrong)}")
+        return Decision(False, f"its rows are not those that it was sent in {listed(evidence.wrong)}")
     if evidence.newest_ns is None:
         return Decision(False, evidence.lacking)
     if evidence.limit_ns is None:

@@ -12,7 +12,7 @@ Reads = Literal["pause", "copies"]
 
 
 class TornTarget(DeltasyncError):
-    """A release was not written to its end: what the target holds is of two versions, and cannot be read."""
+    """A target cannot be read: a release was not written to its end, or its first copy is still arriving."""
 
 
 @dataclass(frozen=True, kw_only=True)

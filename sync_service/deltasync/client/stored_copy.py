@@ -156,7 +156,13 @@ def _digests(copy: StoredCopy, table: TableSpec, rows: Rows) -> RowDigests:
 
 
 class _Seen:
-    """Keeps of what it is sent the digest of each row, and which rows came."""
+    """Keeps of what it is sent the digest of each row, and which rows came.
+
+    Attributes:
+        takes_parts: see `GradualTarget`.
+    """
+
+    takes_parts = True
 
     def __init__(self) -> None:
         self.tables: Sequence[TableSpec] = ()

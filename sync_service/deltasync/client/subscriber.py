@@ -21,13 +21,15 @@ from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
 from deltasync.client.route import Route
 from deltasync.client.snapshot_start import SnapshotStart, read_start
-from deltasync.client.targets import PartialTarget, ReadableTarget, Release, Target
+from deltasync.client.targets import GradualTarget, PartialTarget, ReadableTarget, Release, Target, check_target
+from deltasync.core.arguments import check_type
 from deltasync.core.backoff import backoff
 from deltasync.core.errors import DeltasyncError, NotFound, NotPermitted, ServiceFailed, ServiceUnavailable
 from deltasync.core.position import Decision, Position, reaches
 from deltasync.core.process import give_back_memory
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
+from deltasync.core.words import listed
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
 from deltasync.wire.error_codes import is_final, of_connection
 from deltasync.wire.messages import (
@@ -72,6 +74,13 @@ class Subscriber:
     """
 
     def __init__(self, options: SubscriberOptions, target: Target) -> None:
+        """Start to follow a consumer in a thread.
+
+        Raises:
+            TypeError: other types, such as a module that is not in a `TorchTarget`.
+        """
+        check_type("Subscriber(options, target)", "options", options, SubscriberOptions)
+        check_target("Subscriber(options, target)", target)
         check_process()  # At once, and not first in the thread, which would try again.
         self._options = options
         self._home = Home(f"replica {options.replica!r}")
@@ -309,14 +318,16 @@ class Subscriber:
                 if self._checksums:
                     self._checksums.forget_question()
                 with _arriving():
-                    assembler.begin(response.opened)
+                    assembler.begin(response.opened, in_parts=self._takes_parts)
                 self._readiness.limit(response.opened.ready_within_seconds)
                 self._readiness.lacks("it has yet to show that it holds what it is sent")
             elif kind == "chunk":
                 with _arriving():
-                    due = assembler.add(response.chunk.rows)
+                    due, part = assembler.add(response.chunk.rows), assembler.part()
                 if due:
                     return_credit(requests, assembler.received_bytes)
+                if part:
+                    self._put(assembler, part)
             elif kind == "release":
                 with _arriving():
                     for rows in response.release.rows:
@@ -364,6 +375,18 @@ class Subscriber:
             raise ServiceUnavailable("it has begun with a snapshot of other tables: it begins with nothing")
         return release
 
+    @property
+    def _takes_parts(self) -> bool:
+        """Whether a first copy may be written as it arrives: nothing is held, and what comes is not held twice."""
+        target = self._target
+        return isinstance(target, GradualTarget) and target.takes_parts and not (self.held.number or self._start)
+
+    def _put(self, assembler: ReleaseAssembler, part: Release) -> None:
+        """Write a part of a first copy. Nobody reads it, and the next stream begins anew if this one breaks."""
+        self._target.apply(part)
+        if self._checksums and assembler.has_values:
+            self._checksums.after(part)
+
     def _take_over(self, assembler: ReleaseAssembler, release: Release, end: _Moment, requests: Requests) -> None:
         checksums_of = self._checksums if assembler.has_values else None
         new = release.position != self.held or release.position.seal != self.held.seal
@@ -371,7 +394,8 @@ class Subscriber:
             self._target.apply(release)
             self._applied = release.tables
             # What follows a first copy needs far less.
-            self._gives_back |= release.resync and sum(each.nbytes for each in release.rows) > _LARGE_BYTES
+            large = release.continues or sum(each.nbytes for each in release.rows) > _LARGE_BYTES
+            self._gives_back |= release.resync and large
         checksums = checksums_of.after(release) if checksums_of else {}
         say(requests, self._acks.held(assembler, release.position, checksums))
         if self._differs(assembler, checksums):
@@ -410,14 +434,14 @@ class Subscriber:
         self._readiness.differs(wrong)
         if wrong:
             text = "replica %s holds other rows than it was sent in %s, and will be sent them again"
-            logger.error(text, self._options.replica, ", ".join(wrong))
+            logger.error(text, self._options.replica, listed(wrong))
         return bool(wrong)
 
     def _show(self, assembler: ReleaseAssembler, message: _Moment, *, reset: bool = False) -> None:
         """Note since when what a message names, and the target holds, may not be the newest any more."""
         if unbound := self._unbound_by_now(assembler):
             # What the target goes on to hold of them gets older.
-            self._readiness.lacks(f"its target can follow no more: {', '.join(unbound)}")
+            self._readiness.lacks(f"its target can follow no more: {listed(unbound)}")
         else:
             newest = newest_ns(message.token, message.behind_ns, self._opened_ns)
             self._readiness.holds(newest, reset=reset)

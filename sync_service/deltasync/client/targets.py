@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from deltasync.core.arguments import described
 from deltasync.core.errors import Contradiction
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch, Values
@@ -12,7 +13,10 @@ from deltasync.core.tables import TableSpec
 
 @dataclass(frozen=True)
 class Release:
-    """A whole release: what takes a replica to `position`.
+    """A release: what takes a replica to `position`.
+
+    It is whole, unless the target `takes_parts` of a large first copy: then it may come as several, of which only
+    the last has a position, a version and a step.
 
     Attributes:
         position: what the replica holds once the release is applied.
@@ -29,6 +33,8 @@ class Release:
         event_time_unix_ns: the time of the newest event that the model had been trained on at that version,
             nanoseconds since 1970; None where the trainer does not say it.
         model: the model's name.
+        more: more rows of this first copy follow, and nothing may be read until they are there.
+        continues: this goes on with the first copy that the release before has begun.
     """
 
     position: Position
@@ -42,10 +48,12 @@ class Release:
     bytes: int = 0
     event_time_unix_ns: int | None = None
     model: str = ""
+    more: bool = False
+    continues: bool = False
 
     def resets(self, table: TableSpec) -> bool:
         """Whether a table must be reset to zero first."""
-        return self.resync or table.name in self.whole
+        return not self.continues and (self.resync or table.name in self.whole)
 
     @property
     def changes(self) -> bool:
@@ -88,8 +96,34 @@ class PartialTarget(Target, Protocol):
         """Names of the tables of the last release that it holds. Called in the subscriber's thread."""
 
 
+@runtime_checkable
+class GradualTarget(Target, Protocol):
+    """A target that can take a first copy in parts, as its rows arrive: they are then not held twice."""
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether it takes them now. Called in the subscriber's thread."""
+
+
+def check_target(call: str, target: object) -> None:
+    """Check that an argument takes releases, see `core.arguments`.
+
+    Raises:
+        TypeError: it does not.
+    """
+    apply = getattr(target, "apply", None)
+    # A torch module has an `apply` too, for functions.
+    if not callable(apply) or isinstance(target, type) or getattr(apply, "__qualname__", "") == "Module.apply":
+        raise TypeError(
+            f"{call}: target is {described(target)}, expected an object that takes releases: NumpyTarget(), "
+            "KeyedTarget(), TorchTarget(model) for a torch module, CallbackTarget(function) for a function"
+        )
+
+
 class CallbackTarget:
     """Hands every release to a function. Nothing shows what that makes of it: lag says `delivered`."""
 
     def __init__(self, callback: Callable[[Release], None]) -> None:
+        if not callable(callback):
+            raise TypeError(f"CallbackTarget(callback): callback is {described(callback)}, expected a function")
         self.apply = callback

@@ -19,6 +19,7 @@ from torch._C._aoti import AOTIModelContainerRunnerCpu
 from torch.export._tree_utils import reorder_kwargs
 from torch.utils import _pytree as pytree
 
+from deltasync.core.arguments import check_type
 from deltasync.core.errors import Contradiction, InvalidInput, NotFound
 
 __all__ = ["CompiledModule"]
@@ -61,9 +62,11 @@ class CompiledModule(nn.Module):
             name: of the model in it.
 
         Raises:
+            TypeError: `package` is no path.
             NotFound: there is no such file, or no such model in it.
             InvalidInput: it is no package, or not compiled for a CPU, or has no constants that can be written.
         """
+        check_type("CompiledModule(package)", "package", package, str, PathLike, remedy="the path of a .pt2 file")
         super().__init__()
         self._load(_Library(fspath(package), name))
 

@@ -9,18 +9,23 @@ import torch
 from torch import nn
 
 from deltasync.client.local_target import LocalTarget
-from deltasync.client.modules.binding import Binding, bind, in_training, missing_maps
+from deltasync.client.modules.binding import Binding, bind, in_training, missing_maps, part_that_fits
 from deltasync.client.modules.module_copy import ModuleCopy, copy_of
 from deltasync.client.modules.tensor import Tensor, value_types_of
 from deltasync.client.reading import Reading, Reads, number_of_copies
 from deltasync.client.targets import Release
+from deltasync.client.torch_compiled import compiled_modules
+from deltasync.core.arguments import check_type
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
+from deltasync.core.words import counted
 
 __all__ = ["ModuleReading", "TorchTarget"]
 
 logger = logging.getLogger(__name__)
+
+_SHOWN = 5  # Names, and problems, that an error lists.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +68,11 @@ class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
                 no one version.
 
         Raises:
+            TypeError: `module` is no torch module.
             InvalidInput: `leave_out` is one string, or `reads` is something else.
             Contradiction: the module cannot be copied.
         """
+        check_type("TorchTarget(module)", "module", module, nn.Module, remedy="the model, not its state_dict()")
         if isinstance(leave_out, str):
             raise InvalidInput(f"leave_out: a string; expected a list of patterns, [{leave_out!r}]")
         self._leave_out = tuple(leave_out)
@@ -74,6 +81,11 @@ class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
         super().__init__(
             reads, [(ModuleCopy(each, self._leaves_out), ModuleReading(module=each)) for each in modules]
         )
+
+    @property
+    def takes_parts(self) -> bool:
+        """See `LocalTarget`. Of a compiled module each part would copy all constants."""
+        return super().takes_parts and not compiled_modules(self._copies.served.module)
 
     def tables(self) -> dict[str, torch.Tensor]:
         """The rows of every table received so far, as live [rows, dim] views of the parameters and buffers.
@@ -100,7 +112,7 @@ class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
         release.check_values()  # Before anything is bound.
         if release.tables != self._followed:
             self._follow(release.tables)
-        if release.resync or release.whole:
+        if (release.resync or release.whole) and not release.continues:
             self._warn_of_training()
         super().apply(release)
 
@@ -113,7 +125,7 @@ class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
         held = {table.name: table.rows for table in self._followed if table.name in self.bound()}
         known = {table.name for table in tables if held.get(table.name) == table.rows}
         if not self._followed or known & binding.problems.keys():
-            _refuse(list(binding.problems.items()))  # All: one may be why another has no place.
+            _refuse(list(binding.problems.items()), self._part_that_fits(tables))  # All: one may explain another.
         if not self._followed:
             self._check_first(tables, binding)
         for name in binding.problems.keys() - before.problems.keys():
@@ -121,6 +133,13 @@ class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
         for each, bound in zip(self._copies.each, bindings, strict=True):
             each.follow(bound)
         self._followed = tables
+
+    def _part_that_fits(self, tables: list[TableSpec]) -> str:
+        """How to write the part of the module that has places for all tables; empty if there is none."""
+        wanted = [table for table in tables if not self._leaves_out(table)]
+        part = part_that_fits(self._copies.served.module, wanted, value_types_of(tables))
+        plain = all(name.isidentifier() for name in part.split("."))
+        return part and (f"model.{part}" if plain else f"model.get_submodule({part!r})")
 
     def _check_first(self, tables: list[TableSpec], binding: Binding) -> None:
         """Look for what the module needs and the tables of a first release do not bring."""
@@ -151,26 +170,32 @@ class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
         return any(fnmatchcase(name, pattern) for pattern in self._leave_out)
 
 
-def _refuse(problems: list[tuple[str, DeltasyncError]]) -> None:
+def _refuse(problems: list[tuple[str, DeltasyncError]], part: str = "") -> None:
+    """Raise what is wrong with the places of some tables; `part` of the model has places for all of them."""
     if not problems:
         return
     kind = Contradiction if any(isinstance(each, Contradiction) for _, each in problems) else NotFound
-    names, why = [name for name, _ in problems], "; ".join(_sentences(problems))
-    raise kind(
-        f"{why}. Nothing was written: give the target a module with places for them, let the consumer follow "
-        f"other tables, or leave them out with TorchTarget(module, leave_out={names})"
+    remedy = (
+        f"all tables have places in a part of the module: TorchTarget({part})"
+        if part
+        else "give the target a module with places for them, let the consumer follow other tables, or leave them "
+        "out by their names: TorchTarget(module, leave_out=[...])"
     )
+    raise kind(f"{_sentences(problems)}. Nothing was written: {remedy}")
 
 
-def _sentences(problems: list[tuple[str, DeltasyncError]]) -> list[str]:
-    """What is wrong, one sentence for all tables of which the same is."""
+def _sentences(problems: list[tuple[str, DeltasyncError]]) -> str:
+    """What is wrong, one sentence for all tables of which the same is; of many the first."""
     tables: dict[str, list[str]] = {}
     for name, problem in problems:
         subject, colon, what = str(problem).partition(": ")
         of_one = colon and subject == f"table {name!r}"
         tables.setdefault(what if of_one else str(problem), []).extend([name] if of_one else [])
-    return [f"{_subject(names)}{what}" for what, names in tables.items()]
+    sentences = [f"{_subject(names)}{what}" for what, names in tables.items()]
+    more = [f"and {counted(len(sentences) - _SHOWN, 'other problem')}"] if len(sentences) > _SHOWN else []
+    return "; ".join([*sentences[:_SHOWN], *more])
 
 
 def _subject(names: list[str]) -> str:
-    return f"table{'s' * (len(names) > 1)} {', '.join(map(repr, names))}: " if names else ""
+    more = f" ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"table{'s' * (len(names) > 1)} {', '.join(map(repr, names[:_SHOWN]))}{more}: " if names else ""

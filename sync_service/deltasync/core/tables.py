@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltasync.core.arguments import check_type
 from deltasync.core.errors import InvalidInput
 from deltasync.core.numbered import Numbered
 
@@ -29,7 +30,7 @@ class TableKind(Numbered):
     EMBEDDING = "embedding", 1
     """Rows that are looked up by id."""
     PARAMETER = "parameter", 2
-    """A parameter outside of embedding tables: a matrix by its rows, a vector as one row."""
+    """A parameter of no embedding module: a matrix by its rows, a vector as one row."""
     BUFFER = "buffer", 3
     """A buffer, likewise."""
     ID_MAP = "id map", 4
@@ -62,7 +63,7 @@ class TableSpec:
     Attributes:
         of: the name of the embedding table that a map or ranges belong to; else empty.
         sizes: of a parameter or a buffer, its shape (see `sizes_of`); None where the trainer does not tell it.
-        aliases: the other names that a parameter or a buffer has in the trainer's model, where weights are tied.
+        aliases: the other names that it has in the trainer's model, where weights are tied; of maps, none.
     """
 
     name: str
@@ -92,8 +93,11 @@ class TableSpec:
         self._check_tensor()
 
     def _check_tensor(self) -> None:
-        if not self.kind.complete and (self.sizes is not None or self.aliases):
-            raise InvalidInput(f"table {self.name!r}, of kind {self.kind.value!r}, has no shape and no aliases")
+        if (self.sizes is not None and not self.kind.complete) or (self.aliases and self.of):
+            raise InvalidInput(
+                f"table {self.name!r} of kind {self.kind.value!r}: only parameters and buffers have a shape, and "
+                "maps have no aliases"
+            )
         if self.sizes is not None and (
             min(self.sizes[1:], default=1) < 1 or matrix_shape(self.shape or ()) != (self.rows, self.dim)
         ):
@@ -165,6 +169,7 @@ class Shard:
     @classmethod
     def whole(cls, table: TableSpec) -> "Shard":
         """The shard of a rank that holds all of a table."""
+        check_type("Shard.whole(table)", "table", table, TableSpec)
         return cls(table, 0, table.rows, 0, table.dim)
 
     @property

@@ -115,7 +115,7 @@ def _begin_with(beside: Path, folder: Path) -> None:
         return
     try:
         for file in beside.glob("*.nb[ic]"):
-            _copy_if_new(str(file), str(folder / file.name))
+            _copy_if_new(file, folder / file.name)
     except OSError as error:
         logger.warning("what is compiled in %s is compiled again: %s", beside, error)
 
@@ -183,15 +183,21 @@ def keep_in(folder: Path) -> None:
         return
     if named:
         try:
-            shutil.copytree(kept, folder, copy_function=_copy_if_new, dirs_exist_ok=True)
+            for source in (kept, *kept.rglob("*")):
+                _copy_if_new(source, folder / source.relative_to(kept))
         except OSError as error:
             logger.warning("what is compiled in %s is compiled again: %s", kept, error)
     numba.config.CACHE_DIR = str(folder)
 
 
-def _copy_if_new(source: str, target: str) -> None:
-    """What was compiled here since, for another processor than the image's, is in files of the same names."""
-    if not os.path.exists(target):
+def _copy_if_new(source: Path, target: Path) -> None:
+    """Copy a file or make a folder, unless it is there: this process may have compiled it for another processor.
+
+    The umask says who may read it, not the mode that it has in the image.
+    """
+    if source.is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+    elif not target.exists():
         partial = f"{target}.{os.getpid()}"
-        shutil.copy2(source, partial)
+        shutil.copyfile(source, partial)
         os.replace(partial, target)  # Other processes copy the same, or read it already.

@@ -161,6 +161,7 @@ def test_while_it_serves_each_output_is_that_of_the_version_it_was_told(model: M
 @pytest.mark.nightly
 def test_a_release_that_fails_in_a_later_table_changes_nothing(model: Model) -> None:
     target, written = TorchTarget(model), as_written(1)
+    assert not target.takes_parts
     tables = sorted(tables_of(written), key=lambda table: table.name == "user")
     target.apply(release_of(1, weights(1), resync=True, tables=tables))
     model.user.to(torch.float16)  # After its place was found. It is staged last.

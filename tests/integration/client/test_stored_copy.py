@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from deltasync.cli.lag import BEHIND
-from deltasync.client import CallbackTarget, Mode, Policy, Position, TableSpec, ValueType
+from deltasync.client import CallbackTarget, Mode, Policy, Position, SubscriberOptions, TableSpec, ValueType
 from deltasync.client.stored_copy import Comparison, Rows, StoredCopy, compare, snapshot_copy
 from deltasync.client.torch_checkpoint import checkpoint_copy
 from deltasync.client.torch_target import TorchTarget
@@ -64,6 +65,22 @@ def copy_of(rows: Mapping[str, np.ndarray[Any, Any]], position: Position) -> Sto
 
 def compared(service: RunningService, copy: StoredCopy, consumer: str = "predictors") -> Comparison:
     return compare(service.grpc, consumer, copy, WAIT)
+
+
+def test_rows_that_come_in_parts_are_compared_like_others(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "deltasync.client.stored_copy.SubscriberOptions", partial(SubscriberOptions, max_outstanding_bytes=1 << 18)
+    )
+    large = TableSpec("large", 24_000, 64)  # Seven chunks, of which two make a part.
+    with Trainer(service.grpc, [large]) as trainer:
+        copy = copy_of(trainer.rows, trainer.publish_all())
+        trainer.change(2)
+        unknown = StoredCopy(copy.name, Position(), copy.rows)
+        (of_known,), (of_unknown,) = compared(service, copy).tables, compared(service, unknown).tables
+    assert (of_known.status.value, of_known.rows, of_known.changed) == ("equal", 23_998, 2)
+    assert (of_unknown.status.value, of_unknown.rows, of_unknown.differing) == ("differs", 24_000, 2)
 
 
 @pytest.mark.parametrize("consumer", ["predictors", "ranked", "int8"])

@@ -167,7 +167,7 @@ def test_what_keeps_it_from_being_ready_is_said() -> None:
     ready = new.holding(0)
     assert decide(ready, 1).yes
     assert decide(replace(ready, wrong=("user", "item")), 1) == Decision(
-        False, "its rows are not those that it was sent in user, item"
+        False, "its rows are not those that it was sent in item, user"
     )
     assert decide(replace(ready, ended="its subscriber was closed"), 1) == Decision(
         False, "its subscriber was closed"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -75,9 +76,74 @@ def test_a_table_without_a_place_is_an_error_that_names_it_and_what_to_do() -> N
         target.apply(release_of(1, *(rows_of(each, 2) for each in (USER, ITEM, *more)), resync=True))
     names = ", ".join(repr(table.name) for table in more)
     assert f"tables {names}: the module has no parameter or buffer of that name." in str(refused.value)
-    assert f"leave_out={[table.name for table in more]}" in str(refused.value)
+    assert all(str(refused.value).count(table.name) == 1 for table in more)
+    assert "leave them out by their names: TorchTarget(module, leave_out=[...])" in str(refused.value)
     assert USER.name not in str(refused.value)
     assert (model.state(), target.bound()) == (before, frozenset())
+
+
+def test_of_many_tables_without_a_place_the_first_are_named() -> None:
+    more = [dataclasses.replace(USER, name=f"sparse.embedding_bags.shop{number:03}") for number in range(400)]
+    other = [TableSpec(f"norm.weight{number:03}", 1, 2, kind=TableKind.PARAMETER) for number in range(400)]
+    model = Model(**{f"norm_weight{number:03}": torch.zeros(3) for number in range(400)})
+    shaped = [dataclasses.replace(each, name=each.name.replace(".", "_")) for each in other]
+    with pytest.raises(Contradiction) as refused:
+        TorchTarget(model).apply(release_of(1, *(rows_of(each, 2) for each in (*more, *shaped)), resync=True))
+    said = str(refused.value)
+    shops = ", ".join(repr(f"sparse.embedding_bags.shop{number:03}") for number in range(5))
+    assert said.startswith(
+        f"tables {shops} ... and 395 more: the module has no parameter or buffer of that name; "
+    )
+    assert "table 'norm_weight000' is" in said
+    assert "and 396 other problems. Nothing was written" in said
+    assert len(said) < 1500
+
+
+class Wrapper(nn.Module):
+    """A predictor's module that has the trainer's model inside."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 1)
+        self.inner = inner
+
+
+@pytest.mark.parametrize(
+    ("module", "part"),
+    [
+        (lambda: Wrapper(Model()), "model.inner"),
+        (lambda: Wrapper(Wrapper(Model())), "model.inner.inner"),
+        (lambda: nn.Sequential(nn.Identity(), Model()), "model.get_submodule('1')"),
+        (lambda: Wrapper(nn.Sequential(Model())), "model.get_submodule('inner.0')"),
+        (lambda: Wrapper(torch.compile(Model(), backend="eager")), "model.inner"),
+    ],
+)
+@pytest.mark.parametrize("outside", ["", "ranker."], ids=["as in the trainer", "wrapped in the trainer, too"])
+def test_a_module_around_the_model_is_told_to_pass_the_model(
+    module: Callable[[], nn.Module], part: str, outside: str
+) -> None:
+    tables = [dataclasses.replace(table, name=outside + table.name) for table in whole_state(Model())]
+    release = release_of(1, *(rows_of(each, 2) for each in tables), resync=True)
+    with pytest.raises(NotFound) as refused:
+        TorchTarget(model := module()).apply(release)
+    assert f"Nothing was written: all tables have places in a part of the module: TorchTarget({part})" in str(
+        refused.value
+    )
+    TorchTarget(eval(part, {"model": model})).apply(release)  # noqa: S307  # It is what a user would write.
+
+
+def test_a_part_that_lacks_a_table_is_not_recommended() -> None:
+    shop = dataclasses.replace(USER, name="sparse.embedding_bags.shop")
+    release = release_of(1, *(rows_of(each, 2) for each in (USER, ITEM, shop)), resync=True)
+    with pytest.raises(NotFound, match="give the target a module with places for them"):
+        TorchTarget(Wrapper(Model())).apply(release)
+
+
+def test_a_part_fits_without_what_is_left_out() -> None:
+    shop = dataclasses.replace(USER, name="sparse.embedding_bags.shop")
+    release = release_of(1, *(rows_of(each, 2) for each in (USER, ITEM, shop)), resync=True)
+    with pytest.raises(NotFound, match=r"TorchTarget\(model.inner\)"):
+        TorchTarget(Wrapper(Model()), leave_out=["*.shop"]).apply(release)
 
 
 def test_what_is_left_out_by_name_stays_as_it_is() -> None:

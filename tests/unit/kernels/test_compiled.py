@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections import Counter
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -13,6 +14,7 @@ from numba.core import caching
 
 from deltasync.kernels import compiled
 from deltasync.kernels.compiled import keep_in
+from deltasync.storage.files import for_owner_only
 
 SOURCE = """
 from deltasync.kernels import types
@@ -157,6 +159,21 @@ def test_what_was_compiled_since_is_not_lost(image: Path, tmp_path: Path, monkey
     keep_in(tmp_path / "own")
     kept = {file.name: file.read_text() for file in (tmp_path / "own" / "room").iterdir()}
     assert kept == {"index": "of here", "other": "of a later image"}
+
+
+def test_what_is_taken_along_has_the_modes_of_the_process(
+    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service keeps it in its data directory, which is for its owner only."""
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    (image / "room").mkdir()
+    (image / "room" / "index").touch()
+    for each in (image, *image.rglob("*")):
+        each.chmod(0o755)
+    with for_owner_only():
+        keep_in(tmp_path / "own")
+    kept = [tmp_path / "own", *(tmp_path / "own").rglob("*")]
+    assert [stat.filemode(each.stat().st_mode)[1:] for each in sorted(kept)] == ["rwx------", "rw-------"] * 2
 
 
 def test_what_is_not_taken_along_is_compiled(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

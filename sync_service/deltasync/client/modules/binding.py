@@ -105,6 +105,25 @@ def bind(
     return Binding(places, problems, _stale(contents, places))
 
 
+def part_that_fits(module: nn.Module, tables: Sequence[TableSpec], types: Collection[ValueType]) -> str:
+    """The name of the outermost part of a module in which all tables have places; empty if there is none."""
+    table = next((each for each in tables if each.kind not in (TableKind.ID_MAP, TableKind.ID_RANGES)), None)
+    if table is None:
+        return ""
+    contents, parts = _Contents.of(module, types), dict(module.named_modules())
+    names: dict[str, list[str]] = {}
+    for name in contents.plain:
+        path = name.split(".")
+        for length in range(1, len(path)):
+            names.setdefault(".".join(path[:length]), []).append(".".join(path[length:]))
+    for part in sorted(names.keys() & parts.keys(), key=lambda each: (each.count("."), each)):
+        # The names of one table say which parts are worth to bind everything.
+        fits = any(_fits(table, plain_name(parts[part], name)) for name in names[part])
+        if fits and not bind(parts[part], tables, types=types).problems:
+            return part
+    return ""
+
+
 def missing_maps(module: nn.Module, binding: Binding) -> list[str]:
     """Names of the maps of raw ids that the module's bound embedding tables need, and that no table brings."""
     bound = {place.name for place in binding.places.values()}
@@ -222,6 +241,12 @@ class _Contents:
 def _quantised_name(name: str) -> str:
     """What TorchRec calls a parameter or buffer of a model in the quantised model."""
     return reduce(lambda known, pair: known.replace(*pair), _QUANTISED_NAMES.items(), f".{name}").removeprefix(".")
+
+
+def _fits(table: TableSpec, name: str) -> bool:
+    """Whether a parameter or buffer of this name may be the place of a table."""
+    names = {*table.names, *map(_quantised_name, table.names)}
+    return any(_ends_with(f".{each}", name) for each in names)
 
 
 def _ends_with(table: str, name: str) -> bool:

@@ -1,8 +1,16 @@
 """Streams of events: cut into batches, played as they arrive, drawn from a seed, read from a file of ratings."""
 
+import bz2
+import gzip
+import io
 import itertools
+import lzma
 import os
+import re
+import tarfile
 import time
+import zipfile
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -151,19 +159,122 @@ def test_what_counts_as_liked(tmp_path: Path, given_ratings: tuple[float, ...], 
     assert read_ratings(ratings(tmp_path, text)).label.tolist() == labels
 
 
+NUMBERED = (
+    "is no whole number from 0 to 9223372036854775807: number the {}s first, for example with pandas.factorize"
+)
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "what"),
     [
-        *("1::2::3", "1::2::3::4::5", "1,2,3,4", "", "x::2::3::4", "-1::2::3::4", "1::-2::3::4"),
-        *("1::9223372036854775808::3::4", "1::2::nan::4", "1::2::inf::4", "1::2::::4", "1::2::3::4.5"),
+        ("1::2::3", "'1::2::3' has 3 fields, expected 4"),
+        ("1::2::3::4::5", "'1::2::3::4::5' has 5 fields, expected 4"),
+        ("1,2,3,4", "'1,2,3,4' has 1 field, expected 4"),
+        ("", "'' has 1 field, expected 4"),
+        ("AX3::2::3::4", f"user 'AX3' {NUMBERED.format('user')}"),
+        ("-1::2::3::4", f"user '-1' {NUMBERED.format('user')}"),
+        ("1_0::2::3::4", f"user '1_0' {NUMBERED.format('user')}"),
+        ("9223372036854775808::2::3::4", f"user '9223372036854775808' {NUMBERED.format('user')}"),
+        ("1::-2::3::4", f"item '-2' {NUMBERED.format('item')}"),
+        ("1::2.0::3::4", f"item '2.0' {NUMBERED.format('item')}"),
+        ("1::2::good::4", "rating 'good' is no finite number"),
+        ("1::2::nan::4", "rating 'nan' is no finite number"),
+        ("1::2::inf::4", "rating 'inf' is no finite number"),
+        ("1::2::::4", "rating '' is no finite number"),
+        ("1::2::3::4.5", "timestamp '4.5' is no whole number of seconds since 1970"),
+        ("1::2::3::2020-01-01", "timestamp '2020-01-01' is no whole number of seconds since 1970"),
+        (
+            "1::2::3::1588687728923",
+            "timestamp '1588687728923' is not in seconds since 1970: divide milliseconds by 1000",
+        ),
     ],
 )
-def test_a_bad_line_is_named_with_what_was_expected(tmp_path: Path, line: str) -> None:
+def test_a_bad_line_is_named_with_its_value_and_what_to_do(tmp_path: Path, line: str, what: str) -> None:
     path = ratings(tmp_path, f"1::2::3::4\n{line}\n1::2::3::4\n")
     with pytest.raises(InvalidInput) as refused:
         read_ratings(path)
     expected = "expected 'user::item::rating::timestamp' in numbers"
-    assert str(refused.value) == f"{path}, line 2: {line!r}, {expected}"
+    assert str(refused.value) == f"{path}, line 2: {what}; {expected}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "userId,movieId,rating,timestamp\n2,8,3.5,10\n1,7,5.0,30\n",
+        '"","userId","movieId","rating","timestamp"\r\n"1","2","8","3.5","10"\r\n"2","1","7","5.0","30"\r\n',
+        "user_id,parent_asin,rating,timestamp,history\n2,8,3.5,10,\n1,7,5.0,30,8\n",
+        'asin,reviewerID,overall,unixReviewTime,text\n8,2,3.5,10,"a, b\nc"\n7,1,5.0,30,d\n',
+        "user_id:token\titem_id:token\trating:float\ttimestamp:float\n2\t8\t3.5\t10.0\n1\t7\t5.0\t30.0\n",
+        "item_id:token\tuser_id:token\ttimestamp:float\trating:float\n8\t2\t10\t3.5\n7\t1\t30\t5\n",
+    ],
+    ids=["movielens", "quoted, numbered", "amazon 2023", "amazon reviews", "recbole", "another order"],
+)
+@pytest.mark.parametrize("begin", ["", "\ufeff"], ids=["", "byte order mark"])
+@pytest.mark.parametrize("packed", [False, True], ids=["text", "gzip"])
+def test_a_header_says_where_the_columns_are(tmp_path: Path, text: str, begin: str, packed: bool) -> None:
+    path = ratings(tmp_path, begin + text)
+    if packed:
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    events = read_ratings(path)
+    assert (events.user.tolist(), events.item.tolist()) == ([2, 1], [8, 7])
+    assert (events.label.tolist(), events.timestamp.tolist()) == ([0, 1], [10, 30])
+
+
+def test_a_header_that_lacks_a_column_says_what_to_call_it(tmp_path: Path) -> None:
+    path = ratings(tmp_path, "user_id:token\titem_id:token\ttimestamp:float\n2\t8\t10\n")
+    with pytest.raises(InvalidInput, match=r"line 1: 'user_id.*' names no rating; call that column one of rating"):
+        read_ratings(path)
+
+
+def zip_of(content: bytes) -> bytes:
+    with zipfile.ZipFile(packed := io.BytesIO(), "w") as archive:
+        archive.writestr("ratings.dat", content)
+    return packed.getvalue()
+
+
+def tar_of(content: bytes) -> bytes:
+    with tarfile.open(fileobj=(packed := io.BytesIO()), mode="w") as archive:
+        (member := tarfile.TarInfo("ratings.dat")).size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("pack", "what"),
+    [
+        (zip_of, "a zip archive, not a file of ratings; unpack it with unzip"),
+        (bz2.compress, "compressed with bzip2, not a file of ratings; unpack it with bunzip2"),
+        (lzma.compress, "compressed with xz, not a file of ratings; unpack it with unxz"),
+        (
+            lambda text: b"\x28\xb5\x2f\xfd" + text,
+            "compressed with zstd, not a file of ratings; unpack it with unzstd",
+        ),
+        (lambda text: b"PAR1" + text + b"PAR1", "a Parquet file, not a file of ratings; write user, item, rating"),
+        (tar_of, "a tar archive, not a file of ratings; unpack it with tar"),
+        (lambda text: gzip.compress(tar_of(text)), "a tar archive, not a file of ratings; unpack it with tar"),
+        (lambda text: gzip.compress(gzip.compress(text)), "gzip in gzip, not a file of ratings; unpack it once"),
+        (lambda text: gzip.compress(text)[:-9], "damaged gzip data .*; copy or download it again"),
+        (lambda text: text.decode().encode("utf-16"), "text in UTF-16, not a file of ratings; convert it: iconv"),
+        (lambda text: text.decode().encode("utf-16-be"), "binary data or text in UTF-16, not a file of ratings"),
+        (lambda text: text.decode().encode("utf-32"), "text in UTF-32, not a file of ratings; convert it: iconv"),
+        (
+            lambda _: b'{"overall": 5.0, "reviewerID": "A1"}\n',
+            "JSON, not a file of ratings; write user, item, rating",
+        ),
+        (lambda _: b"<!DOCTYPE html>\n", "HTML or XML, not a file of ratings; download"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path: Path, pack: Callable[[bytes], bytes], what: str) -> None:
+    path = tmp_path / "ratings"
+    path.write_bytes(pack(b"1::2::3::4\n" * 9))
+    with pytest.raises(InvalidInput, match=f"^{re.escape(str(path))}: {what}"):
+        read_ratings(path)
+
+
+def test_a_quote_that_stays_open_is_named(tmp_path: Path) -> None:
+    path = ratings(tmp_path, '1,2,3,4\n"1,2,3,4\n' + "1,2,3,4\n" * 20_000)
+    with pytest.raises(InvalidInput, match="close the quote that is open"):
+        read_ratings(path)
 
 
 @pytest.mark.parametrize("text", ["", CSV_HEADER])

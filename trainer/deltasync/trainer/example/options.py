@@ -67,7 +67,7 @@ class ModelOptions:
 class StreamOptions:
     """The events. All processes with equal options see the same events at the same time."""
 
-    data: str = _flag("synthetic", "synthetic, or ratings:PATH.")
+    data: str = _flag("synthetic", "synthetic, or ratings:PATH, a file of ratings.")
     events: int | None = _flag(None, "Events to take; all by default.", click.IntRange(1))
     events_per_second: float = _flag(1250.0, "Events that arrive per second.")
     batch_size: int = _flag(128, "Events per step, over all ranks.")

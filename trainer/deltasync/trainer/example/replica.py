@@ -60,6 +60,8 @@ class HeldTarget(MeteredTarget):
         with self._moved:
             self._moved.wait_for(lambda: self._stopping or release.step <= min(self._scored, self._last_step))
         super().apply(release)
+        if release.more:
+            return
         self.receipts["applied"].append((release.position.number, release.step, time.time_ns()))
         self.receipts["received_bytes"].append(release.bytes)
 

@@ -3,7 +3,6 @@
 import itertools
 import math
 import time
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.example.options import ModelOptions, StreamOptions
+from deltasync.trainer.example.ratings_file import ratings_of
 
 _RATINGS = "ratings:"
 _START_POLL_SECONDS = 0.05
@@ -142,41 +142,17 @@ def _draw(rng: np.random.Generator, shares: NDArray[np.float64]) -> NDArray[np.i
 
 
 def read_ratings(path: Path) -> Events:
-    """Read lines `user::item::rating::timestamp`, as MovieLens has them, in time order.
+    """Read a file of ratings in time order, see `ratings_file`.
 
-    Tabs or commas may stand for the colons, and a header may come first. A rating of at least 4 counts as liked,
-    or of at least 8 where a rating is above 5. InvalidInput names the line that is not a rating.
+    A rating of at least 4 counts as liked, or of at least 8 if any rating is above 5.
     """
-    try:
-        lines = path.read_text(errors="replace").rstrip().splitlines()
-    except OSError as error:
-        raise InvalidInput(f"{path}: cannot be read ({error.strerror}); name a file of ratings") from error
-    separator = next((each for each in ("::", "\t", ",") if lines and each in lines[0]), "::")
-    expected = separator.join(("user", "item", "rating", "timestamp"))
-    users, items, ratings, timestamps = array("q"), array("q"), array("d"), array("q")
-    for number, line in enumerate(lines, 1):
-        words = line.split(separator)
-        if number == 1 and words == ["userId", "movieId", "rating", "timestamp"]:
-            continue
-        try:
-            user, item, rating, timestamp = words
-            users.append(int(user))
-            items.append(int(item))
-            ratings.append(float(rating))
-            timestamps.append(int(timestamp))
-            if users[-1] < 0 or items[-1] < 0 or not math.isfinite(ratings[-1]):
-                raise ValueError
-        except (ValueError, OverflowError) as error:
-            shown = repr(line[:60])
-            raise InvalidInput(f"{path}, line {number}: {shown}, expected {expected!r} in numbers") from error
-    if not users:
-        raise InvalidInput(f"{path}: holds no ratings; expected lines like {expected!r} in numbers")
-    liked = np.array(ratings) >= (8 if max(ratings) > 5 else 4)
-    order = np.argsort(timestamps, kind="stable")  # Equal times keep the order of the file.
+    found = ratings_of(path)
+    liked = np.array(found.ratings) >= (8 if max(found.ratings) > 5 else 4)
+    order = np.argsort(found.timestamps, kind="stable")  # Equal times keep the order of the file.
     return Events(
         index=np.arange(order.size, dtype=np.int64),
-        user=np.array(users)[order],
-        item=np.array(items)[order],
-        timestamp=np.array(timestamps)[order],
+        user=np.array(found.users)[order],
+        item=np.array(found.items)[order],
+        timestamp=np.array(found.timestamps)[order],
         label=liked[order].astype(np.float32),
     )
