@@ -10,6 +10,7 @@ from deltasync.service.inspection import InspectedTable, inspect
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 from deltasync.storage.data_directory import check_is_data_directory
+from deltasync.storage.files import for_owner_only
 from deltasync.storage.made_files import foreign
 
 
@@ -28,6 +29,7 @@ class Mended:
     foreign: Sequence[Path]
 
 
+@for_owner_only()
 def mend_data_directory(data_dir: Path) -> Mended:
     """Open a data directory, mend what can be mended from the log, and put that on disk.
 

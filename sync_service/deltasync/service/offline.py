@@ -8,8 +8,10 @@ from deltasync.service.backups import Backups
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 from deltasync.storage.data_directory import check_is_data_directory
+from deltasync.storage.files import for_owner_only
 
 
+@for_owner_only()
 def back_up_offline(data_dir: Path, directory: Path) -> Backup:
     """Make a backup of a data directory that no service uses; none can meanwhile.
 

@@ -3,7 +3,8 @@ chains of seals go on.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.position import next_epoch
 from deltasync.core.progress import Progress
 from deltasync.service.backup_folder import (
+    ANOTHER,
     SNAPSHOTS,
     check_empty,
     read_marker,
@@ -19,12 +21,18 @@ from deltasync.service.backup_folder import (
     sync_folders,
 )
 from deltasync.service.snapshot_restore import make_files, write_log
-from deltasync.snapshots.manifest import Manifest, Piece, unpack_manifest
+from deltasync.snapshots.manifest import Manifest, Piece, SnapshotDamaged, unpack_manifest
 from deltasync.snapshots.packing import read_piece, unpack_small
 from deltasync.snapshots.place import SnapshotPlace
 from deltasync.snapshots.reading import models_of, snapshots_of
-from deltasync.storage.data_directory import BACKUP_MARKER, UNFINISHED_BACKUP, UNFINISHED_LOG, lock_folder
-from deltasync.storage.files import flush_folder
+from deltasync.storage.data_directory import (
+    BACKUP_MARKER,
+    RESTORE,
+    UNFINISHED_BACKUP,
+    UNFINISHED_LOG,
+    lock_folder,
+)
+from deltasync.storage.files import flush_folder, for_owner_only
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import check_log
 from deltasync.storage.log_store import LogOptions, LogStore
@@ -33,6 +41,7 @@ from deltasync.storage.records import pack_json, reading, unpack_json
 
 _LOG, _MODELS = "log", "models"
 _NOTHING = Piece("", 0, 0, "")
+_BEFORE = "remove {name} there, and restore the snapshot before it; or restore a backup"
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,12 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Snapshots of models, and small records of what belongs to none of them."""
+    """Snapshots of models, of a backup or not, and small records of what belongs to none of them."""
 
     place: SnapshotPlace
     manifests: list[Manifest]
     others: Piece
+    is_backup: bool
 
     @property
     def bytes(self) -> int:
@@ -64,15 +74,18 @@ class _Copies:
 
         self.place.read = note
         for manifest in self.manifests:
-            write_log(self.place, manifest, log)
-            make_files(self.place, manifest, log, data_dir / _MODELS / manifest.model)
+            with _advising(ANOTHER if self.is_backup else _BEFORE.format(name=manifest.name)):
+                write_log(self.place, manifest, log)
+                make_files(self.place, manifest, log, data_dir / _MODELS / manifest.model)
+                for piece in manifest.pieces:
+                    if (piece.object, piece.start) not in read:  # What nothing was made of may be damaged, too.
+                        read_piece(self.place, piece)
         if self.others.bytes:
-            log.put_all(dict(unpack_small(read_piece(self.place, self.others)))).result()
-        for piece in [piece for manifest in self.manifests for piece in manifest.pieces]:
-            if (piece.object, piece.start) not in read:  # What nothing was made of may be damaged, too.
-                read_piece(self.place, piece)
+            with _advising(ANOTHER):
+                log.put_all(dict(unpack_small(read_piece(self.place, self.others)))).result()
 
 
+@for_owner_only()
 def restore(source: str | Path, data_dir: Path) -> Restored:
     """Make a data directory.
 
@@ -106,12 +119,13 @@ def _found(source: str | Path) -> _Copies:
     if is_url or (directory.exists() and not _is_backup(directory)):
         place = SnapshotPlace(str(source))
         if models := models_of(place):
-            return _Copies(place, [_newest(place, each) for each in models], _NOTHING)
+            return _Copies(place, [_newest(place, each) for each in models], _NOTHING, is_backup=False)
         if is_url:
-            raise StorageFailed(f"{source} has no snapshot of any model")
+            raise StorageFailed(f"{source} has no snapshot of any model: name what the service has as --snapshots")
     backup, place = read_marker(directory), SnapshotPlace(str(directory / SNAPSHOTS))
-    manifests = [unpack_manifest(each, place.get(each)) for each in backup.manifests.values()]
-    return _Copies(place, manifests, backup.others)
+    with _advising(ANOTHER):
+        manifests = [unpack_manifest(each, place.get(each)) for each in backup.manifests.values()]
+    return _Copies(place, manifests, backup.others, is_backup=True)
 
 
 def _is_backup(directory: Path) -> bool:
@@ -121,8 +135,17 @@ def _is_backup(directory: Path) -> bool:
 def _newest(place: SnapshotPlace, model: str) -> Manifest:
     found = snapshots_of(place, model)
     if not found.manifests:
-        raise StorageFailed(f"no snapshot of model {model!r} can be used: {'; '.join(found.problems)}")
+        raise StorageFailed(f"no snapshot of model {model!r} can be used: {'; '.join(found.problems)}: {RESTORE}")
     return found.manifests[0]
+
+
+@contextmanager
+def _advising(remedy: str) -> Iterator[None]:
+    """Have an error that something is damaged say what to do."""
+    try:
+        yield
+    except SnapshotDamaged as error:
+        raise StorageFailed(f"{error}: {remedy}") from error
 
 
 def _check(data_dir: Path) -> None:

@@ -24,13 +24,15 @@ from deltasync.service.inspection import InspectedTable
 from deltasync.service.stored_rows import StoredTable, files_of, ids_of
 from deltasync.service.stored_views import StoredView
 from deltasync.storage.data_directory import ASK_IT, RESTORE, check_is_data_directory, lock_data_directory
+from deltasync.storage.files import for_owner_only, writing
 from deltasync.storage.layouts import Layouts
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_format import FORMAT
-from deltasync.storage.log_store import LogOptions, LogStore
+from deltasync.storage.log_store import LogOptions, LogStore, LogUnavailable
 from deltasync.storage.made_files import foreign, unused
 from deltasync.storage.model_records import recorded_files, recorded_models
 from deltasync.storage.records import name_of, reading, seal_of_record, unpack_json, unpack_rows
+from deltasync.storage.volume import VolumeFailed
 from deltasync.views.records import is_of_removed, place_of_record, recorded_release, recorded_view
 from deltasync.views.table import EncodedTable, view_arrays
 
@@ -55,15 +57,16 @@ class Checked:
     foreign: Sequence[Path]
 
 
+@for_owner_only()
 def check_data_directory(data_dir: Path) -> Checked:
     """Look at all that a data directory has, while no service uses it; none can meanwhile.
 
     Raises:
         InvalidInput: it is none, or one of another format.
-        StorageFailed: a service uses it.
+        StorageFailed: a service uses it, or it cannot be read now.
     """
     check_is_data_directory(data_dir)
-    with closing(lock_data_directory(data_dir, ASK_IT)):
+    with closing(lock_data_directory(data_dir, ASK_IT)), writing(f"{data_dir} cannot be read", data_dir):
         check = _Check(data_dir)
         check.run()
     return Checked(check.tables, check.problems, check.unused(), foreign(data_dir))
@@ -86,6 +89,8 @@ class _Check:
         """Look at the log, and then at what it leads to."""
         try:
             log = LmdbStore(LogOptions(directory=self._directory / "log"))
+        except (LogUnavailable, VolumeFailed):
+            raise
         except StorageFailed as error:
             self.problems.append(str(error))
             return
@@ -98,9 +103,11 @@ class _Check:
             self._try(self._all_models, log)
 
     def _try(self, look: Callable[..., None], *arguments: Any, at: Path | None = None) -> None:
-        """Look; where that fails, what is `at` a place may be used."""
+        """Look; where something is damaged, what is `at` a place may be used."""
         try:
             look(*arguments)
+        except (LogUnavailable, VolumeFailed):
+            raise
         except StorageFailed as error:
             self._spared |= {at} if at else set()
             if str(error) not in self.problems:  # Several looks read the same record.

@@ -23,6 +23,19 @@ def writing(what: str, path: Path, needed_bytes: int = 0) -> Iterator[None]:
         raise refused(what, path, error, needed_bytes) from error
 
 
+@contextmanager
+def for_owner_only() -> Iterator[None]:
+    """Give what this process makes meanwhile to its own user alone, whatever its umask is.
+
+    The umask belongs to the whole process: this is for commands, which are alone in theirs. Also a decorator.
+    """
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder, unless it is there, and those above it that are missing; each outlives a loss of power.
 
