@@ -22,6 +22,14 @@ def change_key(directory: Path, database: str, key: bytes, bit: int) -> None:
     environment.close()
 
 
+def forget(directory: Path, database: str, key: bytes) -> None:
+    """Have nothing under a key any more."""
+    environment, records = _open(directory, database)
+    with environment.begin(write=True, db=records) as txn:
+        assert txn.delete(key)
+    environment.close()
+
+
 def entries(directory: Path, database: str) -> dict[bytes, bytes]:
     """All keys with what is kept under them."""
     environment, records = _open(directory, database)

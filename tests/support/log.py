@@ -1,8 +1,12 @@
-"""The log of a service, and one whose disk takes as long as a test likes."""
+"""The log of a service, one whose disk takes as long as a test likes, and one whose disk refuses LMDB's heads."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import lmdb
+import pytest
 
 from deltasync.service.service import Service
 from deltasync.storage.log_store import LogStore
@@ -31,3 +35,48 @@ def held_up(log: LogStore) -> Iterator[None]:
         yield
     finally:
         go.set()
+
+
+class Heads:
+    """The heads of LMDB's file, of logs that are opened from now on: where the disk refuses one, LMDB as a whole
+    neither writes nor reads any more, until it is opened again.
+
+    Attributes:
+        refused: whether the disk refuses them.
+        landed: whether they are there all the same.
+        opened: whether the file can be opened.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.refused, self.landed, self.opened = False, False, True
+        self._open = lmdb.open
+        patch.setattr("deltasync.storage.lmdb_store.lmdb.open", self._environment)
+
+    def _environment(self, *arguments: Any, **named: Any) -> "_Environment":
+        if not self.opened:
+            raise lmdb.DiskError("data.mdb: Input/output error")
+        return _Environment(self, self._open(*arguments, **named))
+
+
+class _Environment:
+    def __init__(self, heads: Heads, environment: lmdb.Environment) -> None:
+        self._heads, self._environment, self._panicked = heads, environment, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._environment, name)
+
+    def begin(self, *, write: bool = False, **named: Any) -> Any:
+        if self._panicked:
+            raise lmdb.PanicError("mdb_txn_begin: MDB_PANIC: Update of meta page failed")
+        return self._writing(**named) if write else self._environment.begin(**named)
+
+    @contextmanager
+    def _writing(self, **named: Any) -> Iterator[lmdb.Transaction]:
+        with self._environment.begin(write=True, **named) as txn:
+            yield txn
+            if not self._heads.refused:
+                return
+            if not self._heads.landed:
+                txn.abort()
+        self._panicked = True
+        raise lmdb.Error("mdb_txn_commit: Input/output error")

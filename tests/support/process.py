@@ -7,10 +7,12 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.error
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from tests.support.forks import Fork, services
@@ -62,7 +64,8 @@ class ServiceProcess(HttpStatus):
 
     Unless its tables are `private`, as if there were too little memory for that. It may have so many `files`
     open, if that is said. It is a fork of a process that has imported what it needs, unless it is `fresh`.
-    What it logs goes into the file `log`, if there is one.
+    What it logs goes into the file `log`, if there is one. Its `environment` has these variables besides: of those
+    that the system looks at first, only a fresh one takes notice. It may be `started_by` another command.
 
     Attributes:
         ahead_seconds: by so much its clock is ahead of this process's, from its next start on.
@@ -76,15 +79,17 @@ class ServiceProcess(HttpStatus):
         files: int = 0,
         fresh: bool = False,
         log: Path | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        started_by: Sequence[str] = (),
     ) -> None:
         self.fresh = fresh
         self.data_dir = data_dir
         self.log = log
         self.ahead_seconds = 0
         self.program = ["-m", "deltasync"] if private else ["-c", _WITH_SHARED_FILES]
-        self._environment = environment() | {"DELTASYNC_ADMIN_TOKEN": ADMIN_TOKEN}
+        self._environment = cleaned() | {"DELTASYNC_ADMIN_TOKEN": ADMIN_TOKEN} | dict(environment)
         self.arguments = arguments
-        self._files = ["prlimit", f"--nofile={files}"] if files else []
+        self._started_by = [*started_by, *(["prlimit", f"--nofile={files}"] if files else [])]
         self._ports = tuple(map(str, free_ports(2, _is_ours)))
         self.process: subprocess.Popen[bytes] | Fork | None = None
 
@@ -137,21 +142,21 @@ class ServiceProcess(HttpStatus):
 
     def run_to_end(self) -> "subprocess.CompletedProcess[str]":
         """Run a service that is expected not to start."""
-        return subprocess.run(
-            self._command(),
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_DEADLINE_SECONDS,
-        )
+        with tempfile.TemporaryFile("w+") as said:
+            process = self._started(self._command(), said.fileno())
+            try:
+                status = process.wait(_DEADLINE_SECONDS)
+            finally:
+                process.kill()
+            said.seek(0)
+            return subprocess.CompletedProcess(self._command(), status, stderr=said.read())
 
     def _command(self) -> list[str]:
         grpc_port, http_port = self._ports
         clock = ["-c", _WITH_ANOTHER_CLOCK.format(ahead_seconds=self.ahead_seconds)]
         program = clock if self.ahead_seconds else self.program
         command = [sys.executable, *program, "serve", "--data-dir", str(self.data_dir)]
-        return [*self._files, *command, "--grpc-port", grpc_port, "--http-port", http_port, *self.arguments]
+        return [*self._started_by, *command, "--grpc-port", grpc_port, "--http-port", http_port, *self.arguments]
 
     def _has_begun(self, endpoints: Path) -> bool:
         assert self.process

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 _MOUNT = 'mount -t tmpfs -o size="$1" none "$2" && echo ready && exec cat'
-_READ_ONLY = ["mount", "-o", "remount,ro"]
 
 
 @contextmanager
@@ -36,11 +35,11 @@ def small_volume(size: int) -> Iterator[Path]:
                 holder.stderr.close()
 
 
-def make_read_only(volume: Path) -> None:
-    """Have a volume take nothing more, while no file on it is open for writing."""
+def remount(volume: Path, option: str) -> None:
+    """Have a volume take nothing more ("ro"), while no file on it is open for writing, or take it again ("rw")."""
     _, _, pid, _, *folder = volume.parts
     inside = ["nsenter", "--target", pid, "--user", "--preserve-credentials", "--mount"]
-    subprocess.run([*inside, *_READ_ONLY, "/" + "/".join(folder)], check=True)
+    subprocess.run([*inside, "mount", "-o", f"remount,{option}", "/" + "/".join(folder)], check=True)
 
 
 def fill(volume: Path) -> Path:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,9 @@ from deltasync.core.seal import Seal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.feeds.damage import IdsByTable, without
+from deltasync.storage.log_store import LogUnavailable
 from deltasync.storage.model_store import ModelStore
+from deltasync.storage.volume import VolumeFailed
 
 
 class LogMender:
@@ -82,14 +83,21 @@ class LogMender:
 
 
 def _logged(store: ModelStore, wanted: IdsByTable, seals: Iterable[Seal]) -> list[tuple[int, RowBatch]]:
-    """What the log has of some rows, in the order of these cuts; as far as it can be read. Each with the version
-    that it is of.
+    """What the log has of some rows, in the order of these cuts, but for records that are damaged. Each with the
+    version that it is of.
+
+    Raises:
+        StorageFailed: it cannot be read now.
     """
     found = []
     for seal in seals:
-        with suppress(StorageFailed):
+        try:
             among = (rows.among(wanted.get(rows.table.name, ())) for rows in store.rows(seal))
             found += [(seal.version, some) for some in among if len(some)]
+        except (LogUnavailable, VolumeFailed):
+            raise
+        except StorageFailed:
+            continue
     return found
 
 

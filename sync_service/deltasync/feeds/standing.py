@@ -7,6 +7,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.seal import Seal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.steady_clock import Moment
+from deltasync.core.tables import TableSpec
 from deltasync.feeds.statistics import Backlog, ReleaseStatistics
 
 
@@ -15,16 +16,21 @@ class TableStanding:
     """One table that a consumer follows.
 
     Attributes:
-        name: its name.
+        spec: the table.
         row_bytes: bytes that a row takes as it is sent: id and values, or id and norm.
         lacking: how many rows a replica at an offset does not hold as the model has them; never too few.
         backlog: what the last release left of it; None where that is not known.
     """
 
-    name: str
+    spec: TableSpec
     row_bytes: int
     lacking: Callable[[int], int]
     backlog: Backlog | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.spec.name
 
 
 def _unknown(_version: int) -> None:
@@ -85,7 +91,7 @@ def table_standing(table: StampedTable, newest: int, policy: Policy) -> TableSta
     """Where a model's table stands, to replicas that read it as it is; `newest` is the model's newest version."""
     counts = table.counts
     return TableStanding(
-        name=table.spec.name,
+        spec=table.spec,
         row_bytes=policy.row_bytes(table.spec),
         # Whoever has the newest version lacks nothing of it, though a later one may be there by now.
         lacking=lambda version: counts.after(version) if version < newest else 0,

@@ -6,10 +6,11 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 
+from deltasync.consumers.quarantine import Quarantine
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.backoff import backoff
 from deltasync.core.cut_times import CutTimes, StopWatch, way_to_service
-from deltasync.core.errors import InvalidInput, ServiceUnavailable
+from deltasync.core.errors import InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.core.event_time import newest_event_time
 from deltasync.core.events import EventKind, Events, described
 from deltasync.core.position import Position
@@ -53,6 +54,7 @@ class CutSealer:
         self.model, self.deletes, self.events = model, deletes, events
         self._tasks = tasks
         self._consumers = consumers
+        self._quarantine: Quarantine | None = None
         self._order = asyncio.Lock()  # Held while a cut is sealed.
         self._ending = asyncio.Event()
         self._applying: asyncio.Task[None] | None = None
@@ -74,8 +76,9 @@ class CutSealer:
     @property
     def quarantine(self) -> str:
         """Which versions are kept from consumers, and why; empty if none are."""
-        found = self._consumers.quarantine_of(self.model.name)
-        return found.words if found else ""
+        with contextlib.suppress(StorageFailed):  # While the log cannot be read, what it said last.
+            self._quarantine = self._consumers.quarantine_of(self.model.name)
+        return self._quarantine.words if self._quarantine else ""
 
     def note_refusal(self, error: InvalidInput) -> None:
         """Note that a cut was refused for what is in it; until one is sealed, status says so."""

@@ -21,8 +21,11 @@ from deltasync.snapshots.manifest import Manifest, Piece
 from deltasync.snapshots.place import SnapshotPlace
 from deltasync.storage.data_directory import BACKUP_MARKER, UNFINISHED_BACKUP
 from deltasync.storage.files import flush_folder
+from deltasync.storage.volume import refused
 
 FORMAT, SNAPSHOTS = 1, "snapshots"
+# What to do where something in a backup is damaged or missing.
+ANOTHER = "use another backup, or take one of the service if that still runs"
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,13 @@ def read_marker(directory: Path) -> Backup:
         raise StorageFailed(f"{directory}: there is no such folder")
     try:
         stored = path.read_bytes()
-    except OSError as error:
+    except FileNotFoundError as error:
         raise StorageFailed(
-            f"{directory} is no complete backup: {BACKUP_MARKER} cannot be read ({error.strerror}): it was broken "
-            "off, or is still being made: take another one, which replaces it"
+            f"{directory} is no complete backup: it has no {BACKUP_MARKER}: it was broken off, or is still being "
+            "made: take another one, which replaces it"
         ) from error
+    except OSError as error:
+        raise refused(f"{path} cannot be read", path, error) from error
     try:
         found = json.loads(stored)
         if found["format"] > FORMAT:
@@ -153,7 +158,7 @@ def read_marker(directory: Path) -> Backup:
         content = found["content"]
         return Backup(**{**content, "others": Piece(**content["others"])})
     except (KeyError, TypeError, ValueError) as error:
-        raise StorageFailed(f"{path} is damaged ({error!r}): take another backup") from error
+        raise StorageFailed(f"{path} is damaged ({error!r}): {ANOTHER}") from error
 
 
 def digest_of(content: Any) -> str:
@@ -177,8 +182,8 @@ def storing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = error.filename or directory
-        raise StorageFailed(f"{directory} is not complete: {place}: {error.strerror}") from error
+        place = Path(error.filename or directory)
+        raise refused(f"{directory} is not complete: {place}", place, error) from error
 
 
 def _lock(marker: TextIO, directory: Path) -> None:

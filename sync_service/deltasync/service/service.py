@@ -348,7 +348,7 @@ class Service:
         consumer = await self.registry.update(name, policy)
         await self._follow(consumer)
         if policy != before:
-            text = f"sent {_words(policy)}, before that {_words(before)}"
+            text = f"sent {_words(policy)}; before that {_words(before)}"
             self.events.emit(EventKind.CONSUMER_CHANGED, text, consumer=name, model=consumer.model, by=by)
         return consumer
 

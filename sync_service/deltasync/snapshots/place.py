@@ -135,4 +135,5 @@ class _telling:  # noqa: N801  # a context manager
         if isinstance(error, FileNotFoundError):
             raise SnapshotDamaged(f"snapshots {self._url}: cannot {self._what}: {error!r}") from error
         if isinstance(error, Exception):
-            raise StorageFailed(f"snapshots {self._url}: cannot {self._what}: {error!r}") from error
+            text = f"snapshots {self._url}: cannot {self._what}: {error!r}: see to its room, and who may use it"
+            raise StorageFailed(text) from error

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from deltasync.core.durations import Durations
+from deltasync.storage.jetstream_errors import LOOK_AT_BROKERS
 from deltasync.storage.volume import Refusal, Volume
 
 
@@ -23,8 +24,10 @@ class BrokerVolume(Volume):
     @property
     def trouble(self) -> str:
         """What is wrong with it, and what to do; empty if nothing is."""
-        found = "; ".join(sorted({each for each in self.troubles.values() if each}))
-        return f"log of {self._brokers}: {found}: look at the brokers; what is submitted waits" if found else ""
+        found = {each.removesuffix(f": {LOOK_AT_BROKERS}") for each in self.troubles.values() if each}
+        if not found:
+            return ""
+        return f"log of {self._brokers}: {'; '.join(sorted(found))}: {LOOK_AT_BROKERS}; what is submitted waits"
 
     @property
     def free_bytes(self) -> None:

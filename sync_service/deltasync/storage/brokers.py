@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from deltasync.core.errors import InvalidInput, StorageFailed
+from deltasync.storage.jetstream_errors import LOOK_AT_BROKERS
 from deltasync.storage.log_store import LogUnavailable
 
 if TYPE_CHECKING:
@@ -106,7 +107,10 @@ async def connect(options: BrokerOptions, name: str) -> "Client":
             _CONNECT_SECONDS,
         )
     except Exception as error:
-        raise StorageFailed(f"no broker of {options.words} can be used: {error!r}") from error
+        raise StorageFailed(
+            f"no broker of {options.words} can be used: {error!r}: see whether they run, and --log and its "
+            "credentials"
+        ) from error
 
 
 async def _passed_over(_error: Exception) -> None:
@@ -170,7 +174,9 @@ class Brokers:
         try:
             return await self.client.request(subject, payload, timeout=_ANSWER_SECONDS)
         except Exception as error:
-            raise LogUnavailable(f"brokers {self.options.words} do not answer: {error!r}") from error
+            raise LogUnavailable(
+                f"brokers {self.options.words} do not answer: {error!r}: {LOOK_AT_BROKERS}"
+            ) from error
 
     def close(self) -> None:
         """End the connection and the thread."""

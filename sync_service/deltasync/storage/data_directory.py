@@ -6,6 +6,7 @@ from typing import TextIO
 
 from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.storage.files import make_folder, writing
+from deltasync.storage.volume import refused
 
 # What to do where something in it is damaged or missing.
 RESTORE = "restore a backup with deltasync restore, or start an empty data directory for a full resync"
@@ -54,7 +55,8 @@ def lock_folder(data_dir: Path, otherwise: str) -> TextIO:
     try:
         make_folder(data_dir)
     except OSError as error:
-        raise StorageFailed(f"{data_dir} cannot be made: {error.strerror}: choose another --data-dir") from error
+        failure = refused(f"{data_dir} cannot be made", data_dir, error)
+        raise StorageFailed(f"{failure}, or choose another --data-dir") from error
     with writing(f"{data_dir} cannot be written to", data_dir):
         lock = (data_dir / "lock").open("w")
     try:

@@ -84,7 +84,10 @@ class Index:
             ((kind, said),) = json.loads(note).items()
             _KINDS[kind](self, said)
         except (KeyError, TypeError, ValueError) as error:
-            raise StorageFailed(f"the log has a note that cannot be understood ({error!r})") from error
+            raise StorageFailed(
+                f"the log has a note that cannot be understood ({error!r}): update deltasync, or give the service "
+                "another --log-prefix"
+            ) from error
 
     def note_fence(self) -> None:
         """Have another owner: with what was never finished nobody goes on."""

@@ -14,6 +14,7 @@ from deltasync.core.errors import NotOwner, StorageFailed
 from deltasync.core.owner import Owner
 from deltasync.storage.broker_volume import BrokerVolume
 from deltasync.storage.brokers import BrokerOptions, Brokers
+from deltasync.storage.jetstream_errors import LOOK_AT_BROKERS, refused_by_brokers
 from deltasync.storage.jetstream_index import Index, fence_note
 from deltasync.storage.jetstream_messages import messages
 from deltasync.storage.jetstream_names import Names, model_of
@@ -117,7 +118,7 @@ class JetStreamLogs:
         names = Names(self._options.prefix, model)
         found = self._brokers.run(self._brokers.ask(f"STREAM.DELETE.{names.stream}"))
         if found.get("error", {}).get("code", 404) != 404:
-            raise StorageFailed(f"stream {names.stream}: {found['error'].get('description')}")
+            raise StorageFailed(refused_by_brokers(names.stream, found["error"]))
 
     def risks(self) -> list[str]:
         """How what the brokers acknowledge could be lost all the same, as far as that can be known, in words."""
@@ -163,7 +164,7 @@ class JetStreamLogs:
             changed = {**found["config"], "num_replicas": self._options.replicas}
             found = await self._brokers.ask(f"STREAM.UPDATE.{names.stream}", changed)
         if "error" in found:
-            raise StorageFailed(f"stream {names.stream}: {found['error'].get('description')}")
+            raise StorageFailed(refused_by_brokers(names.stream, found["error"]))
         _check_config(names, found["config"], self._options.replicas)
 
     async def _fenced(self, names: Names, owner: Owner) -> Fence:
@@ -172,19 +173,22 @@ class JetStreamLogs:
         for _ in range(_FENCE_TRIES):
             found = await self._brokers.ask(f"STREAM.INFO.{names.stream}")
             if "error" in found:
-                raise LogUnavailable(f"stream {names.stream}: {found['error'].get('description')}")
+                raise LogUnavailable(refused_by_brokers(names.stream, found["error"]))
             last = int(found["state"]["last_seq"])
             headers = {ID: message_id(session, 0), EXPECTED: str(last)}
             note = fence_note(owner.process, owner.epoch)
             try:
                 answer = await self._brokers.client.request(names.fences, note, timeout=5, headers=headers)
             except Exception as error:
-                raise LogUnavailable(f"brokers do not take a message: {error!r}") from error
+                raise LogUnavailable(f"brokers do not take a message: {error!r}: {LOOK_AT_BROKERS}") from error
             taken = json.loads(answer.data or b"{}")
             if taken.get("seq") == last + 1:
                 return Fence(session, found["created"], last + 1)
             await asyncio.sleep(0.05)
-        raise StorageFailed(f"stream {names.stream}: another process keeps appending to it")
+        raise StorageFailed(
+            f"stream {names.stream}: another process keeps appending to it: give each service a --log-prefix of "
+            "its own"
+        )
 
     async def _indexed(self, names: Names, fence: int) -> Index:
         """The index of what a stream has up to the fence of this process."""
@@ -212,7 +216,9 @@ class JetStreamLogs:
         while more:
             found = await self._brokers.ask("STREAM.NAMES", {"offset": len(names)})
             if "error" in found:
-                raise LogUnavailable(f"brokers do not say which streams there are: {found['error']}")
+                raise LogUnavailable(
+                    f"brokers do not say which streams there are: {found['error']}: {LOOK_AT_BROKERS}"
+                )
             names += found.get("streams") or []
             more = bool(found.get("streams")) and len(names) < found.get("total", 0)
         models = (model_of(self._options.prefix, name) for name in names)
@@ -230,7 +236,10 @@ def _check_config(names: Names, config: dict[str, Any], replicas: int) -> None:
     wrong += [] if config["storage"] == "file" else [f"storage {config['storage']}"]
     wrong += [] if config["num_replicas"] >= replicas else [f"{config['num_replicas']} replicas"]
     if wrong:
-        raise StorageFailed(f"stream {names.stream} could lose what it has acknowledged: {', '.join(wrong)}")
+        raise StorageFailed(
+            f"stream {names.stream} could lose what it has acknowledged: {', '.join(wrong)}: have it kept in "
+            f"files, by {replicas} brokers and without limits, or give the service another --log-prefix"
+        )
 
 
 def _risk_of(monitor: str) -> str:

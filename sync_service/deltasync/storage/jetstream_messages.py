@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deltasync.storage.brokers import Brokers
+from deltasync.storage.jetstream_errors import LOOK_AT_BROKERS, refused_by_brokers
 from deltasync.storage.log_store import LogUnavailable
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ async def read_message(brokers: Brokers, stream: str, sequence: int) -> bytes | 
     if "error" in found:
         if found["error"].get("code") == 404:
             return None
-        raise LogUnavailable(f"message {sequence} of stream {stream}: {found['error'].get('description')}")
+        raise LogUnavailable(refused_by_brokers(stream, found["error"]))
     return base64.b64decode(found["message"].get("data", ""))
 
 
@@ -103,7 +104,9 @@ async def _sent(
         finally:
             await subscription.unsubscribe()
     except (Error, OSError) as error:
-        raise LogUnavailable(f"brokers do not send what stream {stream} has: {error!r}") from error
+        raise LogUnavailable(
+            f"brokers do not send what stream {stream} has: {error!r}: {LOOK_AT_BROKERS}"
+        ) from error
 
 
 def _stored(message: "Msg") -> StoredMessage:

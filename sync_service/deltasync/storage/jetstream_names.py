@@ -59,7 +59,8 @@ class Names:
             number, part, index, piece, pieces = map(int, numbers)
         except ValueError as error:
             raise StorageFailed(
-                f"stream {self.stream} has a message that is none of the log's: {subject}"
+                f"stream {self.stream} has a message that is none of the log's: {subject}: give the service "
+                "another --log-prefix"
             ) from error
         return Address(_read(kind), number, part, index), piece, pieces
 

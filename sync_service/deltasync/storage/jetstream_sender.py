@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from deltasync.core.backoff import backoff
 from deltasync.core.errors import StorageFailed
 from deltasync.storage.brokers import Brokers
-from deltasync.storage.jetstream_errors import Fenced, LogWentBack
+from deltasync.storage.jetstream_errors import Fenced, LogWentBack, refused_by_brokers
 from deltasync.storage.jetstream_names import Names
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class Sender:
         if "error" in found:
             if found["error"].get("code") == 404:
                 return -1
-            raise StorageFailed(f"stream {self._stream}: {found['error'].get('description')}")
+            raise StorageFailed(refused_by_brokers(self._stream, found["error"]))
         return int(found["state"]["last_seq"]) if found["created"] == self._created else -1
 
     async def _message(self, sequence: int) -> "Found | None":
@@ -242,13 +242,16 @@ class Sender:
         if "error" in found:
             if found["error"].get("code") == 404:
                 return None
-            raise StorageFailed(f"stream {self._stream}: {found['error'].get('description')}")
+            raise StorageFailed(refused_by_brokers(self._stream, found["error"]))
         headers = base64.b64decode(found["message"].get("hdrs", "")).decode(errors="replace")
         return Found(found["message"]["subject"], _header(headers, ID))
 
     def _went_back(self, landed: int) -> LogWentBack:
         what = "is gone" if landed < 0 else f"has others than the {self.acknowledged} messages it had acknowledged"
-        return LogWentBack(f"stream {self._stream} {what}: brokers have lost what they had acknowledged")
+        return LogWentBack(
+            f"stream {self._stream} {what}: brokers have lost what they had acknowledged: what is missing comes "
+            "from a snapshot and the trainer"
+        )
 
 
 @dataclass(frozen=True)

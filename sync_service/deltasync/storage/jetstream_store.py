@@ -31,6 +31,8 @@ from deltasync.storage.write_queue import Submitted, WriteQueue
 _NOTES_BYTES, _NOTES_TIMES, _CHUNK_BYTES = 4 << 20, 4, 32 << 10
 _READ_AHEAD = 16
 _FULL = "the log is full until a snapshot is made; if it stays so, raise --log-max-bytes; nothing was lost"
+# What to do where a record is damaged: whoever opens the log goes back to the last version that is whole.
+_READ_ANEW = "restart this process, which reads its logs anew; what is lost comes from a snapshot and the trainer"
 
 # What is gone with a note that is message N: subjects, and the message up to which.
 Gone = Callable[[int], list[tuple[str, int]]]
@@ -193,9 +195,9 @@ class JetStreamStore:
             with self._lock:
                 if not any(found == sequences for _, found in self._index.between(*_range_of(address))):
                     return None
-            raise damaged(name_of(*address))
+            raise damaged(name_of(*address), _READ_ANEW)
         whole = b"".join(piece for piece in pieces if piece is not None)
-        return without_checksum(key_of(*address), whole, name_of(*address))
+        return without_checksum(key_of(*address), whole, name_of(*address), _READ_ANEW)
 
     # The writer's thread.
 

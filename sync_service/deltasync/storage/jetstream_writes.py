@@ -68,7 +68,11 @@ class Operation:
 
     def refuse(self, error: Exception) -> None:
         """Fail, as far as it is not over."""
-        failure = error if isinstance(error, StorageFailed) else StorageFailed(f"the log failed: {error!r}")
+        failure = (
+            error
+            if isinstance(error, StorageFailed)
+            else StorageFailed(f"the log could not be written: {error!r}: restart the service")
+        )
         self._end(failure)
 
     def wait(self) -> None:

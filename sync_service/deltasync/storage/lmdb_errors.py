@@ -1,36 +1,44 @@
-"""What LMDB's errors mean, and what to do: an error that says so."""
+"""What LMDB's errors mean, and what to do: an error that says so.
 
+Only what LMDB finds wrong in its pages is damage: a disk that fails, or a limit, leaves the log as it was.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import lmdb
 
 from deltasync.core.errors import StorageFailed
 from deltasync.storage.data_directory import RESTORE
-from deltasync.storage.log_store import LogFull
-from deltasync.storage.volume import is_refusal, refused
+from deltasync.storage.log_store import LogFull, LogUnavailable
+from deltasync.storage.volume import VolumeFailed, is_refusal, refused
 
-_NOT_OPENED = {
+_DAMAGED = {
     lmdb.VersionMismatchError: "it was written by another version of LMDB, or its head is damaged: open it with "
     f"the version that wrote it, or {RESTORE}",
     lmdb.InvalidError: f"data.mdb is no log, or its head is damaged: {RESTORE}",
+    lmdb.CorruptedError: f"a page of data.mdb is damaged: {RESTORE}",
+    lmdb.PageNotFoundError: f"a page of data.mdb is missing: {RESTORE}",
+}
+_UNAVAILABLE = {
     lmdb.MemoryError: "there is no room in the process's memory for so large a log: lower --log-max-bytes, or see "
     "limits of its memory (ulimit -v, vm.overcommit_memory)",
     lmdb.ReadersFullError: "too many processes read it: end those that do",
+    lmdb.PanicError: "its disk has refused a write, and it is being opened again: try again",
 }
+_OTHERWISE = "restart the service; deltasync fsck --data-dir says whether anything is damaged"
+_NOTHING_LOST = "nothing that was acknowledged is lost"
 
 
 def opening_failed(error: lmdb.Error, directory: Path) -> StorageFailed:
     """The error that the log in a folder cannot be opened."""
-    what = f"the log in {directory} cannot be opened"
-    if is_refusal(error):
-        return refused(what, directory, error)
-    known = next((text for kind, text in _NOT_OPENED.items() if isinstance(error, kind)), None)
-    return StorageFailed(f"{what}: {known}" if known else f"{what}: it is damaged ({error}): {RESTORE}")
+    return _failed(f"the log in {directory} cannot be opened", error, directory)
 
 
-def reading_failed(error: lmdb.Error) -> StorageFailed:
-    """The error that the log cannot be read."""
-    return StorageFailed(f"the log cannot be read ({error}): {RESTORE}")
+def reading_failed(error: lmdb.Error, file: Path) -> StorageFailed:
+    """The error that the log's file cannot be read."""
+    return _failed("the log cannot be read", error, file)
 
 
 def writing_failed(error: Exception, file: Path, size: int) -> StorageFailed:
@@ -40,13 +48,30 @@ def writing_failed(error: Exception, file: Path, size: int) -> StorageFailed:
             "the log is full until the tables are flushed; if it stays so, raise --log-max-bytes and restart the "
             "service; nothing was lost"
         )
-    if is_refusal(error):
-        return refused("the log could not be written", file, error, size)
-    if isinstance(error, lmdb.PanicError):
-        return StorageFailed(
-            f"the log could not be written ({error}): its disk has refused a write from which LMDB does not come "
-            "back: look at the disk, and restart the service; nothing that was acknowledged is lost"
-        )
-    if isinstance(error, lmdb.Error):
-        return StorageFailed(f"the log could not be written: it is damaged ({error}): {RESTORE}")
-    return StorageFailed(f"the log could not be written: {error!r}")
+    return _failed("the log could not be written", error, file, size)
+
+
+def opened_again() -> StorageFailed:
+    """The error that the log cannot be read while it has to be opened again."""
+    return LogUnavailable(f"the log cannot be read: {_UNAVAILABLE[lmdb.PanicError]}; {_NOTHING_LOST}")
+
+
+def refused_write_is_there(file: Path) -> VolumeFailed:
+    """The error that the log has a write that was said to be refused, so that it is not what the service knows."""
+    what = "the log could not be opened again"
+    refusal = refused(what, file, OSError(0, "it has a write that the disk had refused")).refusal
+    remedy = f"restart the service, which reads it anew; {_NOTHING_LOST}"
+    return VolumeFailed(what, replace(refusal, remedy=remedy))
+
+
+def _failed(what: str, error: Exception, path: Path, size: int = 0) -> StorageFailed:
+    if damage := _text_of(_DAMAGED, error):
+        return StorageFailed(f"{what} ({error}): {damage}")
+    known = _text_of(_UNAVAILABLE, error)
+    if not known and is_refusal(error):
+        return refused(what, path, error, size)
+    return LogUnavailable(f"{what} ({error}): {known or _OTHERWISE}; {_NOTHING_LOST}")
+
+
+def _text_of(texts: Mapping[type[lmdb.Error], str], error: Exception) -> str:
+    return next((text for kind, text in texts.items() if isinstance(error, kind)), "")

@@ -41,21 +41,21 @@ def with_checksum(key: bytes, *payload: Buffer) -> bytes:
     return b"".join((_checksum(key, *payload), *payload))
 
 
-def without_checksum(key: bytes, value: bytes, name: str) -> memoryview:
+def without_checksum(key: bytes, value: bytes, name: str, remedy: str = RESTORE) -> memoryview:
     """The payload of what LMDB has kept under a key.
 
     Raises:
-        StorageFailed: key or payload have changed since; the record is called `name`.
+        StorageFailed: key or payload have changed since; the record is called `name`, and the remedy said.
     """
     payload = memoryview(value)[_CHECKSUM_BYTES:]
     if value[:_CHECKSUM_BYTES] != _checksum(key, payload):
-        raise damaged(name)
+        raise damaged(name, remedy)
     return payload
 
 
-def damaged(name: str) -> StorageFailed:
+def damaged(name: str, remedy: str = RESTORE) -> StorageFailed:
     """The error that a record is not as it was written."""
-    return StorageFailed(f"the log's {name} is damaged: {RESTORE}")
+    return StorageFailed(f"the log's {name} is damaged: {remedy}")
 
 
 def _checksum(key: bytes, *payload: Buffer) -> bytes:

@@ -10,6 +10,9 @@ that LMDB itself writes around them have none: LMDB reports what it finds wrong 
 
 One thread writes; it commits all that has gathered since its last commit together (group commit). It is not woken
 by what is patient.
+
+Where the disk refuses one of LMDB's two heads, LMDB neither writes nor reads any more until it is opened again.
+The writer does that at once, and before each write until it works.
 """
 
 import logging
@@ -18,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,13 @@ import lmdb
 from deltasync.core.durations import Durations
 from deltasync.core.errors import StorageFailed
 from deltasync.storage.files import flush_folder, make_folder, writing
-from deltasync.storage.lmdb_errors import opening_failed, reading_failed, writing_failed
+from deltasync.storage.lmdb_errors import (
+    opened_again,
+    opening_failed,
+    reading_failed,
+    refused_write_is_there,
+    writing_failed,
+)
 from deltasync.storage.lmdb_records import address_of, damaged, key_of, with_checksum, without_checksum
 from deltasync.storage.log_store import LAST_NUMBER, LAST_PART, Buffer, LogFull, LogOptions, Record
 from deltasync.storage.records import name_of
@@ -60,14 +69,16 @@ class LmdbStore:
     """
 
     def __init__(self, options: LogOptions) -> None:
-        self.shared = False
-        self._env = _open(options)
+        self.shared, self._options = False, options
         self._file = options.directory / "data.mdb"
         self.capacity = options.max_bytes - _reserve(options.max_bytes)
         self.refusing = False
         self.volume, self.commits = Volume("log", options.directory), Durations()
         self._said_slow = -_SAID_SECONDS
-        self._records, self._meta = (self._env.open_db(name) for name in (_RECORDS, _META))
+        self._idle, self._reads = threading.Condition(), 0  # An environment may be closed while nobody reads.
+        self._env: lmdb.Environment | None = None
+        self._databases = dict[bytes, Any]()
+        self._have(_open(options))
         self.queue = WriteQueue()
         self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
@@ -76,7 +87,7 @@ class LmdbStore:
         """Commit what was submitted and close the file."""
         self.queue.close()
         self._writer.join()
-        self._env.close()
+        self._close_environment()
 
     # Writing.
 
@@ -133,7 +144,7 @@ class LmdbStore:
     def items(self, prefix: str) -> dict[str, bytes]:
         """The small records whose names begin with `prefix`, by the rest of their names."""
         found = {}
-        with self._cursor(self._meta) as cursor:
+        with self._cursor(_META) as cursor:
             more = cursor.set_range(prefix.encode()) if prefix else cursor.first()
             while more and cursor.key().startswith(prefix.encode()):
                 name = cursor.key().decode(errors="replace")
@@ -146,7 +157,7 @@ class LmdbStore:
     def streams(self) -> list[str]:
         """The names of all streams that have records; every key is looked at."""
         names: dict[str, None] = {}
-        with self._cursor(self._records) as cursor:
+        with self._cursor(_RECORDS) as cursor:
             before = b""
             for key in cursor.iternext(keys=True, values=False):
                 if key <= before:
@@ -156,22 +167,18 @@ class LmdbStore:
         return sorted(names)
 
     def used_bytes(self) -> int:
-        """Bytes of the log's file that hold records."""
-        try:
-            with self._env.begin() as txn:
-                return self._used(txn)
-        except lmdb.Error as error:
-            raise reading_failed(error) from error
+        """Bytes of the log's file that hold records, as of the last write."""
+        return self._used_bytes
 
     def _used(self, txn: lmdb.Transaction) -> int:
-        stats = [txn.stat(db) for db in (self._records, self._meta)]
+        stats = [txn.stat(db) for db in self._databases.values()]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return int(pages * stats[0]["psize"])
 
     def _next_records(self, start: bytes, end: bytes) -> list[tuple[bytes, bytes]]:
         """The next records of a few kilobytes together, or the next one that has more."""
         found, size = list[tuple[bytes, bytes]](), 0
-        with self._cursor(self._records) as cursor:
+        with self._cursor(_RECORDS) as cursor:
             more = cursor.set_range(start)
             while more and cursor.key() <= end and size < _READ_BYTES:
                 found.append((bytes(cursor.key()), bytes(cursor.value())))
@@ -180,12 +187,21 @@ class LmdbStore:
         return found
 
     @contextmanager
-    def _cursor(self, database: Any) -> Iterator["lmdb.Cursor[bytes]"]:
+    def _cursor(self, name: bytes) -> Iterator["lmdb.Cursor[bytes]"]:
+        with self._idle:
+            if self._env is None:
+                raise opened_again()
+            env, database = self._env, self._databases[name]
+            self._reads += 1
         try:
-            with self._env.begin(db=database) as txn, txn.cursor() as cursor:
+            with env.begin(db=database) as txn, txn.cursor() as cursor:
                 yield cursor
         except lmdb.Error as error:
-            raise reading_failed(error) from error
+            raise reading_failed(error, self._file) from error
+        finally:
+            with self._idle:
+                self._reads -= 1
+                self._idle.notify_all()
 
     # The writer's thread.
 
@@ -196,7 +212,7 @@ class LmdbStore:
         value = with_checksum(key, *payload)
         if self._used(txn) + len(value) > self.capacity:
             raise lmdb.MapFullError("full, but for what deleting needs")
-        _put(txn, key, value, self._records)
+        _put(txn, key, value, self._databases[_RECORDS])
 
     def _keep(
         self, txn: lmdb.Transaction, records: Mapping[str, bytes | None], after: Sequence[Future[None]] = ()
@@ -205,12 +221,12 @@ class LmdbStore:
         for name, value in records.items():
             key = name.encode()
             if value is None:
-                _delete(txn, key, self._meta)
+                _delete(txn, key, self._databases[_META])
             else:
-                _put(txn, key, with_checksum(key, value), self._meta)
+                _put(txn, key, with_checksum(key, value), self._databases[_META])
 
     def _delete_range(self, txn: lmdb.Transaction, first: bytes, last: bytes) -> None:
-        with txn.cursor(self._records) as cursor:
+        with txn.cursor(self._databases[_RECORDS]) as cursor:
             more = cursor.set_range(first)
             while more and bytes(cursor.key()) <= last:
                 more = cursor.delete()
@@ -226,13 +242,17 @@ class LmdbStore:
     def _commit(self, batch: list[Submitted]) -> None:
         begun = time.monotonic()
         try:
-            with self._env.begin(write=True) as txn:
+            env = self._opened()
+            with env.begin(write=True) as txn:
                 for write, _, _ in batch:
                     write(txn)
+                used = self._used(txn)
+            self._used_bytes, self._newest = used, env.info()["last_txnid"]
         except Exception as error:  # noqa: BLE001  # Whatever it is, its waiter is told, and the thread goes on.
-            if len(batch) == 1:
+            if not self._works() or len(batch) == 1:
                 self.queue.end(batch)
-                self._fail(*batch[0][1:], error)
+                for _, done, size in batch:
+                    self._fail(done, size, error)
                 return
             middle = len(batch) // 2
             for half in (batch[:middle], batch[middle:]):  # A write that fails must not fail the others.
@@ -242,6 +262,59 @@ class LmdbStore:
         self.queue.end(batch)
         for _, done, _ in batch:
             done.set_result(None)
+
+    def _works(self) -> bool:
+        """Whether what fails is a write, and not LMDB as a whole: that is opened again, now if it can be."""
+        try:
+            if self._env:
+                self._env.begin().abort()
+                return True
+        except lmdb.PanicError:
+            self._close_environment()
+            with suppress(StorageFailed):  # Told by the next write.
+                self._opened()
+        except lmdb.Error:
+            return True
+        return False
+
+    def _opened(self) -> lmdb.Environment:
+        """The environment, which is opened again where it had to be closed.
+
+        Raises:
+            StorageFailed: it cannot be.
+        """
+        if self._env:
+            return self._env
+        try:
+            env = _open(self._options)
+            try:
+                env.sync(force=True)  # LMDB has put back the head before, and not waited until that is on disk.
+                if env.info()["last_txnid"] != self._newest:
+                    raise refused_write_is_there(self._file)
+                self._have(env)
+            except BaseException:
+                env.close()
+                raise
+        except (lmdb.Error, StorageFailed) as error:
+            failure = error if isinstance(error, StorageFailed) else writing_failed(error, self._file, 0)
+            if isinstance(failure, VolumeFailed):
+                self.volume.refuse(failure.refusal)
+            raise failure from error
+        return env
+
+    def _have(self, env: lmdb.Environment) -> None:
+        self._databases = {name: env.open_db(name) for name in (_RECORDS, _META)}
+        with env.begin() as txn:
+            self._used_bytes = self._used(txn)
+        self._newest = env.info()["last_txnid"]
+        self._env = env
+
+    def _close_environment(self) -> None:
+        with self._idle:
+            env, self._env = self._env, None
+            self._idle.wait_for(lambda: not self._reads)
+        if env:
+            env.close()
 
     def _note_commit(self, seconds: float, size: int) -> None:
         self.commits.add(seconds)

@@ -149,4 +149,8 @@ def map_file(path: Path, *, empty: bool = False) -> Mapping:
 
 def _words(number: int) -> str:
     text = os.strerror(number)
-    return f"{text}: see vm.max_map_count, or limits of its memory" if number == errno.ENOMEM else text
+    return (
+        f"{text}: raise vm.max_map_count, or the limits of its memory (ulimit -v)"
+        if number == errno.ENOMEM
+        else text
+    )

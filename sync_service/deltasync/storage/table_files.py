@@ -244,9 +244,12 @@ def open_tables(tables: Sequence[tuple[Place, ArraySpecs]]) -> list[TableFiles]:
     short as before.
 
     Raises:
-        StorageFailed: a file is missing or of another size, or there is no room in the process's memory.
+        StorageFailed: a file is missing or of another size, or cannot be opened now; or there is no room in the
+            process's memory.
     """
-    return _opened(tables, map_file)
+    folder = tables[0][0].folder.parent if tables else Path()
+    with writing(f"tables in {folder} cannot be opened", folder):
+        return _opened(tables, map_file)
 
 
 def offsets(sizes: Iterable[int], start: int = 0) -> list[int]:

@@ -19,7 +19,13 @@ _ADVICE = {
     errno.EROFS: "find out why it is mounted read-only, and mount it for writing",
     errno.EACCES: "let the service's user write to it",
     errno.EPERM: "let the service's user write to it",
-    errno.EIO: "look for the device's errors in the system's log; nothing that was acknowledged is lost",
+    errno.EIO: "look for the device's errors in the system's log, and mend it; nothing that was acknowledged is "
+    "lost",
+    errno.EMFILE: "raise the number of files that the service may have open (ulimit -n), and restart it",
+    errno.ENFILE: "raise the number of files that the system may have open (fs.file-max)",
+    errno.EEXIST: "move away what has its name",
+    errno.EISDIR: "move away what has its name",
+    errno.ENOTDIR: "move away what has its name",
 }
 _OTHERWISE = "look for its errors in the system's log"
 # LMDB calls what was written in part an input/output error: so much may be left then.
@@ -39,6 +45,7 @@ class Refusal:
         needed_bytes: that were to be written; 0 where that is not known.
         free_bytes: that the volume had left.
         since_unix_ns: when that was, nanoseconds since 1970.
+        remedy: what to do; empty where the number says that.
     """
 
     path: Path
@@ -47,13 +54,14 @@ class Refusal:
     needed_bytes: int
     free_bytes: int
     since_unix_ns: int
+    remedy: str = ""
 
     @property
     def in_words(self) -> str:
         """What was refused, why, and what to do."""
         needed = f"{self.needed_bytes} bytes were to be written, " if self.needed_bytes else ""
         room = f"{needed}{self.free_bytes} {'' if needed else 'bytes '}are free"
-        return f"{self.reason} ({room}): {_ADVICE.get(self.number, _OTHERWISE)}"
+        return f"{self.reason} ({room}): {self.remedy or _ADVICE.get(self.number, _OTHERWISE)}"
 
 
 class VolumeFailed(StorageFailed):
@@ -101,8 +109,8 @@ class Volume:
     Attributes:
         name: by which metrics and messages call it.
         folder: the folder; it need not be there yet.
-        refusal: the largest write that was refused since it last took what it was given; None if it does.
-            Replaced whole.
+        refusal: the largest write that was refused since it last took what it was given, or one with a remedy of
+            its own; None if it takes what it is given. Replaced whole.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -122,12 +130,14 @@ class Volume:
         return _free_bytes(self.folder)
 
     def refuse(self, refusal: Refusal) -> None:
-        """Note that it has refused a write: the largest since it last took what it was given."""
+        """Note that it has refused a write: the largest since it last took what it was given, or one with a remedy
+        of its own.
+        """
         with self._lock:
             before = self.refusal
             if before is None:
                 self.refusal = refusal
-            elif refusal.needed_bytes > before.needed_bytes:
+            elif refusal.remedy or (not before.remedy and refusal.needed_bytes > before.needed_bytes):
                 self.refusal = replace(refusal, since_unix_ns=before.since_unix_ns)
 
     def take(self, size: int) -> None:
@@ -194,4 +204,4 @@ def _number_of(error: Exception) -> int:
     if isinstance(error, OSError):
         return error.errno or 0
     text = str(error)  # LMDB says it in words only.
-    return next((number for number in _ADVICE if os.strerror(number) in text), 0)
+    return next((number for number in errno.errorcode if text.endswith(os.strerror(number))), 0)

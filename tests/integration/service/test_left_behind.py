@@ -99,7 +99,8 @@ def no_room(patch: pytest.MonkeyPatch) -> None:
 
     def deleting(log: LmdbStore, txn: Any, first: bytes, last: bytes) -> None:
         delete(log, txn, first, last)
-        with txn.cursor(log._records) as before, log._env.begin(db=log._records) as old, old.cursor() as after:
+        records = log._databases[b"records"]
+        with txn.cursor(records) as before, log._opened().begin(db=records) as old, old.cursor() as after:
             if list(before) != list(after):
                 full()
 

@@ -1,6 +1,7 @@
 """Backups of services that go on, and what is restored of them."""
 
 import json
+import os
 import re
 import shutil
 import threading
@@ -197,6 +198,45 @@ def backup(tmp_path: Path) -> Path:
         trainer.publish_all()
     back_up_offline(tmp_path / "data", tmp_path / "backup")
     return tmp_path / "backup"
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    """A process whose new files every user may read and write, unless it says otherwise."""
+    before = os.umask(0)
+    yield
+    assert os.umask(before) == 0, "commands leave it as it was"
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_all_that_is_kept_is_for_its_owner_only(tmp_path: Path) -> None:
+    """What the service and every command write, whatever the umask that they are started with."""
+    data, snapshots = tmp_path / "data", tmp_path / "snapshots"
+    with ServiceProcess(data, "--consumer", "predictors=clicks", "--snapshots", str(snapshots)) as service:
+        admin = admin_of(service)
+        admin.create_consumer("ranked", "clicks", TOP)
+        with Trainer(service.grpc) as trainer, follow(service, "ranked", "r", Recorder()) as follower:
+            trainer.publish_all()
+            follower.wait_for(trainer.change(7), WAIT)
+            admin.make_snapshot("clicks")
+            admin.backup(str(tmp_path / "backup"))
+    (data / "lock").unlink()
+    for command in (
+        ("fsck", "--data-dir", str(data)),
+        ("fsck", "--mend", "--data-dir", str(data)),
+        ("backup", str(tmp_path / "offline"), "--data-dir", str(data)),
+        ("restore", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "restored")),
+        ("restore", str(tmp_path / "offline"), "--data-dir", str(tmp_path / "restored-offline")),
+        ("restore", str(snapshots), "--data-dir", str(tmp_path / "restored-snapshots")),
+    ):
+        status, _, said = deltasync(*command)
+        assert status == 0, said
+    made = [path for path in tmp_path.rglob("*") if "kernels" not in path.relative_to(tmp_path).parts]
+    assert {path.relative_to(tmp_path).parts[0] for path in made} == {
+        *("data", "snapshots", "backup", "offline", "restored", "restored-offline", "restored-snapshots")
+    }
+    modes = {str(path.relative_to(tmp_path)): path.stat().st_mode & 0o777 for path in made}
+    assert modes == {str(path.relative_to(tmp_path)): 0o700 if path.is_dir() else 0o600 for path in made}
 
 
 def test_what_is_restored_has_its_room(tmp_path: Path) -> None:

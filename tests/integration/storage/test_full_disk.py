@@ -3,6 +3,7 @@
 import mmap
 import re
 import resource
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,8 @@ from tests.support.fleet import WAIT, Trainer, admin_of, follow, wait_until_in_s
 from tests.support.local_service import join, run, send
 from tests.support.metrics import samples_of
 from tests.support.process import ServiceProcess
-from tests.support.volumes import fill, make_read_only, small_volume
+from tests.support.volumes import fill, remount, small_volume
+from tests.support.waiting import wait_for
 from tests.support.wire import part
 
 from deltasync.client import NumpyTarget, Policy, RowBatch, Shard, TableSpec
@@ -21,9 +23,9 @@ from deltasync.core.errors import ServiceUnavailable
 from deltasync.service.service import Service
 
 WIDE = TableSpec("wide", 20_000, 16)
-LARGE = TableSpec("large", 450_000, 32)
+LARGE = TableSpec("large", 120_000, 32)
 CONSUMER = ("--consumer", "predictors=clicks")
-NO_ROOM = r"no room for tables of model 'clicks': \d+ bytes are wanted, and \d+ are free"
+NO_ROOM = r"no room for tables of model 'clicks': \d+ bytes are wanted, and \d+ are free .*"
 
 
 @pytest.fixture
@@ -78,17 +80,20 @@ def test_a_full_volume_is_named_while_the_service_serves_and_what_waits_goes_thr
     assert "Traceback" not in log, log[log.find("Traceback") - 500 :][:3000]
 
 
-def test_no_room_for_a_new_table_is_said_by_the_service(
+def test_no_room_for_a_new_table_is_said_by_the_service_and_with_room_it_is_published(
     volume: Path, pool: ThreadPoolExecutor, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with ServiceProcess(volume / "data", *CONSUMER) as service:
-        with Trainer(service.grpc, [LARGE]) as trainer:
-            published = pool.submit(trainer.publish_all)
-            while not re.search(NO_ROOM, trainer.publisher.connection.last_error):
-                pass  # It tries again; the test's timeout bounds the wait.
-            assert service.get("/readyz") == (200, "ok\n"), "the volume has refused nothing"
-        assert isinstance(published.exception(WAIT), ServiceUnavailable)
+    filler = volume / "filler"
+    filler.write_bytes(bytes(36 << 20))
+    with ServiceProcess(volume / "data", *CONSUMER) as service, Trainer(service.grpc, [LARGE]) as trainer:
+        published = pool.submit(trainer.publish_all)
+        said = wait_for(lambda: re.search(NO_ROOM, trainer.publisher.connection.last_error))
+        assert said
+        assert said[0].endswith(f"make room on {volume}/data")
+        assert service.get("/readyz") == (200, "ok\n"), "the volume has refused nothing"
         assert not list((volume / "data").glob("models/*"))
+        filler.unlink()
+        assert published.result(WAIT).number == 1
     log = capfd.readouterr().err
     assert "volume failed" not in log
     assert "publisher refused: model=clicks" in log
@@ -197,16 +202,50 @@ def test_where_not_even_the_logs_lock_can_be_made_that_is_said(volume: Path) -> 
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_read_only_volume_is_an_error_in_one_line(volume: Path, begun: bool) -> None:
+def test_a_read_only_volume_is_an_error_in_one_line_and_mounted_for_writing_it_is_none(
+    volume: Path, begun: bool
+) -> None:
+    service = ServiceProcess(volume / "data", *CONSUMER)
     if begun:
-        with ServiceProcess(volume / "data", *CONSUMER) as service:
+        with service:
             assert service.terminate() == 0
-    make_read_only(volume)
-    done = ServiceProcess(volume / "data", *CONSUMER).run_to_end()
+    remount(volume, "ro")
+    done = service.run_to_end()
     assert done.returncode == 1
     said = done.stderr.rstrip().splitlines()[-1]
     assert re.match(rf"Error: {volume}/data cannot be (written to|made): Read-only file system", said)
+    assert "find out why it is mounted read-only, and mount it for writing" in said
     assert "Traceback" not in done.stderr
+    remount(volume, "rw")
+    with service:
+        service.wait_for_status("/readyz", 200)
+
+
+# As the user of a service is, who may not write wherever it likes.
+WITHOUT_PRIVILEGES = ("setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override")
+
+
+@pytest.mark.nightly
+def test_a_folder_that_the_services_user_may_not_write_to_is_named_and_once_it_may_it_is_none(
+    tmp_path: Path,
+) -> None:
+    if not shutil.which("setpriv"):
+        pytest.skip("needs setpriv")
+    service = ServiceProcess(tmp_path / "data", *CONSUMER, started_by=WITHOUT_PRIVILEGES)
+    with service:
+        assert service.terminate() == 0
+    for folder in (tmp_path / "data" / "log", tmp_path / "data"):
+        folder.chmod(0o500)
+        for each in (folder / "lock", folder / "lock.mdb"):
+            each.unlink(missing_ok=True)
+        done = service.run_to_end()
+        assert done.returncode == 1
+        assert re.search(
+            r"Error: .*Permission denied.*: let the service's user write to it$", done.stderr.rstrip()
+        )
+        folder.chmod(0o700)
+    with service:
+        service.wait_for_status("/readyz", 200)
 
 
 def test_a_limit_of_a_files_size_is_named_and_noticed_to_be_lifted(

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from deltasync.core.owner import Owner
 from deltasync.storage.brokers import BrokerOptions
 from deltasync.storage.jetstream_errors import Fenced, LogWentBack
 from deltasync.storage.jetstream_logs import JetStreamLogs
+from deltasync.storage.jetstream_names import Names
 from deltasync.storage.jetstream_store import JetStreamStore
 from deltasync.storage.log_store import LogStore
 
@@ -162,6 +164,42 @@ def test_what_brokers_could_lose_is_said(brokers: Brokers) -> None:
     assert all("syncs" not in risk for risk in logs.risks())
 
 
+def test_a_stream_that_could_lose_something_is_refused_until_it_could_not(brokers: Brokers) -> None:
+    """Or another service has its prefix: then this one takes another."""
+    wanted = options(brokers)
+    process = Process(wanted)
+    names = Names(wanted.prefix, "clicks")
+    config = {"name": names.stream, "subjects": [names.subjects], "storage": "file", "max_msgs": 5}
+    ask = process.logs._brokers.ask
+    process.logs._brokers.run(ask(f"STREAM.CREATE.{names.stream}", config))
+    with pytest.raises(
+        StorageFailed, match="max_msgs 5: have it kept in files, by 1 brokers and without limits, or "
+    ):
+        process.open()
+    other = Process(replace(wanted, prefix=next(PREFIXES)))
+    other.open().put("n", b"1").result(TIMEOUT)
+    process.logs._brokers.run(ask(f"STREAM.UPDATE.{names.stream}", config | {"max_msgs": -1}))
+    process.open().put("n", b"1").result(TIMEOUT)
+    for each in (process, other):
+        each.logs.close()
+
+
+def test_a_record_that_brokers_have_lost_is_no_more_once_the_log_is_read_anew(
+    opened: Callable[[], LogStore],
+) -> None:
+    log = opened()
+    assert isinstance(log, JetStreamStore)
+    for number in (1, 2):
+        log.append("cuts/m", number, 0, 0, b"rows").result(TIMEOUT)
+    lost = {"filter": log._names.records("cuts/m", 2)}
+    log._brokers.run(log._brokers.ask(f"STREAM.PURGE.{log._names.stream}", lost))
+    with pytest.raises(
+        StorageFailed, match="record 0 of rank 0 of version 2 of model 'm' is damaged: restart this"
+    ):
+        content(log, "cuts/m")
+    assert content(opened(), "cuts/m") == [(1, 0, 0, b"rows")]
+
+
 def test_a_killed_broker_that_comes_back_has_all_that_it_acknowledged(tmp_path: Path) -> None:
     with Brokers(tmp_path) as brokers:
         process = Process(options(brokers))
@@ -180,9 +218,26 @@ def test_a_killed_broker_that_comes_back_has_all_that_it_acknowledged(tmp_path: 
 
 
 @pytest.mark.nightly
-def test_brokers_that_are_not_there_are_an_error_that_names_them(tmp_path: Path) -> None:
+def test_brokers_that_are_not_there_are_an_error_that_names_them_and_once_they_run_all_is_there(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(StorageFailed, match=r"nats://127\.0\.0\.1:1"):
         JetStreamLogs(BrokerOptions(urls=("nats://user:secret@127.0.0.1:1",)), "a")
+    with Brokers(tmp_path) as brokers:
+        wanted = options(brokers)
+        before = Process(wanted)
+        before.open().append("cuts/m", 1, 0, 0, b"rows").result(TIMEOUT)
+        before.logs.close()
+        brokers.kill(brokers.brokers[0])
+        with pytest.raises(
+            StorageFailed, match=r"can be used: .*: see whether they run, and --log and its credentials"
+        ):
+            Process(wanted)
+        brokers.start(brokers.brokers[0])
+        brokers.wait()
+        after = Process(wanted)
+        assert content(after.open(), "cuts/m") == [(1, 0, 0, b"rows")]
+        after.logs.close()
 
 
 def test_notes_of_small_records_are_written_together_and_removed(

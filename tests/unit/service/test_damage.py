@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.local_service import join, opened, publish, run, send
+from tests.support.log import Heads, log_of
 from tests.support.releases import deleted_rows, live_rows
 from tests.support.stamped import stamped_table
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
@@ -20,7 +21,7 @@ from tests.unit.support.async_tests import in_service
 
 from deltasync.core.damage import DamagedRows, ranges
 from deltasync.core.digests import checksum_of, row_digests
-from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.errors import ServiceUnavailable, StorageFailed
 from deltasync.core.events import Event, EventKind
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids
@@ -33,6 +34,7 @@ from deltasync.service.housekeeping import _look_after_rows as look_after_rows
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.inspection import inspect
 from deltasync.service.service import Service
+from deltasync.storage.log_store import LogUnavailable
 
 ROWS = random_rows(1)  # Those of `publish`.
 SPECS = [TableSpec("a", 9, 2), TableSpec("b", 1, 3), TableSpec("c", 30, 1)]
@@ -334,6 +336,28 @@ async def test_the_log_is_read_once_for_a_row_that_it_does_not_have(service: Ser
     flip(model.tables[0], 8)
     await model.damage.sweep()
     assert lists(await model.damage.mend()) == {USER.name: [8]}
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> Heads:
+    return Heads(monkeypatch)
+
+
+@in_service()
+async def test_a_row_is_mended_from_a_log_that_could_not_be_read_before(service: Service, heads: Heads) -> None:
+    """It is not taken for what the log does not have: a trainer, or a backup, would be asked for in vain."""
+    _, model = await published(service)
+    flip(model.tables[0], 7)
+    await model.damage.sweep()
+    heads.refused, heads.opened = True, False
+    for _ in range(2):
+        with pytest.raises(StorageFailed, match="nothing that was acknowledged is lost"):
+            await asyncio.wrap_future(log_of(service).put("x", b""))
+        with pytest.raises(LogUnavailable):
+            await model.damage.mend()
+    heads.refused, heads.opened = False, True
+    await asyncio.wrap_future(log_of(service).put("x", b""))
+    assert lists(await model.damage.mend()) == {USER.name: [7]}
 
 
 @given(st.data(), st.integers(1, 400))

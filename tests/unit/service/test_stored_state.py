@@ -6,11 +6,14 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from tests.support import flips
+from tests.support.command import deltasync
 from tests.support.damage import change_value, entries
+from tests.support.log import Heads
 from tests.support.wire import USER
 
 from deltasync.client.keyed.redis_layout import Meta
@@ -296,3 +299,21 @@ def test_what_a_later_version_has_written_is_refused_with_both_numbers(tmp_path:
         check_data_directory(tmp_path)
     with pytest.raises(Contradiction, match="of format '2', this version of deltasync writes and reads 1: update"):
         Meta.of_fields({b"format": b"2"}, "server")
+
+
+def test_what_cannot_be_read_now_is_not_called_damaged(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit status says so too: it could not look."""
+    heads = Heads(monkeypatch)
+    heads.opened = False
+    with pytest.raises(VolumeFailed, match=r"Input/output error .*: look for the device's errors"):
+        check_data_directory(copy)
+    status, _, said = deltasync("fsck", "--data-dir", str(copy))
+    assert (status, "restore" in said) == (2, False)
+    heads.opened = True
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "deltasync.service.stored_rows.np.memmap", mock.Mock(side_effect=OSError(5, "Input/output error"))
+        )
+        with pytest.raises(VolumeFailed, match=f"{copy} cannot be read: Input/output error"):
+            check_data_directory(copy)
+    assert not check_data_directory(copy).problems

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, publish, send
-from tests.support.log import log_of
+from tests.support.log import Heads, log_of
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
@@ -20,6 +20,8 @@ from deltasync.feeds.repair import NO_REPAIR
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
+from deltasync.status.readiness import checks, not_ready
+from deltasync.status.sampler import Sampler
 from deltasync.storage import lmdb_store
 from deltasync.storage.lmdb_store import LmdbStore
 
@@ -151,3 +153,37 @@ async def test_commits_are_counted_and_slow_ones_said_now_and_then(
     monkeypatch.setattr(lmdb_store, "_SAID_SECONDS", 0.0)
     await asyncio.wrap_future(log_of(service).put("x", b""))
     assert len(slow_ones()) > 1
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> Heads:
+    return Heads(monkeypatch)
+
+
+@in_service()
+async def test_while_the_log_can_be_neither_written_nor_read_all_who_ask_are_told_so(
+    service: Service, heads: Heads
+) -> None:
+    answers = Answers(service)
+    await publish(service)
+    for name, policy in {"all": Policy(), "top": Policy(top_k=3)}.items():
+        consumer = await service.create_consumer(name, "clicks", policy)
+        service.registry.connect(consumer, "p", asyncio.Event())
+    heads.refused, heads.opened = True, False
+    with pytest.raises(StorageFailed, match="Input/output error"):
+        await asyncio.wrap_future(log_of(service).put("x", b""))
+    await service.volumes.look_after()
+    assert "look for the device's errors in the system's log" in not_ready(checks(service))
+    overview = await Sampler(service, answers).look()
+    (process,) = overview.processes
+    assert (process.ready, [each.state for each in overview.consumers]) == (False, ["failed", "failed"])
+    assert b'deltasync_volume_failed{volume="log"} 1.0' in await answers.metrics()
+    for name in ("all", "top"):
+        lag = await answers.lag(name)
+        assert (lag.state, "look for the device's errors" in lag.reason) == ("failed", True)
+    heads.refused, heads.opened = False, True
+    await service.volumes.look_after()
+    assert not not_ready(checks(service))
+    overview = await Sampler(service, answers).look()
+    assert overview.processes[0].ready
+    assert "failed" not in {each.state for each in overview.consumers}

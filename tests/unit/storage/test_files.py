@@ -71,7 +71,9 @@ def test_a_data_directory_that_cannot_be_used_is_an_error_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "lock").mkdir()
-    with pytest.raises(StorageFailed, match=r"cannot be written to: Is a directory .*: look for its errors"):
+    with pytest.raises(
+        StorageFailed, match=r"cannot be written to: Is a directory .*: move away what has its name"
+    ):
         lock_data_directory(tmp_path)
     (tmp_path / "lock").rmdir()
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import lmdb
 import pytest
 from tests.support.damage import flipped
-from tests.support.log import held_up
+from tests.support.log import Heads, held_up
 
 from deltasync.core.errors import StorageFailed
 from deltasync.storage import write_queue
 from deltasync.storage.lmdb_records import key_of
 from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
+from deltasync.storage.log_store import LogOptions, LogUnavailable
+from deltasync.storage.volume import VolumeFailed
 from deltasync.storage.write_queue import WriteQueue
 
 TIMEOUT = 20
@@ -195,7 +196,7 @@ def test_one_write_that_fails_costs_the_many_beside_it_few_commits(log: LmdbStor
     failed: Future[None] = Future()
     failed.set_exception(StorageFailed("told before"))
     log.put("before", b"x").result(TIMEOUT)
-    before = log._env.info()["last_txnid"]
+    before = log._opened().info()["last_txnid"]
     with held_up(log):
         batch = [
             log.append("m", 1, 0, number, b"x", after=[failed] if number == 300 else []) for number in range(1000)
@@ -203,7 +204,7 @@ def test_one_write_that_fails_costs_the_many_beside_it_few_commits(log: LmdbStor
     errors = [done.exception(TIMEOUT) for done in batch]
     assert [number for number, error in enumerate(errors) if error] == [300]
     assert len(numbers(log, "m")) == 999
-    assert log._env.info()["last_txnid"] - before <= 20
+    assert log._opened().info()["last_txnid"] - before <= 20
 
 
 def test_what_is_written_is_not_kept_in_memory(log: LmdbStore) -> None:
@@ -286,3 +287,62 @@ def test_a_write_counts_until_it_is_written_or_refused(tmp_path: Path, fails: bo
     assert [write.exception(TIMEOUT) is not None for write in writes] == [fails, False, False]
     assert log.queue.bytes == 0
     log.close()
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> Heads:
+    return Heads(monkeypatch)
+
+
+def test_after_a_head_was_refused_what_there_was_can_be_read_and_the_next_write_is_done(
+    heads: Heads, options: LogOptions
+) -> None:
+    with closing(LmdbStore(options)) as log:
+        log.append("m", 1, 0, 0, b"x").result(TIMEOUT)
+        for _ in range(3):
+            heads.refused = True
+            with held_up(log):
+                writes = [log.append("m", 2, 0, number, b"y") for number in range(5)]
+            assert [type(each.exception(TIMEOUT)) for each in writes] == [VolumeFailed] * 5
+            assert "look for the device's errors" in log.volume.trouble
+            assert (numbers(log, "m"), log.items("")) == ([(1, 0)], {})
+        heads.refused = False
+        log.append("m", 2, 0, 0, b"y").result(TIMEOUT)
+        assert (numbers(log, "m"), log.volume.trouble) == ([(1, 0), (2, 0)], "")
+
+
+def test_a_log_that_cannot_be_opened_again_is_tried_with_each_write(heads: Heads, options: LogOptions) -> None:
+    with closing(LmdbStore(options)) as log:
+        log.append("m", 1, 0, 0, b"x").result(TIMEOUT)
+        used = log.used_bytes()
+        heads.refused, heads.opened = True, False
+        for _ in range(3):
+            with pytest.raises(VolumeFailed, match="look for the device's errors"):
+                log.put("n", b"").result(TIMEOUT)
+            for read in (lambda: list(log.read("m")), lambda: log.items(""), log.streams):
+                with pytest.raises(LogUnavailable, match=r"is being opened again: try again; nothing .* is lost"):
+                    read()
+            assert (log.used_bytes(), bool(log.volume.trouble)) == (used, True)
+        heads.refused, heads.opened = False, True
+        log.put("n", b"").result(TIMEOUT)
+        assert (numbers(log, "m"), log.items("")) == ([(1, 0)], {"n": b""})
+        heads.refused, heads.opened = True, False
+        assert log.put("n", b"1").exception(TIMEOUT)  # It ends in order.
+
+
+def test_a_write_that_was_refused_and_is_there_all_the_same_is_read_by_the_next_service(
+    heads: Heads, options: LogOptions
+) -> None:
+    """Whoever waited for it was told that it is not: this one knows nothing of it."""
+    with closing(LmdbStore(options)) as log:
+        log.append("m", 1, 0, 0, b"x").result(TIMEOUT)
+        heads.refused = heads.landed = True
+        assert isinstance(log.append("m", 2, 0, 0, b"y").exception(TIMEOUT), VolumeFailed)
+        heads.refused = False
+        for _ in range(2):
+            with pytest.raises(VolumeFailed, match=r"a write that the disk had refused .*: restart the service"):
+                log.put("n", b"").result(TIMEOUT)
+            assert "restart the service" in log.volume.trouble
+    with closing(LmdbStore(options)) as log:
+        log.put("n", b"").result(TIMEOUT)
+        assert (numbers(log, "m"), log.items("")) == ([(1, 0), (2, 0)], {"n": b""})

@@ -1,6 +1,7 @@
 """A table in its files, whether these are its own or one that it shares with others."""
 
 import os
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from deltasync.core.tables import TableSpec
 from deltasync.storage.mapped_table import MappedTable, TableLayout
 from deltasync.storage.table_files import TableFiles, make_tables, open_tables
 from deltasync.storage.unused_files import remove_unused
+from deltasync.storage.volume import VolumeFailed
 
 TABLE = TableSpec("sparse/user", 10, 4)
 OTHERS = [TableSpec("before", 3, 3, np.dtype("<f2")), TableSpec("after", 7, 1)]
@@ -105,6 +107,20 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
         made(tmp_path, TABLE)
     assert sizes == ([64 * 9] if shared_file else [160, 80, 20, 80, 40][:refused])
     assert not list(tmp_path.iterdir())
+
+
+def test_too_few_open_files_are_named_and_with_more_it_goes_on(tmp_path: Path) -> None:
+    table = written(tmp_path / "old")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needs: list[Callable[[], MappedTable]] = [lambda: reopened(table), lambda: made(tmp_path / "new", TABLE)[0]]
+    for what in needs:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
+        try:
+            with pytest.raises(VolumeFailed, match=r"Too many open files .*: raise .* \(ulimit -n\), and restart"):
+                what()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+        assert what().spec == TABLE
 
 
 @pytest.mark.parametrize("name", ["x" * 512, "ä" * 512, "\0" * 512, "../../etc/passwd", "a/b", "."])

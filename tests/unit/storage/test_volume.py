@@ -14,9 +14,10 @@ from tests.support.volumes import small_volume
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.tables import TableSpec
-from deltasync.storage.lmdb_errors import opening_failed, writing_failed
+from deltasync.storage.data_directory import RESTORE
+from deltasync.storage.lmdb_errors import opening_failed, reading_failed, writing_failed
 from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogFull, LogOptions
+from deltasync.storage.log_store import LogFull, LogOptions, LogUnavailable
 from deltasync.storage.mapped_table import TableLayout
 from deltasync.storage.model_records import recorded_models
 from deltasync.storage.model_store import ModelStore
@@ -54,6 +55,9 @@ def refusal(path: Path, number: int, needed: int) -> Refusal:
         ),
         (lmdb.Error("mdb_txn_commit: No space left on device"), 7, "make room on it"),
         (OSError(errno.ENXIO, "No such device or address"), 7, "look for its errors in the system's log"),
+        (lmdb.Error("mdb_txn_commit: No such device or address"), 7, "look for its errors in the system's log"),
+        (lmdb.Error("mdb_txn_commit: Stale file handle"), 7, "look for its errors in the system's log"),
+        (lmdb.Error("mdb_env_open: Too many open files"), 7, "ulimit -n"),
     ],
 )
 def test_a_refusal_says_why_and_what_to_do(
@@ -138,7 +142,7 @@ def test_only_errors_of_a_volume_are_refusals(tmp_path: Path) -> None:
     [
         (lmdb.VersionMismatchError("MDB_VERSION_MISMATCH"), "another version of LMDB"),
         (lmdb.InvalidError("MDB_INVALID: File is not an LMDB file"), "data.mdb is no log, or its head is damaged"),
-        (lmdb.CorruptedError("MDB_CORRUPTED: Located page was wrong type"), "it is damaged (MDB_CORRUPTED"),
+        (lmdb.CorruptedError("MDB_CORRUPTED: Located page was wrong type"), "a page of data.mdb is damaged"),
         (lmdb.MemoryError("Cannot allocate memory"), "lower --log-max-bytes"),
         (lmdb.ReadonlyError("Permission denied"), "let the service's user write to it"),
         (lmdb.Error("Read-only file system"), "mount it for writing"),
@@ -147,9 +151,41 @@ def test_only_errors_of_a_volume_are_refusals(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_opened_says_where_and_what_to_do(
     tmp_path: Path, error: lmdb.Error, said: str
 ) -> None:
-    text = str(opening_failed(error, tmp_path))
-    assert text.startswith(f"the log in {tmp_path} cannot be opened: ")
-    assert said in text
+    failure = opening_failed(error, tmp_path)
+    assert str(failure).startswith(f"the log in {tmp_path} cannot be opened")
+    assert said in str(failure)
+
+
+DAMAGE = [
+    lmdb.VersionMismatchError("MDB_VERSION_MISMATCH"),
+    lmdb.InvalidError("MDB_INVALID: File is not an LMDB file"),
+    lmdb.CorruptedError("MDB_CORRUPTED: Located page was wrong type"),
+    lmdb.PageNotFoundError("MDB_PAGE_NOTFOUND: Requested page not found"),
+]
+OF_THE_VOLUME = [
+    lmdb.DiskError("mdb_env_open: Input/output error"),
+    lmdb.Error("mdb_txn_commit: No such device or address"),
+]
+NO_DAMAGE = [
+    lmdb.PanicError("MDB_PANIC: Update of meta page failed or environment had fatal error"),
+    lmdb.ReadersFullError("MDB_READERS_FULL: Environment maxreaders limit reached"),
+    lmdb.MemoryError("Cannot allocate memory"),
+    lmdb.TxnFullError("MDB_TXN_FULL: Transaction has too many dirty pages - transaction too big"),
+    lmdb.BadRslotError("MDB_BAD_RSLOT: Invalid reuse of reader locktable slot"),
+]
+
+
+@pytest.mark.parametrize("error", [*DAMAGE, *OF_THE_VOLUME, *NO_DAMAGE])
+def test_only_what_is_wrong_in_the_file_is_damage(tmp_path: Path, error: lmdb.Error) -> None:
+    """Whoever restores a backup loses what came since: nobody is to be told so who need not."""
+    for each in (
+        opening_failed(error, tmp_path),
+        reading_failed(error, tmp_path),
+        writing_failed(error, tmp_path, 5),
+    ):
+        assert str(each).endswith(RESTORE) is (error in DAMAGE)
+        assert isinstance(each, VolumeFailed) is (error in OF_THE_VOLUME)
+        assert isinstance(each, LogUnavailable) is (error in NO_DAMAGE)
 
 
 SIZES = st.integers(0, 1 << 45)
