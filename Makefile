@@ -118,8 +118,9 @@ $(TOOLS): deploy/locks/tools.lock
 	$@/bin/python -m pip --disable-pip-version-check $(INSTALL) -r $<
 	touch $@
 
-clean:  ## remove .venv and what tools leave behind
+clean:  ## remove .venv, compiled kernels and what tools leave behind
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A lock holds all that its packages ask for, but fbgemm-gpu, whose files would overwrite those of fbgemm-gpu-cpu.
 $(STAMP): requirements.lock deploy/locks/$(FBGEMM).lock deploy/locks/torch-cpu.lock deploy/locks/torch-cuda.lock pyproject.toml

@@ -34,7 +34,7 @@ _CHECKPOINT_EVERY = 20
 
 def _train(pipeline: OnlinePipeline, sync: DeltaSync, checkpoints: Checkpoints, stop: Path) -> None:
     batches = (batch for batch, _ in micro_batches(_STREAM, CLICK_MODEL, TrainingOptions(), sync.tracker.steps))
-    while on_any_rank([stop.exists()]) == [False]:
+    while on_any_rank([stop.exists()], "the next step") == [False]:
         pipeline.progress(batches)
         sync.step()
         checkpoints.step()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from deltasync.v1 import tables_pb2 as deltasync_dot_v1_dot_tables__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65ltasync/v1/publish.proto\x12\x0c\x64\x65ltasync.v1\x1a\x19\x64\x65ltasync/v1/tables.proto\"\xc3\x01\n\x0ePublishRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.deltasync.v1.PublishOpenH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.PartChunkH\x00\x12(\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x17.deltasync.v1.PartCloseH\x00\x12\'\n\x04part\x18\x04 \x01(\x0b\x32\x17.deltasync.v1.WholePartH\x00\x42\t\n\x07message\"Z\n\x05Shard\x12\r\n\x05table\x18\x01 \x01(\r\x12\x12\n\nrow_offset\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x12\n\ncol_offset\x18\x04 \x01(\r\x12\x0c\n\x04\x63ols\x18\x05 \x01(\r\"\x9c\x02\n\x0bPublishOpen\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x1b\n\x13run_started_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12#\n\x06tables\x18\x06 \x03(\x0b\x32\x13.deltasync.v1.Table\x12#\n\x06shards\x18\x07 \x03(\x0b\x32\x13.deltasync.v1.Shard\x12)\n\tcontinues\x18\x08 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x15\n\rtakes_deletes\x18\t \x01(\x08\x12\x15\n\rtakes_changes\x18\n \x01(\x08\x12\x0f\n\x07process\x18\x0b \x01(\t\";\n\tPartChunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.deltasync.v1.Rows\"\xa2\x01\n\tPartClose\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x18\n\x10step_end_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ull\x18\x04 \x01(\x08\x12\x0f\n\x07\x64\x65letes\x18\x05 \x03(\x04\x12\x1a\n\x12\x65vent_time_unix_ns\x18\x06 \x01(\x03\x12\x11\n\tdiffering\x18\x07 \x03(\r\x12\x11\n\tgather_ns\x18\x08 \x01(\x04\"U\n\tWholePart\x12 \n\x04rows\x18\x01 \x03(\x0b\x32\x12.deltasync.v1.Rows\x12&\n\x05\x63lose\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.PartClose\"\xa4\x01\n\x0fPublishResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.deltasync.v1.PublishOpenedH\x00\x12)\n\x06sealed\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.CutSealedH\x00\x12,\n\x07\x63hanged\x18\x03 \x01(\x0b\x32\x19.deltasync.v1.ChangedRowsH\x00\x42\t\n\x07message\"\xcf\x01\n\rPublishOpened\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x11\n\tcontinues\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06tables\x18\x04 \x01(\r\x12,\n\x07\x64\x65letes\x18\x05 \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12(\n\x06wanted\x18\x06 \x03(\x0b\x32\x18.deltasync.v1.WantedRows\x12\r\n\x05since\x18\x07 \x01(\x04\"C\n\x0b\x43hangedRows\x12&\n\x06tables\x18\x01 \x03(\x0b\x32\x16.deltasync.v1.TableIds\x12\x0c\n\x04last\x18\x02 \x01(\x08\"&\n\x08TableIds\x12\r\n\x05table\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\";\n\rDeleteRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05table\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\x04\"\xaf\x01\n\tCutSealed\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x08position\x18\x02 \x01(\x0b\x32\x16.deltasync.v1.Position\x12,\n\x07\x64\x65letes\x18\x03 \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12(\n\x06wanted\x18\x04 \x03(\x0b\x32\x18.deltasync.v1.WantedRows\x12\x12\n\nquarantine\x18\x05 \x01(\t\"9\n\rWantedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\":\n\x0eWantedResponse\x12(\n\x06wanted\x18\x01 \x03(\x0b\x32\x18.deltasync.v1.WantedRows2\xa1\x01\n\x0ePublishService\x12J\n\x07Publish\x12\x1c.deltasync.v1.PublishRequest\x1a\x1d.deltasync.v1.PublishResponse(\x01\x30\x01\x12\x43\n\x06Wanted\x12\x1b.deltasync.v1.WantedRequest\x1a\x1c.deltasync.v1.WantedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65ltasync/v1/publish.proto\x12\x0c\x64\x65ltasync.v1\x1a\x19\x64\x65ltasync/v1/tables.proto\"\xf4\x01\n\x0ePublishRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.deltasync.v1.PublishOpenH\x00\x12(\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.PartChunkH\x00\x12(\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x17.deltasync.v1.PartCloseH\x00\x12\'\n\x04part\x18\x04 \x01(\x0b\x32\x17.deltasync.v1.WholePartH\x00\x12/\n\x07goodbye\x18\x05 \x01(\x0b\x32\x1c.deltasync.v1.PublishGoodbyeH\x00\x42\t\n\x07message\"Z\n\x05Shard\x12\r\n\x05table\x18\x01 \x01(\r\x12\x12\n\nrow_offset\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x12\n\ncol_offset\x18\x04 \x01(\r\x12\x0c\n\x04\x63ols\x18\x05 \x01(\r\"\x9c\x02\n\x0bPublishOpen\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x1b\n\x13run_started_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12#\n\x06tables\x18\x06 \x03(\x0b\x32\x13.deltasync.v1.Table\x12#\n\x06shards\x18\x07 \x03(\x0b\x32\x13.deltasync.v1.Shard\x12)\n\tcontinues\x18\x08 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x15\n\rtakes_deletes\x18\t \x01(\x08\x12\x15\n\rtakes_changes\x18\n \x01(\x08\x12\x0f\n\x07process\x18\x0b \x01(\t\";\n\tPartChunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.deltasync.v1.Rows\"\xa2\x01\n\tPartClose\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x18\n\x10step_end_unix_ns\x18\x03 \x01(\x03\x12\x0c\n\x04\x66ull\x18\x04 \x01(\x08\x12\x0f\n\x07\x64\x65letes\x18\x05 \x03(\x04\x12\x1a\n\x12\x65vent_time_unix_ns\x18\x06 \x01(\x03\x12\x11\n\tdiffering\x18\x07 \x03(\r\x12\x11\n\tgather_ns\x18\x08 \x01(\x04\"U\n\tWholePart\x12 \n\x04rows\x18\x01 \x03(\x0b\x32\x12.deltasync.v1.Rows\x12&\n\x05\x63lose\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.PartClose\"\x10\n\x0ePublishGoodbye\"\xa4\x01\n\x0fPublishResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.deltasync.v1.PublishOpenedH\x00\x12)\n\x06sealed\x18\x02 \x01(\x0b\x32\x17.deltasync.v1.CutSealedH\x00\x12,\n\x07\x63hanged\x18\x03 \x01(\x0b\x32\x19.deltasync.v1.ChangedRowsH\x00\x42\t\n\x07message\"\xcf\x01\n\rPublishOpened\x12$\n\x04head\x18\x01 \x01(\x0b\x32\x16.deltasync.v1.Position\x12\x11\n\tcontinues\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06tables\x18\x04 \x01(\r\x12,\n\x07\x64\x65letes\x18\x05 \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12(\n\x06wanted\x18\x06 \x03(\x0b\x32\x18.deltasync.v1.WantedRows\x12\r\n\x05since\x18\x07 \x01(\x04\"C\n\x0b\x43hangedRows\x12&\n\x06tables\x18\x01 \x03(\x0b\x32\x16.deltasync.v1.TableIds\x12\x0c\n\x04last\x18\x02 \x01(\x08\"&\n\x08TableIds\x12\r\n\x05table\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\";\n\rDeleteRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05table\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\x04\"\xaf\x01\n\tCutSealed\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x08position\x18\x02 \x01(\x0b\x32\x16.deltasync.v1.Position\x12,\n\x07\x64\x65letes\x18\x03 \x03(\x0b\x32\x1b.deltasync.v1.DeleteRequest\x12(\n\x06wanted\x18\x04 \x03(\x0b\x32\x18.deltasync.v1.WantedRows\x12\x12\n\nquarantine\x18\x05 \x01(\t\"9\n\rWantedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\":\n\x0eWantedResponse\x12(\n\x06wanted\x18\x01 \x03(\x0b\x32\x18.deltasync.v1.WantedRows2\xa1\x01\n\x0ePublishService\x12J\n\x07Publish\x12\x1c.deltasync.v1.PublishRequest\x1a\x1d.deltasync.v1.PublishResponse(\x01\x30\x01\x12\x43\n\x06Wanted\x12\x1b.deltasync.v1.WantedRequest\x1a\x1c.deltasync.v1.WantedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'deltasync.v1.publish_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PUBLISHREQUEST']._serialized_start=72
-  _globals['_PUBLISHREQUEST']._serialized_end=267
-  _globals['_SHARD']._serialized_start=269
-  _globals['_SHARD']._serialized_end=359
-  _globals['_PUBLISHOPEN']._serialized_start=362
-  _globals['_PUBLISHOPEN']._serialized_end=646
-  _globals['_PARTCHUNK']._serialized_start=648
-  _globals['_PARTCHUNK']._serialized_end=707
-  _globals['_PARTCLOSE']._serialized_start=710
-  _globals['_PARTCLOSE']._serialized_end=872
-  _globals['_WHOLEPART']._serialized_start=874
-  _globals['_WHOLEPART']._serialized_end=959
-  _globals['_PUBLISHRESPONSE']._serialized_start=962
-  _globals['_PUBLISHRESPONSE']._serialized_end=1126
-  _globals['_PUBLISHOPENED']._serialized_start=1129
-  _globals['_PUBLISHOPENED']._serialized_end=1336
-  _globals['_CHANGEDROWS']._serialized_start=1338
-  _globals['_CHANGEDROWS']._serialized_end=1405
-  _globals['_TABLEIDS']._serialized_start=1407
-  _globals['_TABLEIDS']._serialized_end=1445
-  _globals['_DELETEREQUEST']._serialized_start=1447
-  _globals['_DELETEREQUEST']._serialized_end=1506
-  _globals['_CUTSEALED']._serialized_start=1509
-  _globals['_CUTSEALED']._serialized_end=1684
-  _globals['_WANTEDREQUEST']._serialized_start=1686
-  _globals['_WANTEDREQUEST']._serialized_end=1743
-  _globals['_WANTEDRESPONSE']._serialized_start=1745
-  _globals['_WANTEDRESPONSE']._serialized_end=1803
-  _globals['_PUBLISHSERVICE']._serialized_start=1806
-  _globals['_PUBLISHSERVICE']._serialized_end=1967
+  _globals['_PUBLISHREQUEST']._serialized_end=316
+  _globals['_SHARD']._serialized_start=318
+  _globals['_SHARD']._serialized_end=408
+  _globals['_PUBLISHOPEN']._serialized_start=411
+  _globals['_PUBLISHOPEN']._serialized_end=695
+  _globals['_PARTCHUNK']._serialized_start=697
+  _globals['_PARTCHUNK']._serialized_end=756
+  _globals['_PARTCLOSE']._serialized_start=759
+  _globals['_PARTCLOSE']._serialized_end=921
+  _globals['_WHOLEPART']._serialized_start=923
+  _globals['_WHOLEPART']._serialized_end=1008
+  _globals['_PUBLISHGOODBYE']._serialized_start=1010
+  _globals['_PUBLISHGOODBYE']._serialized_end=1026
+  _globals['_PUBLISHRESPONSE']._serialized_start=1029
+  _globals['_PUBLISHRESPONSE']._serialized_end=1193
+  _globals['_PUBLISHOPENED']._serialized_start=1196
+  _globals['_PUBLISHOPENED']._serialized_end=1403
+  _globals['_CHANGEDROWS']._serialized_start=1405
+  _globals['_CHANGEDROWS']._serialized_end=1472
+  _globals['_TABLEIDS']._serialized_start=1474
+  _globals['_TABLEIDS']._serialized_end=1512
+  _globals['_DELETEREQUEST']._serialized_start=1514
+  _globals['_DELETEREQUEST']._serialized_end=1573
+  _globals['_CUTSEALED']._serialized_start=1576
+  _globals['_CUTSEALED']._serialized_end=1751
+  _globals['_WANTEDREQUEST']._serialized_start=1753
+  _globals['_WANTEDREQUEST']._serialized_end=1810
+  _globals['_WANTEDRESPONSE']._serialized_start=1812
+  _globals['_WANTEDRESPONSE']._serialized_end=1870
+  _globals['_PUBLISHSERVICE']._serialized_start=1873
+  _globals['_PUBLISHSERVICE']._serialized_end=2034
 # @@protoc_insertion_point(module_scope)

@@ -29,6 +29,7 @@ class PublishRequest(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    GOODBYE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___PublishOpen:
         """open introduces the rank. Exactly once, first."""
@@ -45,6 +46,10 @@ class PublishRequest(_message.Message):
     def part(self) -> Global___WholePart:
         """part is a whole part: chunks and their close in one message."""
 
+    @_builtins.property
+    def goodbye(self) -> Global___PublishGoodbye:
+        """goodbye says that the rank has finished. Last, and not while a part is under way: the service ends the stream."""
+
     def __init__(
         self,
         *,
@@ -52,12 +57,13 @@ class PublishRequest(_message.Message):
         chunk: Global___PartChunk | None = ...,
         close: Global___PartClose | None = ...,
         part: Global___WholePart | None = ...,
+        goodbye: Global___PublishGoodbye | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "close", b"close", "message", b"message", "open", b"open", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "close", b"close", "goodbye", b"goodbye", "message", b"message", "open", b"open", "part", b"part"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "close", b"close", "message", b"message", "open", b"open", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "close", b"close", "goodbye", b"goodbye", "message", b"message", "open", b"open", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "chunk", "close", "part"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "chunk", "close", "part", "goodbye"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -298,6 +304,25 @@ class WholePart(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WholePart: _TypeAlias = WholePart  # noqa: Y015
+
+@_typing.final
+class PublishGoodbye(_message.Message):
+    """PublishGoodbye says that a rank publishes nothing more, because its training has come to its end. A rank whose stream
+    ends without it counts as lost.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishGoodbye: _TypeAlias = PublishGoodbye  # noqa: Y015
 
 @_typing.final
 class PublishResponse(_message.Message):

@@ -93,7 +93,7 @@ def need_of_call(method: str) -> Need:
 
 
 def need_of_request(method: str, path: str) -> Need:
-    """What an HTTP request needs, by the path that it asks for, decoded."""
+    """What an HTTP request needs, by the path that it asks for, encoded."""
     # Kinds of requests that browsers and probes make of what there is to GET.
     method = "GET" if method in ("HEAD", "OPTIONS") else method
     parts = path.split("/")

@@ -18,6 +18,7 @@ from deltasync.api.origins import OriginsMiddleware
 from deltasync.api.overview_routes import overview_routes
 from deltasync.api.page import page_routes
 from deltasync.api.process_routes import process_routes
+from deltasync.api.route_inputs import EncodedPathMiddleware, take_inputs
 from deltasync.api.snapshot_routes import snapshot_routes
 from deltasync.api.table_routes import table_routes
 from deltasync.api.trainer_routes import trainer_routes
@@ -50,6 +51,7 @@ def create_app(service: Service, access: Access, sampler: Sampler | None = None)
     )
     app.add_middleware(AccessMiddleware, access=access)
     app.add_middleware(LenientMiddleware)
+    app.add_middleware(EncodedPathMiddleware)
     # Last, so it sees a request first: browsers ask without a token whether they may send one.
     app.add_middleware(OriginsMiddleware, service=service)
     answer_errors(app)
@@ -73,4 +75,5 @@ def create_app(service: Service, access: Access, sampler: Sampler | None = None)
     app.router.routes += [route for router in routers for route in router.routes]
     app.router.routes += page_routes(service)
     app.router.routes += documentation_routes(app)
+    take_inputs(app.router.routes)
     return app

@@ -9,6 +9,8 @@ from starlette.requests import ClientDisconnect
 from deltasync.core.errors import InvalidInput
 
 MOST_BYTES = 64 << 10
+# Characters on each side of one that is not right.
+_SHOWN = 40
 
 
 async def json_object(
@@ -62,6 +64,12 @@ async def _body(request: Request, most_bytes: int) -> bytes:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        found = json.loads(body.decode("utf-8-sig"))
+        if b"\\ud" in body.lower():
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # JSON can name half of a character, which nothing could store or send.
+        around = error.object[max(0, error.start - _SHOWN) : error.end + _SHOWN]
+        raise InvalidInput(f"body: {around!r} has half of a character, a lone surrogate") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"body: no JSON: {error}") from error
+        raise InvalidInput(f"body: no JSON in UTF-8: {error}") from error
+    return found

@@ -18,12 +18,14 @@ class RankLine:
     Attributes:
         rank: its number.
         connected: whether it is there.
+        finished: whether it has said goodbye: one that is neither this nor connected is lost.
         since_seconds: for how long it has been there, or away.
         left: why its last stream ended; empty while it is there.
     """
 
     rank: int
     connected: bool
+    finished: bool
     since_seconds: float
     left: str
 
@@ -76,7 +78,7 @@ def model_routes(service: Service) -> APIRouter:
 def _line(service: Service, name: str) -> ModelLine:
     coordinator, now = service.coordinators[name], steady_ns()
     ranks = [
-        RankLine(rank, not each.ended, round((now - each.since_ns) / 1e9, 3), each.left)
+        RankLine(rank, not each.ended, each.finished, round((now - each.since_ns) / 1e9, 3), each.left)
         for rank, each in sorted(coordinator.sessions.items())
     ]
     head, sealer = service.models[name].seals.newest_version, coordinator.sealer

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from deltasync.api.caller import author
 from deltasync.api.json_body import json_object, text_of
 from deltasync.api.long_requests import while_wanted
+from deltasync.core.errors import InvalidInput
 from deltasync.core.verified import VerifiedLine
 from deltasync.service.backups import Backups
 from deltasync.service.inspection import InspectedTable, inspect
@@ -80,6 +81,8 @@ def operation_routes(service: Service) -> APIRouter:
     async def backup(request: Request) -> BackupLine:
         """Copy everything that the service keeps to a new or empty folder of its machine. Needs role admin."""
         directory = text_of(await json_object(request, ("directory",)), "directory")
+        if "\0" in directory:
+            raise InvalidInput(f"directory {directory!r}: no path has a null character")
         made = await while_wanted(request, service, backups.make(Path(directory), author()))
         return BackupLine(made.files, made.bytes)
 

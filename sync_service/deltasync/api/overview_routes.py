@@ -14,7 +14,7 @@ from deltasync.api.caller import may_read
 from deltasync.api.event_stream import MEDIA_TYPE, event_stream, message, wants_stream
 from deltasync.core.build import built_commit, built_version
 from deltasync.core.errors import ServiceUnavailable
-from deltasync.core.words import utc
+from deltasync.core.words import printable, utc
 from deltasync.service.service import Service
 from deltasync.snapshots.manifest import FORMAT as SNAPSHOT_FORMAT
 from deltasync.status.answers import Answers
@@ -27,23 +27,24 @@ from deltasync.wire.protocol import PROTOCOL
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": f"One; or, to whoever accepts {MEDIA_TYPE}, a stream.", "content": {MEDIA_TYPE: {}}}
 }
+_LONGEST_LINE = 2_000
 _Verbose = Annotated[bool, Query(description="Say every check by name.")]
 
 
 @dataclass(frozen=True)
 class VersionInfo:
-    """Which deltasync answers, and since when. `commit` is empty where it is not known.
+    """Which deltasync answers, and since when. There is no `commit` where it is not known.
 
     `grpc` is where it answers gRPC, as it knows that itself. `formats` are those that it reads and writes.
     """
 
     version: str
-    commit: str
     python: str
     process: str
     grpc: str
     started: str
     formats: dict[str, int]
+    commit: str | None = None
 
 
 class _Metrics(Response):
@@ -63,13 +64,13 @@ def overview_routes(service: Service, access: Access, answers: Answers, sampler:
         """
         return event_stream(_messages(sampler)) if wants_stream(request) else await sampler.look()
 
-    @router.get("/version")
+    @router.get("/version", response_model_exclude_none=True)
     async def version() -> VersionInfo:
         """Which deltasync this is, and since when it runs."""
         formats = {"protocol": PROTOCOL, "log": LOG_FORMAT, "snapshot": SNAPSHOT_FORMAT}
         me, started = service.owners.me, utc(service.started_unix_ns)
         python = platform.python_version()
-        return VersionInfo(built_version(), built_commit(), python, me.name, me.grpc, started, formats)
+        return VersionInfo(built_version(), python, me.name, me.grpc, started, formats, built_commit() or None)
 
     @router.get("/livez", response_class=PlainTextResponse)
     async def livez() -> str:
@@ -84,7 +85,7 @@ def overview_routes(service: Service, access: Access, answers: Answers, sampler:
         found = checks(service)
         reason = not_ready(found)
         lacks = (access.trouble, *troubles(service)) if may_read() else ()
-        more = "".join(f"{line}\n" for line in (access.exposure, *lacks) if line)
+        more = "".join(f"{_line(each)}\n" for each in (access.exposure, *lacks) if each)
         if verbose and may_read():
             return PlainTextResponse(_said(found) + more, 503 if reason else 200)
         if reason:
@@ -100,7 +101,12 @@ def overview_routes(service: Service, access: Access, answers: Answers, sampler:
 
 
 def _said(found: list[Check]) -> str:
-    return "".join(f"{'+' if each.ok else '-'} {each.check}: {each.trouble or 'ok'}\n" for each in found)
+    return "".join(f"{'+' if each.ok else '-'} {each.check}: {_line(each.trouble) or 'ok'}\n" for each in found)
+
+
+def _line(text: str) -> str:
+    """Escape a text that may have names of tables in it: it is looked at on a terminal."""
+    return printable(text, _LONGEST_LINE)
 
 
 async def _messages(sampler: Sampler) -> AsyncIterator[bytes]:

@@ -83,6 +83,9 @@ class _RankStream:
             elif kind == "part":
                 position = await self._session.take(request.part)
                 yield _sealed(self._session, request.part.close.step, position)
+            elif kind == "goodbye":
+                self._session.finished = True
+                return
             else:
                 position = await self._session.close(request.close)
                 yield _sealed(self._session, request.close.step, position)
@@ -93,7 +96,7 @@ class _RankStream:
         if self._coordinator:
             self._service.unpublished.leave(self._coordinator)
         if self._session:
-            self._session.end(str(refusal or current_call().error or "its stream has ended"), refusal)
+            self._session.end(str(refusal or current_call().error or ""), refusal)
         elif refusal:
             self._service.events.emit(EventKind.PUBLISHER_REFUSED, error=refusal, model=self._model)
 

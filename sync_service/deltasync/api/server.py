@@ -28,6 +28,7 @@ from deltasync.api.roles_file import RolesFile
 from deltasync.api.server_options import ServerOptions
 from deltasync.api.shared_log import member, open_logs
 from deltasync.core.addresses import with_port
+from deltasync.core.build import built_commit
 from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.exposure import may_listen
 from deltasync.core.listener import listening_socket
@@ -193,6 +194,7 @@ async def _listen(
     endpoints = EndpointsFile(options.service.data_dir, service.events)
     sampler = Sampler(service, Answers(service), lambda: access.troubles)
     sampling = tasks.create_task(sampler.run())
+    await asyncio.to_thread(built_commit)  # Now, since a checkout may move on while the service runs.
     app = create_app(service, access, sampler)
     http = _Http(_http_config(app, certificates))
     http_task = tasks.create_task(http.serve(sockets=[listener]))

@@ -8,6 +8,7 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.needs import SERVICE, check_needs
 from deltasync.cli.showing import waiting_for
+from deltasync.cli.text_table import say
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.words import counted
@@ -29,10 +30,16 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 )
 @operator_options(changes=True)
 def backup(directory: Path, data_dir: Path | None, service: Endpoint) -> None:
-    """Have all that a running service keeps in DIR, on the service's machine: new, or empty.
+    """Copy all that a running service keeps to DIR: an absolute path on the service's machine, of a folder that is
+    new or empty. With --data-dir, DIR is on this machine, and may be relative.
 
     Trainers and replicas go on meanwhile. It is complete once this says so: backup.json in it is written last.
     """
+    if data_dir is None and not directory.is_absolute():
+        raise click.UsageError(
+            f"DIR {str(directory)!r}: give an absolute path on the service's machine; on this machine it would "
+            f"be {directory.absolute()}"
+        )
     if data_dir is None:
         with waiting_for(service):
             made = Admin(service).backup(str(directory))
@@ -42,7 +49,7 @@ def backup(directory: Path, data_dir: Path | None, service: Endpoint) -> None:
 
         copied = back_up_offline(data_dir, directory)
         files, size = copied.files, copied.bytes
-    click.echo(f"backup {directory} is complete: {counted(files, 'file')}, {counted(size, 'byte')}")
+    say(f"backup {directory} is complete: {counted(files, 'file')}, {counted(size, 'byte')}")
 
 
 @click.command(context_settings=CONTEXT)
@@ -58,4 +65,4 @@ def restore(source: str, data_dir: Path) -> None:
 
     made = restoring.restore(source, data_dir)
     models = ", ".join(f"{name} at version {version}" for name, version in made.models.items()) or "no model"
-    click.echo(f"{data_dir} has what {source} has: {models}, {counted(made.bytes, 'byte')}")
+    say(f"{data_dir} has what {source} has: {models}, {counted(made.bytes, 'byte')}")

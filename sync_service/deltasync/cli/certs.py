@@ -10,10 +10,13 @@ import click
 import trustme
 
 from deltasync.cli.config import CONTEXT
+from deltasync.cli.text_table import say
 from deltasync.core.errors import InvalidInput
 from deltasync.core.names import check_name
 
 _SERVICE = "service"
+# By which the machine reaches itself: commands ask 127.0.0.1 unless told otherwise.
+_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 @click.command(context_settings=CONTEXT)
@@ -22,9 +25,8 @@ _SERVICE = "service"
     "--host",
     "hosts",
     multiple=True,
-    default=("localhost", "127.0.0.1"),
     metavar="NAME",
-    help="A name or an address by which clients reach the service. May be repeated.",
+    help="A name or address of the service, beside localhost, 127.0.0.1 and ::1. May be repeated.",
 )
 @click.option(
     "--client",
@@ -49,14 +51,19 @@ def certs(folder: Path, hosts: Sequence[str], clients: Sequence[str], servers: S
     """
     expiry = datetime.now(UTC) + timedelta(days=days)
     try:
-        write_certificates(folder, hosts, clients, expiry, dict(map(_server, servers)))
+        names = dict.fromkeys([*hosts, *_LOCAL])
+        write_certificates(folder, list(names), clients, expiry, dict(map(_server, servers)))
     except InvalidInput as error:
         raise click.UsageError(str(error)) from error
-    click.echo(f"for a try-out, until {expiry:%Y-%m-%dT%H:%M:%SZ}: {folder}")
-    click.echo(f"  service  --tls-cert {folder}/service.pem --tls-key {folder}/service-key.pem", nl=False)
-    click.echo(f" --tls-client-ca {folder}/ca.pem" if clients else "")
-    for name in clients:
-        click.echo(f"  {name}  --ca {folder}/ca.pem --cert {folder}/{name}.pem --key {folder}/{name}-key.pem")
+    wanted = f" --tls-client-ca {folder}/ca.pem" if clients else ""
+    say(
+        f"for a try-out, until {expiry:%Y-%m-%dT%H:%M:%SZ}: {folder}",
+        f"  service  --tls-cert {folder}/service.pem --tls-key {folder}/service-key.pem{wanted}",
+        *(
+            f"  {name}  --ca {folder}/ca.pem --cert {folder}/{name}.pem --key {folder}/{name}-key.pem"
+            for name in clients
+        ),
+    )
 
 
 def _server(text: str) -> tuple[str, list[str]]:

@@ -5,10 +5,10 @@ from typing import Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import operator_options
+from deltasync.cli.endpoint_options import operator_options, suggested
 from deltasync.cli.policy_options import policy_of, policy_options
-from deltasync.cli.showing import as_json_text, json_option, show
-from deltasync.cli.text_table import text_table
+from deltasync.cli.showing import json_lines, json_option, show
+from deltasync.cli.text_table import say, text_table
 from deltasync.client.admin import Admin
 from deltasync.client.each_process import EachProcess, known
 from deltasync.client.endpoint import Endpoint
@@ -35,14 +35,14 @@ def list_consumers(service: Endpoint, as_json: bool) -> None:
     paused    since when, by whom and why
     """
 
-    def text(processes: EachProcess) -> str:
+    def shown(processes: EachProcess) -> list[str]:
         lines = processes.lines("/consumers", "consumer")
-        return as_json_text(lines) if as_json else _lines_text(lines, known(processes.answers("/lag"), "consumer"))
+        return json_lines(lines) if as_json else _table(lines, known(processes.answers("/lag"), "consumer"))
 
-    show(text, service)
+    show(shown, service)
 
 
-def _lines_text(lines: list[Any], lags: list[Any]) -> str:
+def _table(lines: list[Any], lags: list[Any]) -> list[str]:
     states = {each["consumer"]: each["state"] for each in lags}
     rows = (
         (
@@ -71,7 +71,7 @@ def create_consumer(name: str, model: str, service: Endpoint, **options: Any) ->
     policy = policy_of(options)
     paused = Admin(service).create_consumer(name, model, policy)["paused"]
     words = "; ".join(filter(None, [policy.words, paused]))
-    click.echo(f"consumer {name} follows model {model}{f': {words}' if words else ''}")
+    say(f"consumer {name} follows model {model}{f': {words}' if words else ''}")
 
 
 @consumers.command("update", context_settings=CONTEXT)
@@ -89,7 +89,7 @@ def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
     before = Policy.from_dict(admin.consumer(name)["policy"])
     admin.update_consumer(name, policy)
     was = f" (was {before.words or _EVERYTHING})" if before != policy else ""
-    click.echo(f"policy of consumer {name}: {policy.words or _EVERYTHING}{was}")
+    say(f"policy of consumer {name}: {policy.words or _EVERYTHING}{was}")
 
 
 @consumers.command("pause", context_settings=CONTEXT)
@@ -102,7 +102,7 @@ def pause_consumer(name: str, reason: str, service: Endpoint) -> None:
     It holds over restarts of the service. What a replica has been sent whole is still applied.
     """
     Admin(service).pause_consumer(name, reason)
-    click.echo(f"consumer {name} is paused; go on with: deltasync consumers resume {name}")
+    say(f"consumer {name} is paused; go on with: {suggested(f'consumers resume {name}')}")
 
 
 @consumers.command("resume", context_settings=CONTEXT)
@@ -111,7 +111,7 @@ def pause_consumer(name: str, reason: str, service: Endpoint) -> None:
 def resume_consumer(name: str, service: Endpoint) -> None:
     """Let consumer NAME go on, with all that its replicas lack."""
     Admin(service).resume_consumer(name)
-    click.echo(f"consumer {name} goes on")
+    say(f"consumer {name} goes on")
 
 
 @consumers.command("delete", context_settings=CONTEXT)
@@ -120,4 +120,4 @@ def resume_consumer(name: str, service: Endpoint) -> None:
 def delete_consumer(name: str, service: Endpoint) -> None:
     """Forget consumer NAME and its offsets. Replicas that are connected stop, with what they hold."""
     Admin(service).delete_consumer(name)
-    click.echo(f"consumer {name} deleted")
+    say(f"consumer {name} deleted")

@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import shlex
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
+from deltasync.cli.other_version import naming_versions
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.endpoint_settings import endpoint_settings
 from deltasync.core.errors import InvalidInput
@@ -46,8 +49,17 @@ class _Kind:
     of: Callable[[Endpoint], Endpoint]
     words: str
 
+    def default_with(self, settings: dict[str, Any]) -> str | None:
+        """The default address; by HTTP with TLS, if a setting is for TLS."""
+        tls = any(settings.get(name) for name in ("ca", "cert", "server_name"))
+        return self.default.replace("http:", "https:") if self.default and tls else self.default
 
-_HTTP = _Kind("http://127.0.0.1:8080", Endpoint.of_http, "Where the service answers HTTP, as http://HOST:PORT.")
+
+_HTTP = _Kind(
+    "http://127.0.0.1:8080",
+    Endpoint.of_http,
+    "Where the service answers HTTP, as http://HOST:PORT; with --ca https:// is the default.",
+)
 _GRPC = _Kind("127.0.0.1:50051", Endpoint.of_grpc, "Where the service answers gRPC, as HOST:PORT.")
 
 _BY = click.option(
@@ -56,6 +68,23 @@ _BY = click.option(
     show_default="USER@HOST",
     help="Who asks, for the service's log.",
 )
+
+
+def suggested(command: str) -> str:
+    """A command to suggest, with the options of this one that say where the service is, and with which rights.
+
+    Variables of the environment are in force for it anyway.
+    """
+    words, context = [f"deltasync {command}"], click.get_current_context(silent=True)
+    for option in context.command.params if context else ():
+        if context and option.name in ("service", *_NAMES) and _is_given(context, option.name):
+            value = context.params[option.name]
+            words.append(option.opts[0] if value is True else f"{option.opts[0]} {shlex.quote(str(value))}")
+    return " ".join(words)
+
+
+def _is_given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def _user() -> str:
@@ -112,7 +141,8 @@ def _endpoint_option(
                 endpoint = kind.of(_endpoint(settings.pop("service"), kind, given))
             except InvalidInput as error:
                 raise click.UsageError(str(error)) from error
-            return command(**settings, service=endpoint)
+            with naming_versions(endpoint):
+                return command(**settings, service=endpoint)
 
         wrapped: Command = with_endpoint
         service = _option("--service", words, show_default=kind_of({}).default or False)
@@ -130,7 +160,7 @@ def _endpoint(service: str | None, kind: _Kind, given: dict[str, Any]) -> Endpoi
     if service:
         found |= {"address": service} | ({"http": ""} if kind.of == Endpoint.of_http else {})
     http = found.get("http") if kind.of == Endpoint.of_http else None
-    address = found.pop("address", None) or http or kind.default
+    address = found.pop("address", None) or http or kind.default_with(found)
     if address is None:
         raise InvalidInput("Missing option '--service': where the service answers.")
     return Endpoint(**found | {"address": address})

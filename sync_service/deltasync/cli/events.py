@@ -9,7 +9,8 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import as_json_text, json_option, print_missing
+from deltasync.cli.showing import json_lines, json_option, print_missing
+from deltasync.cli.text_table import say
 from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.errors import ServiceUnavailable
@@ -33,7 +34,7 @@ def events(last: int, follow: bool, service: Endpoint, as_json: bool) -> None:
         processes = EachProcess(service)
         found = _newest(_last(processes, last), last)
         print_missing(processes)
-        click.echo(as_json_text(found) if as_json else "\n".join(map(event_line, found)))
+        say(*(json_lines(found) if as_json else map(event_line, found)))
         return
     with contextlib.suppress(KeyboardInterrupt):
         _follow(service, last, as_json=as_json)
@@ -48,12 +49,12 @@ def _follow(service: Endpoint, last: int, *, as_json: bool) -> None:
             found = _asked(processes, max(last, _FEW) if first else _FEW, None if first else seen)
         except ServiceUnavailable as error:
             if not away:
-                click.echo(f"The service does not answer, which is tried again: {error}", err=True)
+                say(f"The service does not answer, which is tried again: {error}", err=True)
             away = True
         else:
             new = unseen(found, seen)
             for each in _newest(new, last) if first else new:
-                click.echo(json.dumps(each) if as_json else event_line(each))
+                say(json.dumps(each) if as_json else event_line(each))
             if processes.missing.keys() != missing.keys():
                 print_missing(processes)
             first, away, missing = False, False, processes.missing

@@ -1,6 +1,5 @@
 """`deltasync fsck`."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +11,9 @@ import click
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.needs import SERVICE, check_needs
-from deltasync.cli.showing import waiting_for
+from deltasync.cli.other_version import naming_versions
+from deltasync.cli.showing import json_lines, waiting_for
+from deltasync.cli.text_table import say
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.errors import DeltasyncError
@@ -46,12 +47,13 @@ def fsck(data_dir: Path | None, mend: bool, as_json: bool, service: Endpoint) ->
     if mend and data_dir is None:
         raise click.UsageError("--mend is for a --data-dir: a running service mends by itself")
     try:
-        found = _found(data_dir, service, mend=mend)
+        with naming_versions(service):
+            found = _found(data_dir, service, mend=mend)
     except DeltasyncError as error:
-        click.echo(f"Error: {error}", err=True)
+        say(f"Error: {error}", err=True)
         sys.exit(_COULD_NOT_LOOK)
     if as_json:
-        click.echo(json.dumps({"clean": found.clean, **asdict(found)}, indent=1, default=str))
+        say(*json_lines({"clean": found.clean, **asdict(found)}))
     else:
         _print(found)
     sys.exit(_CLEAN if found.clean else _DAMAGED)
@@ -95,16 +97,16 @@ def _found(data_dir: Path | None, service: Endpoint, *, mend: bool) -> _Found:
 def _print(found: _Found) -> None:
     for each in found.tables:
         whose = f"consumer {each['consumer']}" if each["consumer"] else f"model {each['model']}"
-        click.echo(f"{whose}, table {each['table']}: {counted(each['rows'], 'row')}, {_words(each)}")
+        say(f"{whose}, table {each['table']}: {counted(each['rows'], 'row')}, {_words(each)}")
     for problem in found.problems:
-        click.echo(problem)
+        say(problem)
     for path in found.unused:
-        click.echo(f"{path} is used by nothing, and is removed by the next service")
+        say(f"{path} is used by nothing, and is removed by the next service")
     for path in found.removed:
-        click.echo(f"{path} was used by nothing, and is removed")
+        say(f"{path} was used by nothing, and is removed")
     for path in found.foreign:
-        click.echo(f"{path} is nothing that a service has made, and is left alone")
-    click.echo("nothing is damaged" if found.clean else "damage is left")
+        say(f"{path} is nothing that a service has made, and is left alone")
+    say("nothing is damaged" if found.clean else "damage is left")
 
 
 def _words(table: dict[str, Any]) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 import click
 
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import as_json_text, json_option, show, watch_option
-from deltasync.cli.text_table import seconds, share, text_table, urgency
+from deltasync.cli.endpoint_options import operator_options, suggested
+from deltasync.cli.showing import json_lines, json_option, show, watch_option
+from deltasync.cli.text_table import one_line, paragraphs, say, seconds, share, text_table, urgency
 from deltasync.client.each_process import EachProcess, known
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.status import fetch_lag
@@ -25,7 +25,6 @@ BEHIND = 3
 _MOST_WRONG = 10
 
 _TITLES = ("", "offset", "versions", "rows", "bytes", "seconds")
-_RELEASE_TITLES = ("", "release", *_TITLES[2:])
 _UNSENT_TITLES = ("unsent norm", "unsent share")
 
 
@@ -50,6 +49,8 @@ def lag(
 
     \b
     state         one word, which README.md explains; worst first
+    offset        what replicas have acknowledged: a version or, of a consumer with a policy, a release. Releases
+                  have numbers of their own, which may be greater than the version that a release is of
     versions      sealed versions not applied yet
     rows          rows that are not held as the model has them, at most
     bytes         bytes of these rows' ids and values
@@ -61,23 +62,23 @@ def lag(
     """
     answers: list[Any] = []
 
-    def text(processes: EachProcess) -> str:
+    def shown(processes: EachProcess) -> list[str]:
         answers[:] = (
             [fetch_lag(service, name) for name in consumers]
             if consumers
             else known(processes.answers("/lag"), "consumer")
         )
         if as_json:
-            return as_json_text(answers[0] if len(consumers) == 1 else answers)
-        return "\n\n".join(map(lag_text, answers)) if consumers else lines_text(answers)
+            return json_lines(answers[0] if len(consumers) == 1 else answers)
+        return paragraphs(map(lag_lines, answers)) if consumers else consumer_lines(answers)
 
-    asked = show(text, service, watch=watch)
+    asked = show(shown, service, watch=watch)
     if max_seconds is not None:
         late = [each for each in answers if too_far(each, max_seconds)]
         for each in late:
-            click.echo(f"consumer {each['consumer']} is {each['state']}: {each['reason']}", err=True)
+            say(f"consumer {each['consumer']} is {each['state']}: {each['reason']}", err=True)
         if not answers:
-            click.echo("there are no consumers", err=True)
+            say("there are no consumers", err=True)
         if late or asked.missing or asked.unowned or not answers:
             sys.exit(BEHIND)
 
@@ -88,18 +89,18 @@ def too_far(answer: dict[str, Any], most: float) -> bool:
     return answer["state"] not in _HOLDING or behind is None or behind > most
 
 
-def lines_text(lines: list[dict[str, Any]]) -> str:
+def consumer_lines(lines: list[dict[str, Any]]) -> list[str]:
     """All consumers, a line each; those that need somebody first. Then the replicas that do: a consumer may be in
     sync that has one which something else writes to.
     """
     if not lines:
-        return "no consumers: make one with deltasync consumers create NAME --model MODEL"
+        return [f"no consumers: make one with {suggested('consumers create NAME --model MODEL')}"]
     titles = (
         *("consumer", "model", "state", "versions", "rows", "bytes", "seconds", "unsent share", "replicas"),
         *("p50", "p99", "why"),
     )
     worst_first = sorted(lines, key=lambda line: (urgency(line["state"]), line["consumer"]))
-    return "\n".join([text_table(titles, map(_line, worst_first)), *_wrong(worst_first)])
+    return [*text_table(titles, map(_line, worst_first)), *_wrong(worst_first)]
 
 
 def _wrong(lines: list[dict[str, Any]]) -> list[str]:
@@ -109,7 +110,7 @@ def _wrong(lines: list[dict[str, Any]]) -> list[str]:
         for each in line["wrong"]
     ]
     more = len(found) - _MOST_WRONG
-    return found[:_MOST_WRONG] + ([f"and {more} more: deltasync replicas list"] if more > 0 else [])
+    return found[:_MOST_WRONG] + ([f"and {more} more: {suggested('replicas list')}"] if more > 0 else [])
 
 
 def _line(line: dict[str, Any]) -> tuple[Any, ...]:
@@ -124,10 +125,10 @@ def _line(line: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def lag_text(answer: Lag) -> str:
+def lag_lines(answer: Lag) -> list[str]:
     """What the answer says: the state, the last release where there is one, and a table of replicas and tables."""
     head = f"consumer {answer['consumer']}  model {answer['model']}  head {answer['head']}  {answer['state']}"
-    return "\n".join([head, answer["reason"], *_aligned(_facts(answer)), "", *_table(answer)])
+    return [head, answer["reason"], *_aligned(_facts(answer)), "", *_table(answer)]
 
 
 def _facts(answer: Lag) -> list[tuple[str, str]]:
@@ -153,6 +154,7 @@ def _release_facts(answer: Lag, release: Lag) -> list[tuple[str, str]]:
     until = "next release is made" if answer["offset"] == release["number"] else "newest release is applied"
     unsent = f"norm {_norm(lag)}, {_share(lag)} of the tables'" if known else f"not known before the {until}"
     return [
+        ("offset", f"{answer['offset']}, counted in releases"),
         ("release", f"{release['number']} of version {release['version']}, {release['seconds_ago']} seconds ago"),
         ("", release["reason"]),
         ("took", _amount(release["rows"], release["bytes"], release["norm"])),
@@ -167,13 +169,14 @@ def _amount(rows: int, size: int, norm: float) -> str:
 
 
 def _aligned(facts: list[tuple[str, str]]) -> list[str]:
-    width = max((len(name) for name, _ in facts), default=0) + 2
-    return [f"{name:<{width}}{text}" for name, text in facts]
+    shown = [(one_line(name), text) for name, text in facts]
+    width = max((len(name) for name, _ in shown), default=0) + 2
+    return [f"{name:<{width}}{text}" for name, text in shown]
 
 
 def _table(answer: Lag) -> list[str]:
     ranked = answer["release"] is not None
-    lines: list[Line] = [(*(_RELEASE_TITLES if ranked else _TITLES), *_UNSENT_TITLES)]
+    lines: list[Line] = [(*_TITLES, *_UNSENT_TITLES)]
     lines.append(("all replicas", answer["offset"], *_numbers(answer["lag"])))
     lines += [(_name(replica), replica["offset"], *_numbers(replica["lag"])) for replica in answer["replicas"]]
     for table in answer["tables"]:
@@ -183,8 +186,12 @@ def _table(answer: Lag) -> list[str]:
 
 
 def _columns(lines: list[Line]) -> list[str]:
-    width = max(len(str(line[0])) for line in lines)
-    return [f"{line[0]!s:<{width}}" + "".join(f"{cell!s:>14}" for cell in line[1:]) for line in lines]
+    names = [one_line(line[0]) for line in lines]
+    width = max(map(len, names))
+    return [
+        f"{name:<{width}}" + "".join(f"{cell!s:>14}" for cell in line[1:])
+        for name, line in zip(names, lines, strict=True)
+    ]
 
 
 def _name(replica: Lag) -> str:

@@ -1,14 +1,23 @@
 """The `deltasync` command and its verbs."""
 
+import io
+import os
 import sys
+import traceback
 from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
 
 import click
 
+from deltasync.cli.text_table import say
 from deltasync.core.errors import DeltasyncError, NotPermitted
 from deltasync.core.logs import log_to_stderr
 
+E = TypeVar("E", bound=BaseException)
+
 _RIGHTS = "DELTASYNC_TOKEN or --token-file say who you are, or a certificate"
+# Characters of a text on each side of one that cannot be encoded.
+_SHOWN = 40
 
 
 class _Verbs(click.Group):
@@ -62,18 +71,48 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; an error that was foreseen is one line, not a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names may have characters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        log_to_stderr()
-        cli()
-    except* DeltasyncError as group:
-        for error in _leaves(group):
-            hint = f"; {_RIGHTS}" if isinstance(error, NotPermitted) else ""
-            click.echo(f"Error: {error}{hint}", err=True)
+        _run()
+    except OSError as error:
+        if not _is_of_output(error):
+            raise
+        # The text may still be in the buffer: at its exit Python would fail to write it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say(f"Error: the output could not be written: {error.strerror}", err=True)
         sys.exit(1)
 
 
-def _leaves(group: BaseExceptionGroup[DeltasyncError]) -> list[BaseException]:
-    found: list[BaseException] = []
+def _is_of_output(error: OSError) -> bool:
+    """Whether printing has failed: of a closed pipe, such as `| head`, click itself takes care."""
+    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    return frame.f_code is click.echo.__code__
+
+
+def _run() -> None:
+    try:
+        log_to_stderr()
+        cli()
+    except* DeltasyncError as refused:
+        for error in _leaves(refused):
+            hint = f"; {_RIGHTS}" if isinstance(error, NotPermitted) else ""
+            say(f"Error: {error}{hint}", err=True)
+        sys.exit(1)
+    except* UnicodeEncodeError as unencodable:
+        for each in _leaves(unencodable):
+            say(f"Error: {_around(each)!r} is not text in UTF-8, and can be neither sent nor stored", err=True)
+        sys.exit(1)
+
+
+def _around(error: UnicodeEncodeError) -> str:
+    """The characters that cannot be encoded, with some of those around them."""
+    return error.object[max(0, error.start - _SHOWN) : error.end + _SHOWN]
+
+
+def _leaves(group: BaseExceptionGroup[E]) -> list[E]:
+    found: list[E] = []
     for error in group.exceptions:
         found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
     return found

@@ -4,6 +4,7 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
+from deltasync.cli.text_table import say
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 
@@ -22,4 +23,4 @@ def delete_model(name: str, service: Endpoint) -> None:
     Refused while a rank is connected, or a consumer follows it.
     """
     Admin(service).delete_model(name)
-    click.echo(f"model {name} deleted")
+    say(f"model {name} deleted")

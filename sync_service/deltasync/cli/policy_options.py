@@ -7,7 +7,7 @@ import click
 
 from deltasync.core.errors import InvalidInput
 from deltasync.core.policy import FIELDS, Policy
-from deltasync.core.policy_fields import Bytes, Flag, Kind, OneOf, Patterns, PolicyField
+from deltasync.core.policy_fields import Amount, Bytes, Flag, Kind, OneOf, Patterns, PolicyField
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,7 +41,22 @@ def _type(kind: Kind) -> dict[str, Any]:
             return {"is_flag": True}
         case Bytes():
             return {"type": int}
+        case Amount():
+            return {"type": _AmountParameter()}
     return {"type": float}
+
+
+class _AmountParameter(click.ParamType[float]):
+    """A number, whole if it is written without a point."""
+
+    name = "amount"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """See `click.ParamType`."""
+        try:
+            return int(value)
+        except ValueError:
+            return click.FLOAT.convert(value, param, ctx)
 
 
 def policy_options(function: F) -> F:

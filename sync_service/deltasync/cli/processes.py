@@ -6,7 +6,8 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import as_json_text, json_option, waiting_for
+from deltasync.cli.showing import json_lines, json_option, waiting_for
+from deltasync.cli.text_table import say
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.route import Route
@@ -23,11 +24,11 @@ def processes(service: Endpoint, as_json: bool) -> None:
     """
     lines = Route(service).get_json("/processes")
     if as_json:
-        click.echo(as_json_text(lines))
+        say(*json_lines(lines))
         return
     for line in lines:
         owns = listed(line["models"]) or "no model"
-        click.echo(f"{line['process']:20}  {_state(line):8}  {line['grpc']:24}  {owns}")
+        say(f"{line['process']:20}  {_state(line):8}  {line['grpc']:24}  {owns}")
 
 
 def _state(line: dict[str, Any]) -> str:
@@ -44,7 +45,7 @@ def move(model: str, process: str, service: Endpoint) -> None:
     """Have another process own MODEL. Its trainer and its replicas follow."""
     with waiting_for(service):
         Admin(service).move_model(model, process)
-    click.echo(f"model {model} was given to process {process}")
+    say(f"model {model} was given to process {process}")
 
 
 @click.command(context_settings=CONTEXT)
@@ -57,4 +58,4 @@ def drain(process: str, service: Endpoint) -> None:
     """
     with waiting_for(service):
         models = Admin(service).drain_process(process)
-    click.echo(f"{process or 'the process'} has given up {listed(models) or 'no model: it had none'}")
+    say(f"{process or 'the process'} has given up {listed(models) or 'no model: it had none'}")

@@ -6,8 +6,8 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import as_json_text, json_option, show, watch_option
-from deltasync.cli.text_table import seconds, text_table
+from deltasync.cli.showing import json_lines, json_option, show, watch_option
+from deltasync.cli.text_table import say, seconds, text_table
 from deltasync.client.admin import Admin
 from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
@@ -32,25 +32,23 @@ def list_replicas(consumers: tuple[str, ...], service: Endpoint, watch: bool, as
               disk), late (it lacks what is 10 seconds old), partial (it lacks tables); a guest only looks, and
               counts nowhere
     since     for how long it has been connected, or away
-    offset    the last version, or release, that it has applied
+    offset    the version that it has acknowledged last or, of a consumer with a policy, the release
     versions  sealed versions that it has not applied
     seconds   for how long the oldest of these is lacking
     checked   whether it has shown by checksums that it holds the right rows
     why       what is wrong with it, in words
     """
 
-    def text(processes: EachProcess) -> str:
+    def shown(processes: EachProcess) -> list[str]:
         names = consumers or [each["consumer"] for each in processes.lines("/consumers", "consumer")]
         lags = [fetch_lag(service, name) for name in names]
         if as_json:
-            return as_json_text(
-                [{"consumer": lag["consumer"], **each} for lag in lags for each in lag["replicas"]]
-            )
+            return json_lines([{"consumer": lag["consumer"], **each} for lag in lags for each in lag["replicas"]])
         rows = [_row(lag["consumer"], each) for lag in lags for each in lag["replicas"]]
         titles = ("consumer", "replica", "state", "since", "offset", "versions", "seconds", "checked", "why")
-        return text_table(titles, rows) if rows else "no replicas"
+        return text_table(titles, rows) if rows else ["no replicas"]
 
-    show(text, service, watch=watch)
+    show(shown, service, watch=watch)
 
 
 def _row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
@@ -78,4 +76,4 @@ def forget_replica(consumer: str, replica: str, service: Endpoint) -> None:
     One that comes back under its name goes on from what it holds.
     """
     Admin(service).forget_replica(consumer, replica)
-    click.echo(f"replica {replica} of consumer {consumer} is forgotten")
+    say(f"replica {replica} of consumer {consumer} is forgotten")

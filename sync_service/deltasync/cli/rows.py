@@ -4,11 +4,14 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import print_missing
+from deltasync.cli.showing import json_lines, json_option, show
+from deltasync.cli.text_table import say, text_table
 from deltasync.client.admin import Admin
 from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.words import counted, utc
+
+_KEYS = ("model", "table", "rows")
 
 
 @click.group()
@@ -31,15 +34,20 @@ def delete_rows(model: str, table: str, ids: tuple[int, ...], service: Endpoint)
     count, reason = pending["rows"], pending["reason"]
     which = f"of table {table} of model {model}"
     verb = "is" if count == 1 else "are"
-    click.echo(f"{counted(count, 'row')} {which} {verb} to be deleted: {reason}")
+    say(f"{counted(count, 'row')} {which} {verb} to be deleted: {reason}")
 
 
 @rows.command("pending", context_settings=CONTEXT)
+@json_option
 @operator_options()
-def pending_deletes(service: Endpoint) -> None:
+def pending_deletes(service: Endpoint, as_json: bool) -> None:
     """List the deletes that are not done: model, table, number of rows, since when, and what they wait for."""
-    processes = EachProcess(service)
-    for pending in processes.lines("/deletes", "model", "asked_unix_ns"):
-        asked = utc(pending["asked_unix_ns"])
-        click.echo("\t".join([pending["model"], pending["table"], str(pending["rows"]), asked, pending["reason"]]))
-    print_missing(processes)
+
+    def shown(processes: EachProcess) -> list[str]:
+        lines = processes.lines("/deletes", "model", "asked_unix_ns")
+        if as_json:
+            return json_lines(lines)
+        rows = ((*(each[name] for name in _KEYS), utc(each["asked_unix_ns"]), each["reason"]) for each in lines)
+        return text_table((*_KEYS, "asked", "waits for"), rows) if lines else ["no deletes are pending"]
+
+    show(shown, service)

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 import click
 
+from deltasync.cli.text_table import say
 from deltasync.client.each_process import EachProcess, joined, known
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.errors import DeltasyncError, ServiceUnavailable
 
 F = TypeVar("F", bound=Callable[..., Any])
-Show = Callable[[EachProcess], str]
+Show = Callable[[EachProcess], list[str]]
 
 _SECONDS, _WAITING_SECONDS = 1.0, 5.0
 # What an overview shows of all processes at most.
@@ -31,13 +32,15 @@ def watch_option(command: F) -> F:
     return click.option("--watch", is_flag=True, help="Show it again every second, until Ctrl-C.")(command)
 
 
-def as_json_text(answer: Any) -> str:
-    """An answer as it came, for programs."""
-    return json.dumps(answer, indent=2)
+def json_lines(answer: Any) -> list[str]:
+    """An answer as it came, for programs: the lines of its JSON, in ASCII; paths as text."""
+    return json.dumps(answer, indent=2, default=str).splitlines()
 
 
 def show(what: Show, http: Endpoint, *, watch: bool = False) -> EachProcess:
-    """Print something, and who had no part in it, once or until Ctrl-C; then a service that is away is waited for.
+    """Print the lines that `what` returns, and name the processes that did not answer: once, or until Ctrl-C.
+
+    With `watch`, a service that does not answer is asked again.
 
     Returns:
         The processes that were asked last.
@@ -49,9 +52,9 @@ def show(what: Show, http: Endpoint, *, watch: bool = False) -> EachProcess:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             processes = EachProcess(http)
-            text = _tried(what, processes)
+            lines = _tried(what, processes)
             click.clear()
-            _print(text, processes)
+            _print(lines, processes)
             time.sleep(_SECONDS)
     return processes
 
@@ -59,9 +62,9 @@ def show(what: Show, http: Endpoint, *, watch: bool = False) -> EachProcess:
 def print_missing(processes: EachProcess) -> None:
     """Print which processes have not answered, and which models none of them has, to standard error."""
     for name, why in processes.missing.items():
-        click.echo(f"process {name} has not answered, and its part is missing: {why}", err=True)
+        say(f"process {name} has not answered, and its part is missing: {why}", err=True)
     for model in processes.unowned:
-        click.echo(f"model {model} is missing: no process that is alive has it", err=True)
+        say(f"model {model} is missing: no process that is alive has it", err=True)
 
 
 def overview(processes: EachProcess) -> dict[str, Any]:
@@ -93,13 +96,13 @@ def waiting_for(http: Endpoint | None) -> Iterator[None]:
     """
     ended, begun = threading.Event(), time.monotonic()
 
-    def say() -> None:
+    def report() -> None:
         while not ended.wait(_WAITING_SECONDS):
             for line in (_work(http) if http else []) or ["waiting"]:
                 if not ended.is_set():
-                    click.echo(f"{time.monotonic() - begun:.0f} s: {line}", err=True)
+                    say(f"{time.monotonic() - begun:.0f} s: {line}", err=True)
 
-    thread = threading.Thread(target=say, name="waiting", daemon=True)
+    thread = threading.Thread(target=report, name="waiting", daemon=True)
     thread.start()
     try:
         yield
@@ -115,13 +118,13 @@ def _work(http: Endpoint) -> list[str]:
     return [line for process in status["processes"] for line in process["work"]]
 
 
-def _print(text: str, processes: EachProcess) -> None:
-    click.echo(text)
+def _print(lines: list[str], processes: EachProcess) -> None:
+    say(*lines)
     print_missing(processes)
 
 
-def _tried(what: Show, processes: EachProcess) -> str:
+def _tried(what: Show, processes: EachProcess) -> list[str]:
     try:
         return what(processes)
     except ServiceUnavailable as error:
-        return f"The service does not answer: {error}"
+        return [f"The service does not answer: {error}"]

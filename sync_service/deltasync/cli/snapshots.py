@@ -7,8 +7,8 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import as_json_text, print_missing, waiting_for
-from deltasync.cli.text_table import seconds, size, text_table
+from deltasync.cli.showing import json_lines, print_missing, waiting_for
+from deltasync.cli.text_table import say, seconds, size, text_table
 from deltasync.client.admin import Admin
 from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
@@ -26,7 +26,7 @@ def snapshot(model: str, service: Endpoint) -> None:
     with waiting_for(service):
         made = Admin(service).make_snapshot(model)
     size = f"{counted(made['bytes'], 'byte')}, {made['new_bytes']} of them new"
-    click.echo(f"snapshot of version {made['version']} of model {model} is complete: {size}")
+    say(f"snapshot of version {made['version']} of model {model} is complete: {size}")
 
 
 @click.command(context_settings=CONTEXT)
@@ -60,10 +60,10 @@ def snapshots(model: str, service: Endpoint, as_json: bool, url: str, check: boo
     lines = [each for each in processes.lines("/snapshots", "model") if model in ("", each["model"])]
     print_missing(processes)
     if as_json:
-        click.echo(as_json_text(lines))
+        say(*json_lines(lines))
         return
     titles = ("model", "version", "behind", "age", "bytes", "new", "why")
-    click.echo(text_table(titles, map(_row, lines)) if lines else "no models")
+    say(*(text_table(titles, map(_row, lines)) if lines else ["no models"]))
 
 
 def _row(line: dict[str, Any]) -> tuple[Any, ...]:
@@ -75,16 +75,16 @@ def _row(line: dict[str, Any]) -> tuple[Any, ...]:
 def _show_stored(url: str, model: str, check: bool, as_json: bool) -> None:
     lines, problems = _stored(url, model, check)
     if as_json:
-        click.echo(as_json_text(lines))
+        say(*json_lines(lines))
     else:
-        click.echo(_stored_text(lines) if lines else f"no snapshots{f' of {model}' if model else ''} at {url}")
+        say(*(_stored_table(lines) if lines else [f"no snapshots{f' of {model}' if model else ''} at {url}"]))
     for problem in problems:
-        click.echo(problem, err=True)
+        say(problem, err=True)
     if problems:
         raise SystemExit(1)
 
 
-def _stored_text(lines: list[dict[str, Any]]) -> str:
+def _stored_table(lines: list[dict[str, Any]]) -> list[str]:
     return text_table(("model", "version", "age", "bytes", "new", "snapshot"), map(_stored_row, lines))
 
 

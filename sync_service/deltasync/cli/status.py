@@ -7,10 +7,10 @@ import click
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.events import event_line
-from deltasync.cli.lag import lines_text
-from deltasync.cli.showing import as_json_text, json_option, overview, show, watch_option
-from deltasync.cli.text_table import seconds, size, text_table
-from deltasync.cli.versions import cuts_text
+from deltasync.cli.lag import consumer_lines
+from deltasync.cli.showing import json_lines, json_option, overview, show, watch_option
+from deltasync.cli.text_table import paragraphs, seconds, size, text_table
+from deltasync.cli.versions import cut_lines
 from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
 
@@ -29,36 +29,37 @@ def status(service: Endpoint, watch: bool, as_json: bool) -> None:
     of models
       step        the trainer's, of the newest version
       last cut    when that was sealed
-      ranks       connected, of all; one that is away is named above
+      ranks       connected, of all, and how many have finished; one that is gone without a goodbye is named above
       bytes       of the tables
       rows sent   that were published since the service started
       trouble     what keeps its cuts from being sealed or applied
     of consumers  what `deltasync lag --help` says, and of cuts `deltasync versions --help`
     """
 
-    def text(processes: EachProcess) -> str:
+    def shown(processes: EachProcess) -> list[str]:
         answer = overview(processes)
-        return as_json_text(answer) if as_json else status_text(answer)
+        return json_lines(answer) if as_json else status_lines(answer)
 
-    show(text, service, watch=watch)
+    show(shown, service, watch=watch)
 
 
-def status_text(answer: dict[str, Any]) -> str:
+def status_lines(answer: dict[str, Any]) -> list[str]:
     """What the answer says."""
     parts = [
-        "\n".join(_processes(answer)),
+        _processes(answer),
         _models(answer["models"]),
-        lines_text(answer["consumers"]),
-        cuts_text(answer["cuts"][:_CUTS]),
-        "\n".join(map(event_line, answer["events"][-_EVENTS:])),
+        consumer_lines(answer["consumers"]),
+        cut_lines(answer["cuts"][:_CUTS]),
+        [*map(event_line, answer["events"][-_EVENTS:])],
     ]
-    return "\n\n".join(filter(None, parts))
+    return paragraphs(parts)
 
 
 def _processes(answer: dict[str, Any]) -> list[str]:
     lines = [line for each in answer["processes"] for line in _process(each)]
     lines += [f"service {name}  DOES NOT ANSWER: what it has is not in here" for name in answer["missing"]]
-    return lines + [f"  {_rank(each)}" for each in answer["trainers"] if not each["connected"]]
+    lost = [each for each in answer["trainers"] if not each["connected"] and not each["finished"]]
+    return lines + [f"  {_rank(each)}" for each in lost]
 
 
 def _process(process: dict[str, Any]) -> list[str]:
@@ -81,7 +82,12 @@ def _rank(rank: dict[str, Any]) -> str:
     return f"rank {rank['rank']} of {rank['model']} is away for {seconds(rank['since_seconds'])}: {rank['left']}"
 
 
-def _models(models: list[dict[str, Any]]) -> str:
+def _ranks(model: dict[str, Any]) -> str:
+    finished = f", {model['finished']} finished" if model["finished"] else ""
+    return f"{model['connected']}/{model['ranks']}{finished}"
+
+
+def _models(models: list[dict[str, Any]]) -> list[str]:
     titles = ("model", "version", "step", "last cut", "ranks", "tables", "bytes", "rows sent", "trouble")
     rows = (
         (
@@ -89,7 +95,7 @@ def _models(models: list[dict[str, Any]]) -> str:
             each["head"],
             each["step"],
             f"{seconds(each['seconds_since_cut'])} ago" if each["seconds_since_cut"] is not None else "",
-            f"{each['connected']}/{each['ranks']}",
+            _ranks(each),
             each["tables"],
             size(each["bytes"]),
             each["published_rows"],
@@ -97,4 +103,4 @@ def _models(models: list[dict[str, Any]]) -> str:
         )
         for each in models
     )
-    return text_table(titles, rows) if models else "nothing is published yet"
+    return text_table(titles, rows) if models else ["nothing is published yet"]

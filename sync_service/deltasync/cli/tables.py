@@ -6,8 +6,8 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import as_json_text, json_option, print_missing, show
-from deltasync.cli.text_table import size, text_table
+from deltasync.cli.showing import json_lines, json_option, print_missing, show
+from deltasync.cli.text_table import say, size, text_table
 from deltasync.client.admin import Admin
 from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
@@ -33,13 +33,13 @@ def list_tables(model: str, service: Endpoint, as_json: bool) -> None:
     trouble  that the last cut was refused for its rows, or that ranks of the trainer have different ones
     """
 
-    def text(processes: EachProcess) -> str:
+    def shown(processes: EachProcess) -> list[str]:
         lines = [each for each in processes.lines("/tables", "model") if model in ("", each["model"])]
         if model and not lines:
             _check_known(model, processes)
-        return as_json_text(lines) if as_json else _lines_text(lines)
+        return json_lines(lines) if as_json else _table(lines)
 
-    show(text, service)
+    show(shown, service)
 
 
 def _check_known(model: str, processes: EachProcess) -> None:
@@ -49,7 +49,7 @@ def _check_known(model: str, processes: EachProcess) -> None:
         raise NotFound(f"no model {model!r}; models: {listed(names) or 'none yet'}")
 
 
-def _lines_text(lines: list[Any]) -> str:
+def _table(lines: list[Any]) -> list[str]:
     rows = (
         (
             *(each[name] for name in ("model", "table", "kind", "rows", "dim", "dtype")),
@@ -73,4 +73,4 @@ def delete_table(model: str, table: str, service: Endpoint) -> None:
     Refused while a connected rank publishes it. A run that announces it again makes it anew.
     """
     Admin(service).delete_table(model, table)
-    click.echo(f"table {table} of model {model} deleted")
+    say(f"table {table} of model {model} deleted")

@@ -13,7 +13,7 @@ import numpy as np
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
-from deltasync.cli.text_table import seconds, size
+from deltasync.cli.text_table import say, seconds, size
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.subscriber import Subscriber
@@ -124,10 +124,10 @@ def _show(subscriber: Subscriber, target: _Watched, count: int | None, *, as_jso
         except queue.Empty:
             continue
         shown += 1
-        click.echo(json.dumps(release) if as_json else _line(release))
+        say(*([json.dumps(release)] if as_json else _lines(release)))
 
 
-def _line(release: dict[str, Any]) -> str:
+def _lines(release: dict[str, Any]) -> list[str]:
     number = release["number"] if release["number"] != release["version"] else ""
     which = f"release {number} of version {release['version']}" if number else f"version {release['version']}"
     amount = f"{counted(release['rows'], 'row')}, {size(release['bytes'])}"
@@ -137,4 +137,4 @@ def _line(release: dict[str, Any]) -> str:
         deleted = f", {table['deleted']} of them deleted" if table["deleted"] else ""
         lines.append(f"  {name}: {counted(table['rows'], 'row')}{deleted}")
         lines += [f"    {row['id']:>12}  norm {row['norm']}" for row in table["shown"]]
-    return "\n".join(lines)
+    return lines

@@ -1,10 +1,13 @@
-"""Tables and numbers for people."""
+"""What people read on a terminal: lines, tables and numbers."""
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from deltasync.core.words import duration
+import click
+
+from deltasync.core.words import duration, printable
 
 _STATES = (
     *("failed", "damaged", "away", "waiting", "behind", "partial", "delivered", "paused", "empty", "current"),
@@ -12,13 +15,35 @@ _STATES = (
 )
 
 
-def text_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Rows under their titles; columns of numbers are to the right. What is not known (None) is left empty."""
-    lines = [["" if cell is None else str(cell) for cell in row] for row in rows]
+def say(*lines: str, err: bool = False) -> None:
+    """Print lines. All text of a command goes out here.
+
+    Characters that do not print are escaped. Names come from others: one with a line break or a control sequence
+    would otherwise forge a line, or command the terminal.
+    """
+    click.echo("\n".join(map(one_line, lines)), err=err)
+
+
+def one_line(text: object) -> str:
+    """A text of any length with the characters escaped that do not print."""
+    return printable(str(text), sys.maxsize)
+
+
+def paragraphs(parts: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of all parts, with an empty line between two of them."""
+    return [line for part in parts if part for line in ("", *part)][1:]
+
+
+def text_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Format rows under their titles, a line each.
+
+    Columns of numbers are aligned to the right. None is an empty cell.
+    """
+    lines = [["" if cell is None else one_line(cell) for cell in row] for row in rows]
     everything = [list(titles), *lines]
     widths = [max(len(line[at]) for line in everything) for at in range(len(titles))]
     right = [bool(lines) and all(_is_number(line[at]) for line in lines) for at in range(len(titles))]
-    return "\n".join(_line(line, widths, right) for line in everything)
+    return [_line(line, widths, right) for line in everything]
 
 
 def seconds(number: float | None) -> str:

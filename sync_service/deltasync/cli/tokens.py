@@ -9,6 +9,7 @@ import click
 
 from deltasync.cli import roles_document
 from deltasync.cli.config import CONTEXT
+from deltasync.cli.text_table import say, text_table
 from deltasync.core.roles import read_roles
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,7 +53,7 @@ def create(name: str, role: tuple[str, ...], roles: Path) -> None:
     """Make a token, and print it: it is shown this once, and kept nowhere."""
     token = secrets.token_urlsafe(_BYTES)
     roles_document.add_token(roles, name, token, role)
-    click.echo(token)
+    say(token)
 
 
 @tokens.command(context_settings=CONTEXT)
@@ -62,7 +63,7 @@ def create(name: str, role: tuple[str, ...], roles: Path) -> None:
 def allow(name: str, role: tuple[str, ...], roles: Path) -> None:
     """Give certificates with a name (DNS, URI, e-mail or common name) roles, instead of those they had."""
     roles_document.allow_certificate(roles, name, role)
-    click.echo(f"certificate {name}: {' '.join(role)}")
+    say(f"certificate {name}: {' '.join(role)}")
 
 
 @tokens.command("list", context_settings=CONTEXT)
@@ -70,10 +71,10 @@ def allow(name: str, role: tuple[str, ...], roles: Path) -> None:
 def list_(roles: Path) -> None:
     """List tokens and certificates with their roles."""
     found = read_roles(roles)
-    for token in found.tokens:
-        click.echo(f"token\t{token.name}\t{' '.join(map(str, token.grants))}")
-    for name, grants in found.certificates.items():
-        click.echo(f"certificate\t{name}\t{' '.join(map(str, grants))}")
+    named = [("token", token.name, token.grants) for token in found.tokens]
+    named += [("certificate", name, grants) for name, grants in found.certificates.items()]
+    rows = ((kind, name, " ".join(map(str, grants))) for kind, name, grants in named)
+    say(*text_table(("kind", "name", "roles"), rows))
 
 
 @tokens.command(context_settings=CONTEXT)
@@ -81,4 +82,4 @@ def list_(roles: Path) -> None:
 @_read
 def revoke(name: str, roles: Path) -> None:
     """Take all roles from a token, or from certificates, of that name."""
-    click.echo(f"{roles_document.revoke(roles, name)} {name} revoked")
+    say(f"{roles_document.revoke(roles, name)} {name} revoked")

@@ -10,9 +10,9 @@ import click
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import either_options
 from deltasync.cli.lag import BEHIND
-from deltasync.cli.showing import as_json_text, waiting_for
+from deltasync.cli.showing import json_lines, waiting_for
 from deltasync.cli.tail import goodbye_on_sigterm
-from deltasync.cli.text_table import text_table
+from deltasync.cli.text_table import say, text_table
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.status import fetch_lag
@@ -83,7 +83,7 @@ def verify(
         found = _of_copy(service, consumer, _checkpoint(checkpoint), timeout)
     else:
         found = _of_replicas(service, consumer, replicas, timeout)
-    click.echo(as_json_text(found) if as_json else text_table(_TITLES, map(_line, found)))
+    say(*(json_lines(found) if as_json else text_table(_TITLES, map(_line, found))))
     if {each["status"] for each in found} != {VerifiedStatus.EQUAL.value}:
         sys.exit(BEHIND)
 
@@ -114,7 +114,7 @@ def _fleet(service: Endpoint, consumer: str) -> dict[str, str]:
 
 def _of_replica(service: Endpoint, consumer: str, name: str, timeout: float) -> list[dict[str, Any]]:
     """What one replica shows, or why it shows nothing: others are asked all the same."""
-    _say(f"replica {name} reads its rows again")
+    say(f"replica {name} reads its rows again", err=True)
     try:
         with waiting_for(service):
             answer = Admin(service).verify_replica(consumer, name, timeout)
@@ -134,17 +134,12 @@ def _not_shown(name: str, why: str) -> dict[str, Any]:
 
 def _of_copy(service: Endpoint, consumer: str, copy: StoredCopy, timeout: float) -> list[dict[str, Any]]:
     of = f"version {copy.position.number}" if copy.position.number else "a version that it does not say"
-    _say(f"{copy.name} is of {of}; the service's rows are fetched")
+    say(f"{copy.name} is of {of}; the service's rows are fetched", err=True)
     with goodbye_on_sigterm(), waiting_for(None):
         found = compare(service, consumer, copy, timeout)
     if not found.since:
-        _say("the service cannot say what has changed since: all rows are compared with those of now")
+        say("the service cannot say what has changed since: all rows are compared with those of now", err=True)
     return [{"what": copy.name, "version": found.version, **vars(VerifiedLine.of(each))} for each in found.tables]
-
-
-def _say(text: str) -> None:
-    """What is under way; not to where the answer goes."""
-    click.echo(text, err=True)
 
 
 def _line(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import as_json_text, json_option, show, watch_option
+from deltasync.cli.showing import json_lines, json_option, show, watch_option
 from deltasync.cli.text_table import seconds, size, text_table
 from deltasync.client.each_process import EachProcess
 from deltasync.client.endpoint import Endpoint
@@ -34,18 +34,18 @@ def versions(model: str, last: int, service: Endpoint, watch: bool, as_json: boo
     ack      until that replica said that it holds it
     """
 
-    def text(processes: EachProcess) -> str:
+    def shown(processes: EachProcess) -> list[str]:
         query = f"&model={quote(model, safe='')}" if model else ""
         lines = processes.lines(f"/versions?last={last}{query}", "model")
-        return as_json_text(lines) if as_json else cuts_text(lines)
+        return json_lines(lines) if as_json else cut_lines(lines)
 
-    show(text, service, watch=watch)
+    show(shown, service, watch=watch)
 
 
-def cuts_text(lines: list[dict[str, Any]]) -> str:
+def cut_lines(lines: list[dict[str, Any]]) -> list[str]:
     """Versions, a line each."""
     if not lines:
-        return "no version was sealed since the service started"
+        return ["no version was sealed since the service started"]
     titles = ("model", "version", "step", "rows", "bytes", "ago", *_PARTS)
     rows = (
         (

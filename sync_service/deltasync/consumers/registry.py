@@ -267,7 +267,8 @@ class ConsumerRegistry:
         """Tell that a replica becomes another identity's, or that of another process while it is connected."""
         other_process = replica.stream and replica.instance != instance
         if other_process or replica.by not in (None, by):
-            text = f"it was that of {replica.by or 'nobody'}" + (", and is connected" if replica.stream else "")
+            owner = replica.by or "a client without a token or certificate"
+            text = f"it belonged to {owner}" + (", which is still connected" if replica.stream else "")
             self._events.emit(EventKind.REPLICA_TAKEN_OVER, text, consumer=consumer.name, replica=replica.name)
 
     def disconnect(

@@ -12,6 +12,7 @@ from deltasync.core.numbered import Numbered
 from deltasync.core.policy_fields import Amount, Bytes, Flag, OneOf, Patterns, Seconds, declared, declared_in
 from deltasync.core.tables import ID_TYPE, TableSpec
 from deltasync.core.value_types import ValueType, sent_as
+from deltasync.core.words import counted
 
 # A row id, and a norm or one fp16 value.
 _SMALLEST_ROW_BYTES = ID_TYPE.itemsize + 2
@@ -40,8 +41,8 @@ class Policy:
     top_k: float | None = declared(
         None,
         Amount(),
-        "Of the rows that have changed, send at once only those that have changed most: this many (1 is one row), "
-        "or below 1 this share of them, rounded up. All unless given.",
+        "Send at once only the rows that have changed most: a whole number is that many rows a release (10 is ten "
+        "rows), a number below 1 that share of the changed rows, rounded up (0.1 is a tenth). All unless given.",
     )
     top_k_per_table: bool = declared(
         False, Flag(), "Count `top_k` in every table by itself, instead of in all together."
@@ -91,9 +92,7 @@ class Policy:
 
     def follows(self, table: TableSpec) -> bool:
         """Whether the consumer follows a table; with an embedding table, its map too."""
-        return any(
-            fnmatchcase(name, pattern) for pattern in self.tables for name in {*table.names, table.of} - {""}
-        )
+        return any(_fits(pattern, table) for pattern in self.tables)
 
     def delivery_of(self, table: TableSpec) -> Delivery:
         """What replicas are sent of a table."""
@@ -128,11 +127,29 @@ class Policy:
             left -= min(left, table.rows)
         self._check_bytes(needed, f"the {self._rows - left} largest rows")
 
+    def unranked(self, tables: Sequence[TableSpec]) -> list[str]:
+        """Tables that the policy names and can neither rank nor quantise, by name.
+
+        A pattern that fits an embedding table does not name the parameters that it fits as well. Without `top_k`,
+        `max_bytes` and another `value_type` than fp32 there are none.
+        """
+        if self.top_k is None and self.max_bytes is None and self.value_type is ValueType.FP32:
+            return []
+        by_pattern = [[table for table in tables if _fits(pattern, table)] for pattern in self.tables]
+        return sorted(
+            {
+                table.name
+                for fitting in by_pattern
+                if not any(each.kind.ranked for each in fitting)
+                for table in fitting
+            }
+        )
+
     @property
     def words(self) -> str:
         """What of it differs from the default; empty if nothing does."""
         default = Policy().as_dict()
-        return " ".join(_word(key, value) for key, value in self.as_dict().items() if value != default[key])
+        return ", ".join(_word(key, value) for key, value in self.as_dict().items() if value != default[key])
 
     def as_dict(self) -> dict[str, Any]:
         """The policy as JSON knows it; `from_dict` takes it back."""
@@ -156,7 +173,7 @@ class Policy:
     @property
     def _rows(self) -> int:
         """Rows that a release must have room for."""
-        return int(self.top_k) if self.top_k is not None and self.top_k >= 1 else 1
+        return self.top_k if isinstance(self.top_k, int) else 1
 
     def _check_bytes(self, needed: int, what: str) -> None:
         if self.max_bytes is not None and needed > self.max_bytes:
@@ -165,6 +182,10 @@ class Policy:
 
 
 FIELDS = declared_in(Policy)
+
+
+def _fits(pattern: str, table: TableSpec) -> bool:
+    return any(fnmatchcase(name, pattern) for name in {*table.names, table.of} - {""})
 
 
 def _plain(value: Any) -> Any:
@@ -179,4 +200,6 @@ def _word(key: str, value: Any) -> str:
         return f"{key}={','.join(value)}"
     if value is True:
         return key
+    if key == "top_k":
+        return f"{key}={100 * value:.15g} % of the changed rows" if value < 1 else f"{key}={counted(value, 'row')}"
     return f"{key}={value:.15g}" if isinstance(value, float) else f"{key}={value}"

@@ -1,6 +1,5 @@
 """How a field of a policy is declared: its default, the kind of its values, and words for those who set it."""
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -107,17 +106,19 @@ class Seconds(Kind):
 
 
 class Amount(Kind):
-    """Of rows: a share of them, or a number."""
+    """Of rows: a share of them, or a number. A float is a share, for 1.0 could mean one row or all rows."""
 
     def __init__(self) -> None:
-        expected = "a share above 0 and below 1, or a whole number of rows"
-        super().__init__(expected, {"type": "number", "exclusiveMinimum": 0})
+        expected = "a whole number of rows such as 10, without a point, or a share above 0 and below 1 such as 0.1"
+        super().__init__(expected, {"type": "number", "exclusiveMinimum": 0}, "ROWS|SHARE")
 
     def read(self, name: str, value: Any) -> float:
         """See `Kind`."""
         amount = _number(name, value)
-        if not math.isfinite(amount) or amount <= 0 or (amount >= 1 and amount != int(amount)):
-            raise InvalidInput(f"{name} {amount:.15g}: expected {self.expected}")
+        if isinstance(value, int) and value >= 1:
+            return value
+        if not 0 < amount < 1:
+            raise self._refuse(name, value)
         return amount
 
 

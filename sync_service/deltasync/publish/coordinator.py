@@ -36,6 +36,7 @@ class RankSession(Protocol):
         process: which process it is, as it says itself.
         takes_deletes: whether it meets requests to delete rows.
         ended: the stream is over; a newer one has not begun.
+        finished: the rank has said that it publishes nothing more.
         since_ns: when it began, or ended if it has, by `steady_ns`.
         left: why it has ended; empty if it has not.
     """
@@ -44,6 +45,7 @@ class RankSession(Protocol):
     process: str
     takes_deletes: bool
     ended: bool
+    finished: bool
     since_ns: int
     left: str
 

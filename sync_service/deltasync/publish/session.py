@@ -47,7 +47,7 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
     try:
         await session.find_changes()
     except BaseException as error:  # Or it would be taken for one that is there.
-        session.leave(str(error) or "its stream has ended")
+        session.leave(str(error))
         raise
     session.say(EventKind.RANK_JOINED, session.decision.reason)
     return session
@@ -67,7 +67,7 @@ class PublishSession:
         self.slots = {table.name: slot for slot, table in enumerate(opening.tables)}
         self.takes_deletes = opening.message.takes_deletes
         self._takes_changes = opening.message.takes_changes
-        self.ended, self.since_ns, self.left = False, steady_ns(), ""
+        self.ended, self.finished, self.since_ns, self.left = False, False, steady_ns(), ""
         self.coordinator = coordinator
         self._model = coordinator.model
         self._layout = layout
@@ -82,15 +82,16 @@ class PublishSession:
         """Tell what happens to this rank."""
         self.coordinator.events.emit(kind, text, error, model=self._model.name, rank=self.rank, run=self.run.id)
 
-    def end(self, text: str, refusal: Exception | None = None) -> None:
-        """Note that the stream is over, and why: perhaps for what a part of it was."""
+    def end(self, reason: str, refusal: Exception | None = None) -> None:
+        """Note that the stream is over, and why where that is known: perhaps for what a part of it was."""
         if isinstance(refusal, InvalidInput):
             self.coordinator.sealer.note_refusal(refusal)
-        self.leave(text)
-        self.say(EventKind.RANK_LEFT, "" if refusal else text, refusal)
+        self.leave(reason)
+        self.say(EventKind.RANK_LEFT, "" if refusal else self.left, refusal)
 
-    def leave(self, text: str) -> None:
-        """Be there no more, for a reason."""
+    def leave(self, reason: str) -> None:
+        """Note that the rank is gone, and why: it has finished, or else for the reason, if there is one."""
+        text = "it has finished" if self.finished else reason or "its stream has ended without a goodbye"
         self.ended, self.since_ns, self.left = True, steady_ns(), text
         self.coordinator.note_left()
 

@@ -15,6 +15,7 @@ from deltasync.status.metrics import Figures, ModelFigures, exposition
 from deltasync.status.overview import unowned_models
 from deltasync.status.process_metrics import ProcessFigures
 from deltasync.status.report import report
+from deltasync.status.trainers import rank_state
 
 # For so long all who ask are given the same metrics: at most, they are computed ten times a second.
 _SHARED_SECONDS = 0.1
@@ -91,7 +92,7 @@ class Answers:
                     event_time_unix_ns=model.event_time_of(model.seals.newest_version),
                     spilled_bytes=model.releases.spilled_bytes + service.views.spilled_bytes(model),
                     parts=model.recent.durations,
-                    ranks=[not each.ended for each in service.coordinators[model.name].sessions.values()],
+                    ranks=[rank_state(each) for each in service.coordinators[model.name].sessions.values()],
                 )
                 for model in service.models.values()
             ],

@@ -84,7 +84,7 @@ class ReplicaLag:
     Attributes:
         replica: its name.
         connected: whether it is there.
-        offset: the last version, or release, it has applied.
+        offset: the version that it has acknowledged last or, of a consumer with a policy, the release.
         lag: how far that is behind.
         seconds_since_ack: when it last said so; 0 if the service's clock was set back since.
         checked: whether it then showed by checksums that it holds the right rows.
@@ -160,8 +160,8 @@ class PauseLag:
 class ConsumerLag:
     """How far a consumer's fleet is behind: as far as the last of its replicas.
 
-    Without a policy `offset` is a version, and there is no `release`; with one it is the number of a release, and
-    `release` says what the newest one took and left.
+    Without a policy `offset` is a version, and there is no `release`. With one it is the number of a release, and
+    may be greater than the version of that release; `release` says what the newest one took and left.
     `head_seconds_behind_events` is to the head what `seconds_behind_events` is to what replicas hold: what lies
     between the two is the way from the trainer to them, the rest is the trainer's.
     `paused` says since when, by whom and why it is; None if it is not.

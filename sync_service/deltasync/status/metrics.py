@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
@@ -19,6 +20,7 @@ from deltasync.status.limit_metrics import limit_metrics
 from deltasync.status.metric_families import counter, gauge, histogram
 from deltasync.status.process_metrics import ProcessFigures, process_metrics
 from deltasync.status.report import report
+from deltasync.status.trainers import RankState
 from deltasync.storage.volume import Volume
 
 _PAUSE_SECONDS = 50e-6
@@ -28,8 +30,8 @@ _PAUSE_SECONDS = 50e-6
 class ModelFigures:
     """What is shown of a model: its newest version, what was published since the service started, its tables,
     whether cuts cannot be sealed or applied, the time of the newest event it was trained on (nanoseconds since
-    1970; None where nobody has said it), the bytes of releases in files, also of its views, and of each
-    rank of the run that publishes it whether it is connected; and how long each part of cuts' way took.
+    1970; None where nobody has said it), the bytes of releases in files, also of its views, the state of each rank
+    of the run that publishes it, and how long each part of cuts' way took.
     """
 
     name: str
@@ -40,7 +42,7 @@ class ModelFigures:
     failed: bool
     event_time_unix_ns: int | None
     spilled_bytes: int = 0
-    ranks: Sequence[bool] = ()
+    ranks: Sequence[RankState] = ()
     parts: Mapping[str, Durations] = field(default_factory=dict)
 
 
@@ -151,11 +153,7 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             "publishing_ranks",
             "Ranks of the run that publishes the model.",
             ["model", "state"],
-            [
-                ([model.name, state], model.ranks.count(state == "connected"))
-                for model in models
-                for state in ("connected", "away")
-            ],
+            [([model.name, state], model.ranks.count(state)) for model in models for state in get_args(RankState)],
         ),
         counter(
             "events",

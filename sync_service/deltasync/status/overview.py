@@ -63,7 +63,8 @@ class ProcessOverview:
 
 @dataclass(frozen=True)
 class ModelOverview:
-    """A model and its trainer. `published_rows` and `published_bytes` are of cuts since the service started;
+    """A model and its trainer. Of its `ranks` some are `connected`, and some have `finished`, with a goodbye.
+    `published_rows` and `published_bytes` are of cuts since the service started;
     `bytes` those of its tables' values. `trouble` says what keeps cuts from being sealed; empty if nothing does.
     Of a model that no process has, or that is still recovering here, `trouble` says so, and what is not known is
     null.
@@ -76,6 +77,7 @@ class ModelOverview:
     run: str
     ranks: int
     connected: int
+    finished: int
     tables: int | None
     bytes: int | None
     published_rows: int
@@ -236,7 +238,7 @@ def model_overviews(service: Service) -> list[ModelOverview]:
     lost = dict.fromkeys(unowned_models(service), "no process that is known to be alive has this model")
     without = lost | dict.fromkeys(service.recovering, _still_recovering(service))
     lines = {
-        name: ModelOverview(name, None, None, None, "", 0, 0, None, None, 0, 0, why)
+        name: ModelOverview(name, None, None, None, "", 0, 0, 0, None, None, 0, 0, why)
         for name, why in without.items()
     }
     lines |= {name: _model(service, name) for name in service.models}
@@ -262,6 +264,7 @@ def _model(service: Service, name: str) -> ModelOverview:
         run=coordinator.run_id,
         ranks=coordinator.run.world_size if coordinator.run else 0,
         connected=len(coordinator.connected),
+        finished=sum(each.finished for each in coordinator.sessions.values()),
         tables=len(model.tables),
         bytes=sum(table.spec.nbytes for table in model.tables),
         published_rows=sealer.rows,

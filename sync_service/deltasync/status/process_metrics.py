@@ -42,7 +42,7 @@ def process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
             "build_info",
             "Which deltasync this is; always 1.",
             ["version", "commit"],
-            [([built_version(), built_commit()], 1)],
+            [([built_version(), built_commit() or "unknown"], 1)],
         ),
         gauge(
             "lease_confirmed",

@@ -8,6 +8,7 @@ from deltasync.consumers.fleet import consumer_offset, offset_in
 from deltasync.core.event_time import seconds_behind
 from deltasync.core.seal import seconds_since_sealed
 from deltasync.core.steady_clock import Moment, steady_ns
+from deltasync.core.words import listed
 from deltasync.feeds.standing import Standing, TableStanding
 from deltasync.feeds.statistics import ReleaseStatistics
 from deltasync.status.lag import (
@@ -41,6 +42,11 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
     counts = {each: [table.lacking(each) for table in tables] for each in {offset, *offsets}}
     lags = {each: _lag(each, rows, tables, standing, now_unix_ns) for each, rows in counts.items()}
     found, reason = state(fleet, lags[offset], _with_unfit(standing, tables, consumer), offset)
+    if unranked := consumer.policy.unranked([table.spec for table in tables]):
+        reason = (
+            f"{reason}; the policy cannot rank or quantise {listed(unranked, 3)}: no embedding tables, so all of "
+            "their changed rows are sent"
+        )
     if standing.trouble:
         reason = f"{reason}; the policy is not in force: {standing.trouble}"
     if standing.refused:

@@ -1,9 +1,13 @@
 """The ranks that publish."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from deltasync.core.steady_clock import steady_ns
+from deltasync.publish.coordinator import RankSession
 from deltasync.service.service import Service
+
+RankState = Literal["connected", "away", "finished"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,7 @@ class TrainerLine:
         rank: this one's number.
         process: which process that is, as it says itself.
         connected: whether it is there.
+        finished: whether it has said goodbye: one that is neither this nor connected is lost.
         since_seconds: for how long it has been there, or away.
         left: why its last stream ended; empty while it is there.
         tables: how many it publishes.
@@ -28,9 +33,15 @@ class TrainerLine:
     rank: int
     process: str
     connected: bool
+    finished: bool
     since_seconds: float
     left: str
     tables: int
+
+
+def rank_state(session: RankSession) -> RankState:
+    """Whether a rank is there, has gone without a goodbye, or has finished."""
+    return "finished" if session.finished else "away" if session.ended else "connected"
 
 
 def trainer_lines(service: Service) -> list[TrainerLine]:
@@ -48,6 +59,7 @@ def _lines(service: Service, name: str) -> list[TrainerLine]:
             rank=rank,
             process=each.process,
             connected=not each.ended,
+            finished=each.finished,
             since_seconds=round((now - each.since_ns) / 1e9, 3),
             left=each.left,
             tables=len(each.tables),

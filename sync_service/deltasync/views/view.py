@@ -366,7 +366,7 @@ def _tables(state: ViewState, model: Model, policy: Policy) -> list[TableStandin
 
 def _held(table: ViewTable, state: ViewState) -> TableStanding:
     return TableStanding(
-        table.delivery.spec.name,
+        table.delivery.spec,
         table.sent.spec.row_bytes,
         partial(table.lacking, compared_version=state.compared_version),
         state.backlog.get(table.delivery.spec.name),
@@ -375,4 +375,4 @@ def _held(table: ViewTable, state: ViewState) -> TableStanding:
 
 def _missing(table: StampedTable, policy: Policy) -> TableStanding:
     """A table that the view is still to get: its replicas lack all there is of it."""
-    return TableStanding(table.spec.name, policy.row_bytes(table.spec), lambda _: table.counts.changed)
+    return TableStanding(table.spec, policy.row_bytes(table.spec), lambda _: table.counts.changed)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import grpc
 
+from deltasync.core.build import built_version
 from deltasync.core.errors import (
     Contradiction,
     Damaged,
@@ -95,6 +96,9 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> DeltasyncError:
     if not isinstance(error, grpc.Call):
         return ServiceUnavailable(f"{target}: {error}")
     code, details = error.code(), printable(error.details() or "no details", _LONGEST)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        text = f"{target} does not know this call ({details}): is it a deltasync service, and of this version"
+        return ServiceUnavailable(f"{text} ({built_version() or 'unknown'})? GET /version says which it has")
     if _TOO_LARGE in details:
         return InvalidInput(f"{target}: {details}")
     metadata = dict(error.trailing_metadata() or ())

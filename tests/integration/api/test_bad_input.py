@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 from tests.integration.api.conftest import publish_everything, published
-from tests.support.server import RunningService
+from tests.support.server import TOKEN, RunningService
 from tests.support.state import state_of
 from tests.support.wire import (
     ITEM,
@@ -393,3 +393,8 @@ def test_bytes_that_are_no_protobuf(served: tuple[RunningService, Position], met
     said = f"/deltasync.v1.{method}: {len(contents[-1])} bytes that are no protobuf of its type"
     assert (error.value.code(), error.value.details()) == (INVALID, said)
     assert state_of(service) == before
+
+
+def test_a_folder_that_can_be_none_is_refused(served: tuple[RunningService, Position]) -> None:
+    status, answer = served[0].request("POST", "/backup", TOKEN, rb'{"directory": "/dev/null/\u0000"}')
+    assert (status, "no path has a null character" in answer) == (400, True)

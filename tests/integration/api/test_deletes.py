@@ -156,10 +156,12 @@ def test_by_the_command_line(running: RunningService, rank: RankStream) -> None:
         f"2 rows of table {USER.name} of model clicks are to be deleted: run run-1 is asked, and deletes them "
         "with one of its next cuts\n"
     )
-    listed = CliRunner().invoke(rows, ["pending", *service]).output.rstrip("\n").split("\t")
-    assert listed[:3] == ["clicks", USER.name, "2"]
-    assert np.datetime64(listed[3].removesuffix("Z")) <= np.datetime64("now")
-    assert listed[4].startswith("run run-1 is asked")
+    titles, line = CliRunner().invoke(rows, ["pending", *service]).output.splitlines()
+    assert titles.split() == ["model", "table", "rows", "asked", "waits", "for"]
+    model, table, count, asked, why = line.split(maxsplit=4)
+    assert (model, table, count) == ("clicks", USER.name, "2")
+    assert np.datetime64(asked.removesuffix("Z")) <= np.datetime64("now")
+    assert why.startswith("run run-1 is asked")
     assert CliRunner().invoke(rows, ["delete", "clicks", USER.name, *service]).exit_code == 2
 
 

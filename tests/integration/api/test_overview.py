@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -11,13 +13,18 @@ from http.client import HTTPResponse
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
-from tests.support.fleet import ITEM, USER, Trainer, follow, wait_until_in_sync
+from tests.support.documents import ROOT
+from tests.support.fleet import ITEM, USER, Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.server import TOKEN, RunningService
+from tests.support.waiting import wait_for
 
+from deltasync.api.access_table import ROUTES
 from deltasync.client import NumpyTarget, TableSpec
 from deltasync.core.cut_times import SERVICE_PARTS
+from deltasync.core.policy import Policy
 from deltasync.core.recent_events import RecentEvents
 from deltasync.snapshots import manifest
 from deltasync.storage import log_format
@@ -112,11 +119,45 @@ def test_one_consumer_and_one_table_have_a_route_of_their_own(service: RunningSe
 
 
 def test_a_table_may_have_any_name(service: RunningService) -> None:
-    with Trainer(service.grpc, [TableSpec("towers/user", 4, 2)]) as trainer:
+    names = ["towers/user", "a\nb", "é %2F?#;+", "..", "lag"]
+    with Trainer(service.grpc, [TableSpec(name, 4, 2) for name in names]) as trainer:
         trainer.publish_all()
-        for path in ("/tables/towers/user", "/tables/towers%2Fuser"):
-            (found,) = service.get_json(path)
-            assert found["table"]["table"] == "towers/user"
+        for path, name in [("towers/user", names[0]), *((quote(name, safe=""), name) for name in names)]:
+            (found,) = service.get_json(f"/tables/{path}")
+            assert found["table"]["table"] == name
+    wait_for(lambda: not service.get_json("/trainers")[0]["connected"])
+    for name in names[:-1]:
+        admin_of(service).delete_table("clicks", name)
+    assert [each["table"] for each in service.get_json("/tables")] == names[-1:]
+
+
+def test_a_name_that_there_is_not_is_named(running: RunningService) -> None:
+    for name in ("a/b", "a\nb", "a%2Fb", "é"):
+        for method, route, said in (
+            ("GET", "/consumers/{}", "no consumer"),
+            ("GET", "/consumers/{}/lag", "no consumer"),
+            ("GET", "/consumers/{}/history", "no consumer"),
+            ("PUT", "/consumers/{}/pause", "no consumer"),
+            ("DELETE", "/consumers/predictors/replicas/{}", "no replica"),
+            ("DELETE", "/models/{}", "no model"),
+            ("GET", "/tables/{}", "no table"),
+        ):
+            status, body = running.request(method, route.format(quote(name, safe="")), TOKEN)
+            answer = json.loads(body)
+            assert (status, answer["error"]) == (404, "NotFound"), route
+            assert answer["message"].startswith(f"{said} {name!r}")
+
+
+def test_a_query_parameter_that_a_route_lacks_is_refused(running: RunningService) -> None:
+    for method, full in ROUTES:
+        route = full.replace(":path", "")
+        path = route.format(name="nobody", replica="r", table="t")
+        status, body = running.request(method, f"{path}?nonsense=1&last=2", TOKEN)
+        answer = json.loads(body)
+        takes = {"/versions": "last, model", "/events": "last", "/readyz": "verbose"}.get(route, "none")
+        unknown = "nonsense" if "last" in takes else "last"
+        said = f"unknown query parameter {unknown!r}: {method} {route} takes {takes}"
+        assert (status, answer["error"], answer["message"]) == (400, "InvalidInput", said)
 
 
 def test_who_watches_is_told_again_and_again_and_when_the_service_ends(service: RunningService) -> None:
@@ -180,6 +221,19 @@ def test_every_check_has_a_name(service: RunningService) -> None:
     assert body.count("\n") == body.count(": ok\n") == 6
 
 
+def test_names_of_tables_begin_no_line_of_readiness(tmp_path: Path) -> None:
+    with (
+        RunningService(tmp_path / "data") as service,
+        Trainer(service.grpc, [TableSpec("\x1bu\nok", 4, 2)]) as trainer,
+    ):
+        trainer.publish_all()
+    with RunningService(tmp_path / "data", policies={"unfit": Policy(tables=("x*",))}) as service:
+        status, body = service.get("/readyz")
+    ok, trouble, *rest = body.split("\n")
+    assert (status, ok, rest) == (200, "ok", [""])
+    assert r"\x1bu\nok" in trouble
+
+
 def test_levels_of_the_log_change_while_it_runs(service: RunningService, caplog: pytest.LogCaptureFixture) -> None:
     def put(body: str) -> int:
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
@@ -195,7 +249,8 @@ def test_levels_of_the_log_change_while_it_runs(service: RunningService, caplog:
     assert service.get_json("/log-levels")["deltasync.events"] == "debug"
     assert any("cut sealed" in each.getMessage() for each in caplog.records)
     assert put('{"logger": "deltasync.events", "level": "info"}') == 200
-    for wrong in ('{"level": "loud"}', '{"logger": "root", "level": "info"}', '{"level": 3}', "[]"):
+    half = '{"logger": "deltasync.\\ud800", "level": "info"}'
+    for wrong in ('{"level": "loud"}', '{"logger": "root", "level": "info"}', '{"level": 3}', "[]", half):
         assert put(wrong) == 400, wrong
     changed = [each for each in service.get_json("/events") if each["event"] == "log_level_changed"]
     assert [each["text"] for each in changed] == ["from debug on", "from info on"]
@@ -206,6 +261,19 @@ def test_which_deltasync_answers(service: RunningService) -> None:
     assert found["version"]
     formats = {"protocol": PROTOCOL, "log": log_format.FORMAT, "snapshot": manifest.FORMAT}
     assert found["formats"] == formats
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="no checkout of git")
+def test_a_service_that_runs_in_a_checkout_names_its_commit(service: RunningService) -> None:
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)  # noqa: S607
+    assert service.get_json("/version")["commit"].removesuffix("-dirty") == head.stdout.strip()
+
+
+def test_a_commit_that_is_not_known_is_left_out(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltasync.api.overview_routes.built_commit", str)
+    found = service.get_json("/version")
+    assert "commit" not in found
+    assert found["version"]
 
 
 def test_the_documentation_needs_nobody_else(service: RunningService) -> None:

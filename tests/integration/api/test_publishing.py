@@ -1,22 +1,29 @@
 """Cuts and runs, as the service takes them from raw streams."""
 
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from tests.integration.api.conftest import publish_everything, published
+from tests.support.command import deltasync
+from tests.support.fleet import Trainer
 from tests.support.server import RunningService
 from tests.support.state import rows_of
+from tests.support.waiting import wait_for
 from tests.support.wire import (
     ITEM,
     TABLES,
     USER,
     WHOLE,
     RankStream,
+    Stream,
     block,
     chunk,
     close,
@@ -28,6 +35,7 @@ from tests.support.wire import (
 
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.v1 import publish_pb2, publish_pb2_grpc
 
 REPLICATED = TableSpec("dense.bias", 3, 2)
 
@@ -349,3 +357,73 @@ def test_a_rank_of_a_restored_service_publishes_everything_once(running: Running
         assert stream.sealed().number == 2
         stream.send(*part(3, []))
         assert stream.sealed().number == 3
+
+
+def finishes(service: RunningService) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+
+
+def aborts(service: RunningService) -> None:
+    trainer = Trainer(service.grpc)
+    trainer.publish_all()
+    trainer.publisher.abort()
+
+
+def fails(service: RunningService) -> None:
+    trainer = Trainer(service.grpc)
+    with suppress(RuntimeError), trainer.publisher:
+        trainer.publish_all()
+        raise RuntimeError
+
+
+def is_killed(service: RunningService) -> None:
+    code = (
+        "import os, signal; from tests.support.fleet import Trainer; "
+        f"Trainer({service.grpc!r}).publish_all(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("end", "finished"), [(finishes, True), (aborts, False), (fails, False), (is_killed, False)]
+)
+def test_a_trainer_that_has_finished_is_told_from_one_that_is_lost(
+    running: RunningService, end: Callable[[RunningService], None], finished: bool
+) -> None:
+    end(running)
+    (rank,) = wait_for(lambda: [each for each in running.get_json("/trainers") if not each["connected"]])
+    left = "it has finished" if finished else "its stream has ended without a goodbye"
+    assert (rank["finished"], rank["left"]) == (finished, left)
+    status = running.get_json("/status")
+    assert [(each["connected"], each["finished"]) for each in status["models"]] == [(0, int(finished))]
+    assert running.get_json("/models")[0]["ranks"][0]["finished"] is finished
+    assert {each["text"] for each in status["events"] if each["event"] == "rank_left"} == {left}
+    samples = {
+        state: int(state == ("finished" if finished else "away")) for state in ("connected", "away", "finished")
+    }
+    for state, count in samples.items():
+        name = f'deltasync_publishing_ranks{{model="clicks",state="{state}"}}'
+        assert f"\n{name} {count}.0\n" in running.get("/metrics")[1]
+    code, shown, _ = deltasync("status", "--service", running.http)
+    assert (code, "rank 0 of clicks is away" in shown) == (0, not finished)
+    assert ("0/1, 1 finished" in shown) is finished
+
+
+def test_a_rank_that_comes_back_has_not_finished(running: RunningService) -> None:
+    finishes(running)
+    with Trainer(running.grpc) as trainer:
+        trainer.publish_all()
+        assert [(each["connected"], each["finished"]) for each in running.get_json("/trainers")] == [(True, False)]
+
+
+def test_a_goodbye_comes_last(running: RunningService) -> None:
+    goodbye = publish_pb2.PublishRequest(goodbye=publish_pb2.PublishGoodbye())
+    with RankStream(running.grpc) as rank:
+        rank.opened()
+        rank.send(goodbye)
+        assert rank.rest() == []  # The service has ended the stream.
+    with Stream(running.grpc, lambda channel: publish_pb2_grpc.PublishServiceStub(channel).Publish) as stream:
+        stream.send(goodbye)
+        code, said = stream.refusal()
+    assert (code, "begins with one open message" in said) == (grpc.StatusCode.INVALID_ARGUMENT, True)

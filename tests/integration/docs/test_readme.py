@@ -135,7 +135,7 @@ def test_the_first_steps_can_be_pasted_in_their_order(visitor: Visitor) -> None:
         assert '"state":"in sync"' in answer
         assert "predictor-0" in table
     made, listed = visitor.shell(README.block("policy"))
-    assert made == "consumer mobile follows model clicks: top_k=0.1 value_type=int8\n"
+    assert made == "consumer mobile follows model clicks: top_k=10 % of the changed rows, value_type=int8\n"
     assert listed.count("\n") == 4  # With the titles.
 
 
@@ -149,7 +149,7 @@ def test_the_service_s_examples_run(visitor: Visitor) -> None:
     expected = ["number=1", "[1. 1. 1.", "tensor([1., 1.", "(3, 64) [ True False  True]", "1 user [  0   1   2"]
     assert [each for each in expected if each in printed] == expected
     _, updated, put = visitor.shell(SERVICE.block("policy"))
-    assert "top_k=0.05 value_type=int8 (was" in updated
+    assert "top_k=5 % of the changed rows, value_type=int8 (was" in updated
     assert '"top_k":0.05' in put
     assert visitor.script(blocks["admin"]) == "['edge', 'mobile', 'predictors']\n"
 

@@ -64,3 +64,13 @@ def test_names_that_cannot_be_are_refused(tmp_path: Path, arguments: tuple[str, 
     assert done.exit_code == 2
     assert said in done.output
     assert not (tmp_path / "pki").exists()
+
+
+@pytest.mark.parametrize("hosts", [[], ["--host", "db"], ["--host", "localhost", "--host", "db"]])
+def test_the_service_s_certificate_is_always_for_this_machine_too(tmp_path: Path, hosts: list[str]) -> None:
+    done = CliRunner().invoke(certs, [str(tmp_path / "pki"), *hosts])
+    assert done.exit_code == 0, done.output
+    (leaf,) = x509.load_pem_x509_certificates((tmp_path / "pki" / "service.pem").read_bytes())
+    found = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert {*found.get_values_for_type(x509.DNSName)} == {"localhost", *hosts[1::2]}
+    assert {*map(str, found.get_values_for_type(x509.IPAddress))} == {"127.0.0.1", "::1"}

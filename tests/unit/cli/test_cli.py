@@ -1,3 +1,5 @@
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ from click.testing import CliRunner
 from deltasync.api.server_options import ServerOptions
 from deltasync.api.shared_options import SharedLogOptions
 from deltasync.api.tls_options import TlsOptions
-from deltasync.cli.endpoint_options import service_options
+from deltasync.cli.endpoint_options import operator_options, service_options, suggested
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
 from deltasync.consumers.consumer import ConsumerOptions
@@ -245,3 +247,62 @@ def test_a_service_that_has_to_be_named_is_asked_for() -> None:
 
     assert "Missing option '--service'" in CliRunner().invoke(command, []).output
     assert CliRunner().invoke(command, ["--service", "localhost:1"]).output == "localhost:1\n"
+
+
+@pytest.fixture
+def ca(tmp_path: Path) -> str:
+    CliRunner().invoke(cli, ["certs", str(tmp_path / "a pki")])
+    return str(tmp_path / "a pki" / "ca.pem")
+
+
+@pytest.mark.parametrize(
+    ("options", "plain", "over_tls"),
+    [
+        (operator_options(), "http://127.0.0.1:8080", "https://127.0.0.1:8080"),
+        (service_options(), "127.0.0.1:50051", "127.0.0.1:50051"),
+    ],
+)
+def test_with_tls_the_default_address_is_of_tls(
+    options: Callable[[Any], Any], plain: str, over_tls: str, ca: str, tmp_path: Path
+) -> None:
+    @click.command()
+    @options
+    def command(service: Endpoint) -> None:
+        click.echo(f"{service.address} {service.tls}")
+
+    (tmp_path / "endpoint.toml").write_text(f'ca = "{ca}"')
+    assert CliRunner().invoke(command, []).output == f"{plain} False\n"
+    for given in (["--ca", ca], ["--endpoint", str(tmp_path / "endpoint.toml")]):
+        assert CliRunner().invoke(command, given).output == f"{over_tls} True\n"
+
+
+def test_an_address_of_plain_text_that_is_given_stays_one(ca: str) -> None:
+    done = CliRunner().invoke(cli, ["lag", "--ca", ca, "--service", "http://127.0.0.1:8080"])
+    assert (done.exit_code, "ca is for TLS: say https://" in done.output) == (2, True)
+
+
+def test_a_command_that_is_suggested_has_the_options_in_use(ca: str, tmp_path: Path) -> None:
+    @click.command()
+    @operator_options(changes=True)
+    def command(service: Endpoint) -> None:
+        click.echo(suggested("consumers resume c"))
+
+    assert CliRunner().invoke(command, []).output == "deltasync consumers resume c\n"
+    (tmp_path / "token").write_text("secret")
+    given = ["--service", "https://db:8080", "--ca", ca, "--token-file", str(tmp_path / "token"), "--insecure"]
+    said = CliRunner().invoke(command, [*given, "--by", "me"], env={"DELTASYNC_SERVER_NAME": "db"}).output
+    assert shlex.split(said) == ["deltasync", "consumers", "resume", "c", *given]
+
+
+def test_a_backup_by_the_service_needs_an_absolute_path_and_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["backup", "monday", "--service", "http://127.0.0.1:1"])
+    assert (done.exit_code, f"on this machine it would be {tmp_path}/monday" in done.output) == (2, True)
+    assert "absolute path on the service's machine" in " ".join(
+        CliRunner().invoke(cli, ["backup", "--help"]).output.split()
+    )
+    done = CliRunner().invoke(cli, ["backup", "monday", "--data-dir", "none"])  # Which is of this machine.
+    assert "absolute" not in done.output
+    assert done.exit_code == 1

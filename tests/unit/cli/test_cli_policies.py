@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from deltasync.api.server_options import ServerOptions
 from deltasync.cli import consumers
-from deltasync.cli.lag import lag_text
+from deltasync.cli.lag import lag_lines
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
 from deltasync.consumers.consumer import ConsumerOptions
@@ -40,11 +40,13 @@ FLAGS += ["--max-age", "60", "--min-interval", "1.5", "--max-bytes", "4000", "--
 
 def test_the_words_of_a_policy_are_what_differs_from_the_default() -> None:
     assert Policy().words == ""
-    assert Policy(top_k=0.1, value_type=ValueType.INT8).words == "top_k=0.1 value_type=int8"
-    assert Policy(top_k=1234567).words == "top_k=1234567"
+    tenth = Policy(top_k=0.1, value_type=ValueType.INT8)
+    assert tenth.words == "top_k=10 % of the changed rows, value_type=int8"
+    assert Policy(top_k=1234567).words == "top_k=1234567 rows"
+    assert Policy(top_k=1).words == "top_k=1 row"
     assert EVERYTHING.words == (
-        "tables=user*,item mode=ids top_k=0.25 top_k_per_table max_age_seconds=60 min_interval_seconds=1.5 "
-        "max_bytes=4000 value_type=bf16"
+        "tables=user*,item, mode=ids, top_k=25 % of the changed rows, top_k_per_table, max_age_seconds=60, "
+        "min_interval_seconds=1.5, max_bytes=4000, value_type=bf16"
     )
 
 
@@ -91,8 +93,8 @@ def test_a_consumer_is_made_with_the_policy_of_the_flags(calls: list[tuple[Any, 
 
 
 def test_an_update_replaces_the_policy_whole_and_says_so(calls: list[tuple[Any, ...]]) -> None:
-    assert run("consumers", "update", "c", "--top-k", "5") == (0, "policy of consumer c: top_k=5\n")
-    said = "policy of consumer c: every changed row, in its own type (was top_k=5)\n"
+    assert run("consumers", "update", "c", "--top-k", "5") == (0, "policy of consumer c: top_k=5 rows\n")
+    said = "policy of consumer c: every changed row, in its own type (was top_k=5 rows)\n"
     assert run("consumers", "update", "c") == (0, said)
     assert [call[-1] for call in calls] == [Policy(top_k=5), Policy()]
     assert "replaces the one it has as a whole" in " ".join(run("consumers", "update", "--help")[1].split())
@@ -104,7 +106,8 @@ def test_settings_of_a_policy_may_be_in_the_environment(calls: list[tuple[Any, .
 
 
 BAD_FLAGS = [
-    (["--top-k", "1.5"], "top_k 1.5: expected a share above 0 and below 1, or a whole number of rows"),
+    (["--top-k", "1.5"], "top_k 1.5: expected a whole number of rows such as 10, without a point"),
+    (["--top-k", "1.0"], "top_k 1.0: expected a whole number of rows such as 10, without a point"),
     (["--top-k", "0"], "top_k 0: expected"),
     (["--top-k", "nan"], "top_k nan: expected"),
     (["--top-k", "many"], "Invalid value for '--top-k'"),
@@ -194,7 +197,7 @@ def test_a_consumer_of_flag_and_file_has_the_policy_of_the_file(
             "[consumers.c]: policy: unknown key 'topk'; keys: max_age_seconds",
         ),
         ('[consumers.c]\nmodel = "m"\ntop_k = "3"', "[consumers.c]: top_k '3': expected a number"),
-        ('[consumers.c]\nmodel = "m"\ntop_k = inf', "[consumers.c]: top_k inf: expected a share"),
+        ('[consumers.c]\nmodel = "m"\ntop_k = inf', "[consumers.c]: top_k inf: expected a whole number of rows"),
         ('[consumers.c]\nmodel = "m"\ntables = "*"', "[consumers.c]: tables '*': expected a list of patterns"),
         ('[consumers.c]\nmodel = "m"\nmode = []', "[consumers.c]: mode []: expected one of embeddings, ids"),
         ('[consumers.c]\nmodel = "m"\nvalue_type = "x"', "[consumers.c]: value_type 'x': expected one of fp32"),
@@ -271,29 +274,30 @@ RANKED = ConsumerLag(
 @pytest.mark.parametrize(("held", "shown"), [(8.25, "8.25 seconds ago"), (None, "is not known")])
 def test_the_lag_says_how_old_the_newest_event_is(held: float | None, shown: str) -> None:
     lag = replace(RANKED, lag=replace(KNOWN, seconds_behind_events=held), head_seconds_behind_events=2.5)
-    lines = [" ".join(line.split()) for line in lag_text(asdict(lag)).splitlines()]
+    lines = [" ".join(line.split()) for line in lag_lines(asdict(lag))]
     newest = "events newest in the newest version: 2.5 seconds ago; in what the last replica holds: "
     assert newest + shown in lines
 
 
 def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> None:
-    lines = lag_text(asdict(RANKED)).splitlines()
+    lines = lag_lines(asdict(RANKED))
     assert lines[:2] == ["consumer top  model clicks  head 12  behind", "20 rows are still to be applied"]
-    assert [line.split(maxsplit=1) for line in lines[2:6]] == [
-        ["policy", "top_k=0.1"],
+    assert [line.split(maxsplit=1) for line in lines[2:7]] == [
+        ["policy", "top_k=10 % of the changed rows"],
+        ["offset", "9, counted in releases"],
         ["release", "9 of version 11, 0.5 seconds ago"],
         ["took", "7 of 70 dirty rows: top_k 10 % takes those that have changed most"],
         ["took", "7 rows, 280 bytes, norm 4"],
     ]
-    assert [" ".join(line.split()) for line in lines[6:11]] == [
+    assert [" ".join(line.split()) for line in lines[7:12]] == [
         "left 63 rows, 2520 bytes, norm 12.35",
         "oldest row 7.5 seconds unsent",
         "unsent norm 2.5, 1.25 % of the tables'",
         "replica p1 away for 3 s: its stream has ended",
         "",
     ]
-    assert [" ".join(line.split()) for line in lines[11:]] == [
-        "release versions rows bytes seconds unsent norm unsent share",
+    assert [" ".join(line.split()) for line in lines[12:]] == [
+        "offset versions rows bytes seconds unsent norm unsent share",
         "all replicas 9 3 20 800 7.5 2.5 1.25 %",
         "p0 9 3 20 800 7.5 2.5 1.25 %",
         "p1 (away) 8 4 30 1200 9.5",
@@ -303,9 +307,9 @@ def test_the_lag_of_a_consumer_with_a_policy_says_what_is_unsent_and_why() -> No
 
 
 def test_columns_of_a_lag_stand_under_their_titles() -> None:
-    titles, everything, *_ = lag_text(asdict(RANKED)).splitlines()[11:]
+    titles, everything, *_ = lag_lines(asdict(RANKED))[12:]
     for title, cell in {
-        "release": "9",
+        "offset": "9",
         "versions": "3",
         "rows": "20",
         "bytes": "800",
@@ -316,10 +320,10 @@ def test_columns_of_a_lag_stand_under_their_titles() -> None:
 
 
 def test_what_is_unsent_and_not_known_is_not_told_as_nothing() -> None:
-    text = lag_text(asdict(replace(RANKED, lag=UNKNOWN, offset=8)))
+    text = lag_lines(asdict(replace(RANKED, lag=UNKNOWN, offset=8)))
     assert "unsent      not known before the newest release is applied" in text
     # After a restart, or while no replica is connected.
-    text = lag_text(asdict(replace(RANKED, lag=UNKNOWN, offset=9)))
+    text = lag_lines(asdict(replace(RANKED, lag=UNKNOWN, offset=9)))
     assert "unsent      not known before the next release is made" in text
 
 
@@ -327,7 +331,7 @@ def test_the_lag_of_a_consumer_without_a_policy_has_nothing_of_releases() -> Non
     plain = replace(
         RANKED, release=None, policy=Policy().as_dict(), replicas=[], tables=[TableLag("user", 15, 600)]
     )
-    lines = lag_text(asdict(plain)).splitlines()
+    lines = lag_lines(asdict(plain))
     assert [" ".join(line.split()) for line in lines[2:]] == [
         "",
         "offset versions rows bytes seconds",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from deltasync.cli.lag import lines_text
+from deltasync.cli.lag import consumer_lines
 
 
 def line(consumer: str, *wrong: str) -> dict[str, Any]:
@@ -20,13 +20,13 @@ def line(consumer: str, *wrong: str) -> dict[str, Any]:
 
 
 def test_a_consumer_in_sync_has_its_wrong_replicas_named() -> None:
-    text = lines_text([line("predictors", "a"), line("fine")]).splitlines()
+    text = consumer_lines([line("predictors", "a"), line("fine")])
     assert len(text) == 4
     assert text[-1] == "replica a of predictors: something else writes to it"
-    assert len(lines_text([line("fine")]).splitlines()) == 2
+    assert len(consumer_lines([line("fine")])) == 2
 
 
 def test_of_many_wrong_replicas_some_are_named() -> None:
-    text = lines_text([line("predictors", *map(str, range(12)))]).splitlines()
+    text = consumer_lines([line("predictors", *map(str, range(12)))])
     assert [each.split()[0] for each in text[2:]] == ["replica"] * 10 + ["and"]
     assert text[-1] == "and 2 more: deltasync replicas list"

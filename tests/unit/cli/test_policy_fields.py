@@ -20,7 +20,7 @@ def another(kind: Kind) -> Any:
     """A value of a kind that is no field's default."""
     if isinstance(kind, OneOf):
         return list(kind.members)[-1]
-    return {Patterns: ("user*", "item"), Flag: True, Seconds: 2.5, Amount: 7.0, Bytes: 4000}[type(kind)]
+    return {Patterns: ("user*", "item"), Flag: True, Seconds: 2.5, Amount: 0.5, Bytes: 4000}[type(kind)]
 
 
 def with_another(field: PolicyField) -> Policy:
@@ -60,6 +60,23 @@ def test_a_field_can_be_given_by_each_of_its_flags(field: PolicyField) -> None:
     for flag in field.flags:
         arguments = [flag] if described is True else [each for value in values for each in (flag, str(value))]
         assert everything.main(arguments, standalone_mode=False) == policy
+
+
+def test_rows_and_a_share_are_told_apart() -> None:
+    for written, said in {
+        "10": "top_k=10 rows",
+        "1": "top_k=1 row",
+        "0.1": "top_k=10 % of the changed rows",
+        "1e-3": "top_k=0.1 % of the changed rows",
+    }.items():
+        assert everything.main(["--top-k", written], standalone_mode=False).words == said
+    for written in ("1.0", "10.0", "1e1"):
+        with pytest.raises(click.UsageError, match="expected a whole number of rows such as 10, without a point"):
+            everything.main(["--top-k", written], standalone_mode=False)
+    shown = " ".join(everything.get_help(click.Context(everything)).split())
+    assert "--top-k ROWS|SHARE" in shown
+    assert "(10 is ten rows)" in shown
+    assert "(0.1 is a tenth)" in shown
 
 
 def test_commands_have_the_options_that_are_declared_and_explain_them_in_its_words() -> None:

@@ -62,11 +62,12 @@ def test_what_people_have_written_stays(roles: Path) -> None:
     lines = roles.read_text().splitlines()
     assert [line for line in WRITTEN.format(digest=digest).splitlines() if line and line not in lines] == []
     assert stat.S_IMODE(roles.stat().st_mode) == 0o640
-    assert run("list", "--roles", roles).splitlines() == [
-        "token\told\tread",
-        "token\tnew\tsubscribe:mobile-*",
-        "certificate\ta.example.org\tadmin",
-        "certificate\tb.example.org\tread",
+    assert [line.split() for line in run("list", "--roles", roles).splitlines()] == [
+        ["kind", "name", "roles"],
+        ["token", "old", "read"],
+        ["token", "new", "subscribe:mobile-*"],
+        ["certificate", "a.example.org", "admin"],
+        ["certificate", "b.example.org", "read"],
     ]
     assert run("revoke", "new", "--roles", roles) == "token new revoked\n"
     assert run("revoke", "b.example.org", "--roles", roles) == "certificate b.example.org revoked\n"

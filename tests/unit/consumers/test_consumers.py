@@ -315,14 +315,18 @@ async def test_who_takes_the_name_of_a_replica_of_others_is_told_of(service: Ser
     registry, told = service.registry, list[str]()
     service.events.listen(lambda event: told.append(line_of(event)))
     consumer = await registry.create("c", "clicks", Policy())
-    for by, instance in (("anna", "1"), ("anna", "1"), ("anna", "2"), ("bob", "3")):
+    for by, instance in (("anna", "1"), ("anna", "1"), ("anna", "2"), ("", "3"), ("", "4")):
         stream = asyncio.Event()
         replica = registry.connect(consumer, "r", stream, instance, by)
         registry.acknowledge(consumer, replica, Position("h", 1))
         if instance == "2":
             registry.disconnect(consumer, replica, stream, "gone")
     lines = [line for line in told if line.startswith("replica taken over: ")]
-    said = ["it was that of anna, and is connected", "it was that of anna"]
+    said = [
+        "it belonged to anna, which is still connected",
+        "it belonged to anna",
+        "it belonged to a client without a token or certificate, which is still connected",
+    ]
     assert lines == [f"replica taken over: consumer=c replica=r {text}" for text in said]
 
 

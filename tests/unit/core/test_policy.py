@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
-from deltasync.core.tables import TableSpec
+from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 
 USER, ITEM = TableSpec("user.embedding", 100, 16), TableSpec("item", 100, 4)
@@ -97,7 +97,7 @@ BEYOND_FLOATS = 10**400
 WRONG: dict[str, list[Any]] = {
     "tables": ["user*", None, ["user*", 3], {"user*": 1}],
     "mode": ["values", "IDS", None, 3, ["ids"], {}],
-    "top_k": ["10", True, [10], BEYOND_FLOATS, NAN, INFINITY, 0, -1, -0.5, 1.5],
+    "top_k": ["10", True, [10], BEYOND_FLOATS, NAN, INFINITY, 0, -1, -0.5, 1.5, 1.0, 10.0],
     "top_k_per_table": [1, "yes", None],
     "max_age_seconds": ["5", False, 0, -1, NAN, INFINITY],
     "min_interval_seconds": [None, "5", -0.1, NAN, INFINITY, BEYOND_FLOATS],
@@ -232,6 +232,22 @@ def test_a_top_k_of_every_table_needs_the_bytes_of_them_all() -> None:
 def test_the_tables_followed_are_those_that_match_a_pattern(patterns: list[str], followed: set[str]) -> None:
     policy = Policy.from_dict({"tables": patterns})
     assert {table.name for table in (USER, ITEM, HALF) if policy.follows(table)} == followed
+
+
+@pytest.mark.parametrize(
+    ("policy", "unranked"),
+    [
+        (Policy(top_k=1, tables=("*",)), []),
+        (Policy(top_k=1, tables=("i*", "over.w*")), ["over.weight"]),
+        (Policy(value_type=ValueType.INT8, tables=("over.*",)), ["over.bias", "over.weight"]),
+        (Policy(max_bytes=10_000, tables=("tied", "over.bias")), ["over.bias", "over.weight"]),
+        (Policy(min_interval_seconds=1, tables=("over.*",)), []),
+    ],
+)
+def test_what_a_policy_names_and_cannot_rank_is_found(policy: Policy, unranked: list[str]) -> None:
+    weight = TableSpec("over.weight", 4, 4, kind=TableKind.PARAMETER, aliases=("tied",))
+    bias = TableSpec("over.bias", 1, 4, kind=TableKind.PARAMETER)
+    assert policy.unranked([USER, ITEM, weight, bias]) == unranked
 
 
 @pytest.mark.parametrize(

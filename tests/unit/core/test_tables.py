@@ -136,6 +136,9 @@ def test_messages_and_records_say_what_a_table_is(spec: TableSpec) -> None:
     assert delivery_from_message(delivery_to_message(delivery), Mode.EMBEDDINGS) == delivery
 
 
+OF_MAP: dict[str, Any] = {"kind": TableKind.ID_MAP, "of": "t", "dim": 1, "dtype": INT64}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -143,10 +146,13 @@ def test_messages_and_records_say_what_a_table_is(spec: TableSpec) -> None:
         ({"kind": TableKind.BUFFER, "dtype": np.dtype("<c8")}, "values of type complex64, expected one of"),
         ({"kind": TableKind.ID_MAP, "dtype": INT64, "dim": 1}, "names '' as its table"),
         ({"kind": TableKind.BUFFER, "of": "other"}, "names 'other' as its table"),
-        ({"kind": TableKind.ID_MAP, "of": "t", "dim": 1}, "has 1 values of float32 in a row, expected 1 of int64"),
+        (OF_MAP | {"dtype": np.dtype("<f4")}, "has 1 values of float32 in a row, expected 1 of int64"),
         ({"kind": TableKind.ID_RANGES, "of": "t", "dtype": INT64}, "has 2 values of int64 in a row, expected 3"),
-        ({"sizes": (0, 2)}, "of kind 'embedding', has no shape"),
-        ({"aliases": ("u",)}, "of kind 'embedding', has no shape and no aliases"),
+        ({"sizes": (0, 2)}, "of kind 'embedding': only parameters and buffers have a shape"),
+        (
+            OF_MAP | {"aliases": ("u",)},
+            "of kind 'id map': only parameters and buffers have a shape, and maps have no",
+        ),
         ({"kind": TableKind.PARAMETER, "sizes": (0, 3)}, r"5 x 2 values cannot have the sizes \[0, 3\]"),
         ({"kind": TableKind.PARAMETER, "sizes": ()}, "cannot have the sizes"),
         ({"kind": TableKind.BUFFER, "aliases": ("u", "u")}, "aliases are other names"),

@@ -16,7 +16,7 @@ from deltasync.core.owner import Owner
 from deltasync.ownership.alone import Alone
 from deltasync.ownership.member import Member
 from deltasync.service.service import Service
-from deltasync.status.lag import State
+from deltasync.status.lag import ReplicaState, State
 from deltasync.status.metrics import _volume_metrics
 from deltasync.status.overview import consumer_overviews, model_overviews, unowned_models
 from deltasync.storage.broker_volume import BrokerVolume
@@ -87,5 +87,6 @@ def test_the_page_and_the_command_have_the_same_order_of_all_states() -> None:
 
 
 def test_no_state_is_misspelt() -> None:
-    assert {*words_of("GOOD"), *words_of("FINE")} | {"failed", "damaged", "away"} == STATES
+    of_replicas = set(get_args(ReplicaState))  # The page has moods for these too.
+    assert {*words_of("GOOD"), *words_of("FINE")} | {"failed", "damaged", "away"} == STATES | of_replicas
     assert _HOLDING <= STATES
