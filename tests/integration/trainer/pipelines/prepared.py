@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -82,17 +83,26 @@ def rich(count: int, *, extras: bool = True) -> Iterator[Rich]:
         )
 
 
+# How often modules have been called. Those that kept this themselves would not be called ahead.
+_CALLS = WeakKeyDictionary[nn.Module, int]()
+
+
 class Counting(nn.Module):
     """Counts its calls."""
 
-    calls = 0
+    def count(self) -> None:
+        _CALLS[self] = self.calls + 1
+
+    @property
+    def calls(self) -> int:
+        return _CALLS.get(self, 0)
 
 
 class Shift(Counting):
     """Adds to all ids what the other arguments amount to."""
 
     def forward(self, features: KeyedJaggedTensor, *amounts: Any, **named: Any) -> KeyedJaggedTensor:
-        self.calls += 1
+        self.count()
         return shifted(features, amount([*amounts, named]))
 
 
@@ -100,7 +110,7 @@ class Together(Counting):
     """Adds up the ids of several, each times its place."""
 
     def forward(self, several: Any) -> KeyedJaggedTensor:
-        self.calls += 1
+        self.count()
         values = [one.values() * place for place, one in enumerate(several, start=1)]
         return with_values(several[0], torch.stack(values).sum(0) % ROWS)
 
@@ -113,7 +123,7 @@ class Several(Counting):
         self._container = container
 
     def forward(self, features: KeyedJaggedTensor) -> Any:
-        self.calls += 1
+        self.count()
         return self._container([shifted(features, 1), shifted(features, 2)])
 
 
@@ -125,7 +135,7 @@ class Does(Counting):
         self._function = function
 
     def forward(self, *args: Any) -> Any:
-        self.calls += 1
+        self.count()
         return self._function(*args)
 
 

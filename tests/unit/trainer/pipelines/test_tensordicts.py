@@ -14,6 +14,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
@@ -57,6 +58,11 @@ def tensordict(*keys: str, weighted: bool = False, **extra: Any) -> TensorDict:
     return TensorDict(of_key | extra)
 
 
+def nested(*keys: str) -> TensorDict:
+    offsets = {key: torch.cat([torch.zeros(1, dtype=torch.int64), lengths(IDS[key]).cumsum(0)]) for key in keys}
+    return TensorDict({key: torch.nested.nested_tensor_from_jagged(flat(IDS[key]), offsets[key]) for key in keys})
+
+
 def bag_configs() -> list[EmbeddingBagConfig]:
     return [
         EmbeddingBagConfig(name="one", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f", "g"]),
@@ -76,6 +82,12 @@ def sequences() -> EmbeddingCollection:
     return EmbeddingCollection(tables=configs)
 
 
+def fused_bags(*, weighted: bool = False) -> nn.Module:
+    sgd: dict[str, Any] = {"optimizer_type": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.1}}
+    module: nn.Module = FusedEmbeddingBagCollection(tables=bag_configs(), is_weighted=weighted, **sgd)
+    return module
+
+
 def found(output: Any) -> torch.Tensor:
     if isinstance(output, dict):
         return torch.cat([output[key].values() for key in sorted(output)])
@@ -83,20 +95,24 @@ def found(output: Any) -> torch.Tensor:
     return pooled
 
 
-KINDS: list[Callable[[], nn.Module]] = [bags, sequences]
+KINDS: dict[str, Callable[[], nn.Module]] = {"bags": bags, "sequences": sequences}
+every_kind = pytest.mark.parametrize("make", [*KINDS.values(), fused_bags], ids=[*KINDS, "fused bags"])
 
 
-@pytest.fixture(params=KINDS, ids=["bags", "sequences"])
+@pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))
 def module(request: pytest.FixtureRequest) -> nn.Module:
     made: nn.Module = request.param()
     return made
 
 
-def test_the_same_is_found_in_any_order_of_keys_with_others_beside_them(module: nn.Module) -> None:
+@every_kind
+def test_the_same_is_found_in_any_order_of_keys_with_others_beside_them(make: Callable[[], nn.Module]) -> None:
+    module = make()
     expected = found(module(kjt("f", "g")))
     accept_tensordicts(module)
     for keys in ("fg", "gf"):
         assert torch.equal(found(module(tensordict(*keys, text="text", dense=torch.ones(3)))), expected)
+        assert torch.equal(found(module(nested(*keys))), expected)
     assert torch.equal(found(module(kjt("g", "f"))), expected)
     assert torch.equal(found(module(features=tensordict("g", "f", text="text"))), expected)
 
@@ -112,19 +128,21 @@ def test_gradients_are_the_same(module: nn.Module) -> None:
         assert torch.equal(one.grad, another.grad)  # type: ignore[arg-type]
 
 
-def test_weights_of_ids() -> None:
-    weighting = bags(weighted=True)
+@pytest.mark.parametrize("make", [bags, fused_bags])
+def test_weights_of_ids(make: Callable[..., nn.Module]) -> None:
+    weighting = make(weighted=True)
     expected = found(weighting(kjt("f", "g", weighted=True)))
-    assert not torch.equal(expected, found(bags(weighted=False)(kjt("f", "g"))))
+    assert not torch.equal(expected, found(make(weighted=False)(kjt("f", "g"))))
     accept_tensordicts(weighting)
     assert torch.equal(found(weighting(tensordict("g", "f", weighted=True))), expected)
     with pytest.raises(InvalidInput, match=r"key 'f' .* without weights"):
         weighting(tensordict("g", "f"))
 
 
-def test_bags_that_do_not_weight_refuse_weights() -> None:
+@pytest.mark.parametrize("make", [bags, fused_bags])
+def test_bags_that_do_not_weight_refuse_weights(make: Callable[[], nn.Module]) -> None:
     """TorchRec's unsharded bags would not look at them, its sharded ones would."""
-    plain = bags()
+    plain = make()
     accept_tensordicts(plain)
     with pytest.raises(InvalidInput, match=r"key 'f' .* weights"):
         plain(tensordict("f", "g", weighted=True))
@@ -185,12 +203,14 @@ def test_a_traced_model_takes_them(module: nn.Module) -> None:
         assert torch.equal(found(traced(TensorDict({"sparse": features}))), expected)
 
 
-def test_a_tensorclass_is_refused(module: nn.Module) -> None:
+@every_kind
+def test_a_tensorclass_is_refused(make: Callable[[], nn.Module]) -> None:
     @tensorclass
     class Examples:
         f: JaggedTensor
         g: JaggedTensor
 
+    module = make()
     accept_tensordicts(module)
     with pytest.raises(InvalidInput, match="Examples"):
         module(Examples(**tensordict("f", "g").to_dict()))

@@ -69,6 +69,13 @@ class AccumulationCycle:
         """Begin a cycle anew."""
         self._done = 0
 
+    def forget_backward(self) -> None:
+        """Have the model's DDP modules wait no longer for the gradients of a backward that has failed."""
+        for module in _with_lookups(self._model):
+            if isinstance(module, DistributedDataParallel):
+                module._has_rebuilt_buckets = False
+                module.reducer._reset_state()
+
     def forget_reducers(self) -> None:
         """Look for the model's DDP modules anew: it has other lookups."""
         self._reducers = None

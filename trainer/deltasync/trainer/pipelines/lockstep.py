@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
-import torch.distributed as dist
-
-from deltasync.trainer.distributed.agreement import on_any_rank
+from deltasync.trainer.distributed.agreement import Agreement
 
 Batch = TypeVar("Batch")
 
@@ -22,12 +20,15 @@ class LockstepBatches(Iterator[Batch], Generic[Batch]):
         """Called by all ranks together; so is `next`. An iterator that has ended is asked again each time."""
         self._batches = iter(batches)
         self._next: Batch | None = None
-        self._group = dist.new_group(backend="gloo")
+        self._agreement = Agreement("LockstepBatches", "batch")
+        self._count = 0
 
     def __next__(self) -> Batch:
         if self._next is None:
             self._next = next(self._batches, None)
-        [missing] = on_any_rank([self._next is None], self._group)
+        self._count += 1
+        self._agreement.note(self._count)
+        missing = self._agreement.any_of(self._next is None)
         if self._next is None or missing:
             raise StopIteration
         batch, self._next = self._next, None

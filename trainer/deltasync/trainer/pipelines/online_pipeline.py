@@ -13,6 +13,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSpa
 from torchrec.distributed.train_pipeline.utils import _start_data_dist
 
 from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.trainer.distributed.ranks import ranks_of
 from deltasync.trainer.pipelines.accumulation import AccumulationCycle
 from deltasync.trainer.pipelines.backward_updates import refuse_backward_updates
 from deltasync.trainer.pipelines.batches import hand_over, to_device
@@ -22,6 +23,7 @@ from deltasync.trainer.pipelines.lookahead.forwards import LookAheadContext
 from deltasync.trainer.pipelines.options import PipelineOptions
 from deltasync.trainer.pipelines.precision import LossScale, Step, autocast
 from deltasync.trainer.pipelines.tensordicts import accept_tensordicts
+from deltasync.trainer.pipelines.torchrec_arguments import WHY_NOT_TAKEN, refuse
 from deltasync.trainer.tracking.new_lookups import LookupsHeld
 
 
@@ -68,6 +70,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         options: PipelineOptions | None = None,
+        **others: Any,
     ) -> None:
         """Attach to a model at the first `progress`.
 
@@ -76,16 +79,22 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             optimizer: of everything that is not updated in backward.
             device: where the model is.
             options: how to train.
+            others: none; arguments of TorchRec's pipelines are refused, each with the reason.
 
         Raises:
-            InvalidInput: the model can't be trained as the options say.
+            InvalidInput: the model can't be trained as the options say, or they are no options.
+            TypeError: there are other arguments.
         """
+        if others:
+            refuse(others)
         options = options or PipelineOptions()
+        if not isinstance(options, PipelineOptions):
+            raise InvalidInput(f"options: {options!r}, expected PipelineOptions")
         if options.scales_loss:
             refuse_backward_updates(model)
         accept_tensordicts(model)
-        super().__init__(model, optimizer, device, context_type=LookAheadContext, custom_model_fwd=self._forward)
-        self._options = options
+        super().__init__(model, optimizer, device, context_type=LookAheadContext)
+        self._options, self._own_optimizer = options, optimizer
         self._ahead = LookAhead(model, device, self._data_dist_stream, options.not_ahead)
         self._pipelined_modules, self._pipelined_postprocs = self._ahead.modules, self._ahead.preprocessing
         self._in_flight = {model.training: _InFlight(self.batches, self.contexts), not model.training: _InFlight()}
@@ -96,6 +105,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._lookups_held = LookupsHeld(model)
         self._scale = LossScale(options.loss_scale, model, device) if options.scales_loss else None
         self.stepped, self.trained = False, 0
+        self._failure, self._late = "", list[Exception]()
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train on the next batch, or evaluate it if the model is in evaluation mode; the output of its forward.
@@ -103,9 +113,16 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         Raises:
             StopIteration: there is none now.
             Contradiction: another kind of pipeline is attached to the model, or it was resharded in the middle of
-                a step of deferred tables.
+                a step of deferred tables, or an earlier `progress` has failed in backward or later, on several
+                ranks; or GradientAccumulationWrapper is around the pipeline.
         """
         self.stepped = False
+        if self._failure:
+            raise Contradiction(self._failure)
+        if self._optimizer is not self._own_optimizer:
+            raise Contradiction(f"GradientAccumulationWrapper: {WHY_NOT_TAKEN['pipeline']}; use grad_accum")
+        if self._late:
+            raise self._late.pop()
         self._take_batches_of_mode()
         self.fill_pipeline(dataloader_iter)
         if not self.batches:
@@ -118,8 +135,16 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
             hand_over(self.batches[0], self._data_dist_stream)
         if len(self.batches) > 1:
             self.start_sparse_data_dist(self.batches[1], self.contexts[1])
-        self.enqueue_batch(dataloader_iter)
-        output = self._train() if self._model.training else self._evaluate()
+        if not self._options.enqueue_batch_after_forward:
+            self.enqueue_batch(dataloader_iter)
+        if self._model.training and self._cycle.begins:
+            self._begin_step()
+        try:
+            output = self._train(dataloader_iter) if self._model.training else self._evaluate(dataloader_iter)
+        except BaseException as error:
+            if self.contexts[0].started:  # Else forward has failed, which can be run again.
+                self._leave_out(error)
+            raise
         self.dequeue_batch()
         return output
 
@@ -178,13 +203,16 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         return self._model
 
     def reset(self) -> None:
-        """Forget the batches in flight, and the micro-batches of a step that is not complete."""
+        """Forget the batches in flight, and the micro-batches of a step that is not complete.
+
+        After an error in backward, `progress` goes on then. That is right only where all ranks have failed alike.
+        """
         super().reset()
         for waiting in self._in_flight.values():
             waiting.batches.clear()
             waiting.contexts.clear()
-        self._cycle.restart()
-        self._step.forget()
+        self._forget_step(failed=bool(self._failure))
+        self._failure, self._late = "", []
 
     def state_dict(self) -> dict[str, Any]:
         """What to save beside model and optimizer, after a `progress` that has stepped."""
@@ -195,6 +223,32 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self.trained = state["trained"]
         if self._scale and state["loss_scale"]:
             self._scale.load_state_dict(state["loss_scale"])
+
+    def _leave_out(self, error: BaseException) -> None:
+        """Go on without the first batch in flight, whose lookups are used up; on several ranks, do not go on."""
+        self.dequeue_batch()
+        if len(ranks_of(self._model)) == 1:
+            self._forget_step(failed=True)
+            error.add_note(
+                f"the batch after {self.trained} others is left out, and the micro-batches of its step before it; "
+                "tables keep what its backward has changed; progress() goes on with the next batch"
+            )
+            return
+        self._failure = (
+            f"the batch after {self.trained} others has failed after its forward, with {type(error).__name__}: "
+            f"{error}; ranks may wait in different collectives: end all ranks, and go on from a checkpoint. If "
+            f"all have failed alike, reset() the pipeline to go on without that batch and the {len(self.batches)} "
+            "in flight"
+        )
+
+    def _forget_step(self, *, failed: bool) -> None:
+        """Begin the next step with the next batch."""
+        if failed:
+            self._cycle.forget_backward()
+        if failed and self._scale:
+            self._scale.forget_step()
+        self._cycle.restart()
+        self._step.forget()
 
     def _take_batches_of_mode(self) -> None:
         if self._model.training == self._training:
@@ -237,36 +291,48 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._ahead.in_forward = True
         try:
             with record_function(f"## forward {self.contexts[0].index} ##"), autocast(self._options, self._device):
-                found = self._model(batch)
+                found = (self._options.custom_model_fwd or self._model)(batch)
+            if not (isinstance(found, Sequence) and len(found) == 2):
+                kind = type(found).__name__
+                raise InvalidInput(f"the model's forward returned a {kind}, expected (loss, output)")
         except BaseException:
             self.contexts[0] = self._create_context()  # What was sent out ahead may have been used.
             raise
         finally:
             self._ahead.in_forward = False
         self._ahead.confirm()
-        if not (isinstance(found, Sequence) and len(found) == 2):
-            raise InvalidInput(f"the model's forward returned a {type(found).__name__}, expected (loss, output)")
         return found[0], found[1]
 
-    def _evaluate(self) -> Out:
-        with torch.no_grad():  # Else deferred tables would keep the lookup for the next step.
-            _, output = self._forward(self.batches[0])
+    def _forward_and_receive(self, dataloader_iter: Iterator[In]) -> tuple[torch.Tensor, Out]:
+        found = self._forward(self.batches[0])
+        if self._options.enqueue_batch_after_forward:
+            try:
+                self.enqueue_batch(dataloader_iter)
+            except Exception as error:  # noqa: BLE001  # Anything that an iterator raises: the batch goes on.
+                self._late.append(error)
         self._receive(1)
+        return found
+
+    def _evaluate(self, dataloader_iter: Iterator[In]) -> Out:
+        with torch.no_grad():  # Else deferred tables would keep the lookup for the next step.
+            _, output = self._forward_and_receive(dataloader_iter)
         return output
 
-    def _train(self) -> Out:
-        if self._cycle.begins:
-            self._cycle.open()
-            with record_function("## zero_grad ##"):
-                self._optimizer.zero_grad()
+    def _begin_step(self) -> None:
+        self._cycle.open()
+        with record_function("## zero_grad ##"):
+            self._optimizer.zero_grad()
+
+    def _train(self, dataloader_iter: Iterator[In]) -> Out:
         closes = self._cycle.closes(last=len(self.batches) == 1)
         with self._cycle.micro_batch(closes=closes):
-            losses, output = self._forward(self.batches[0])
-            self._receive(1)
+            losses, output = self._forward_and_receive(dataloader_iter)
             self._backward(losses)
         if closes:
             self._optimizer_step()
-        self.sync_embeddings(self._model, self._dmp_collection_sync_interval_batches, self.contexts[0])
+        # Ranks have trained equally often; their contexts are also counted where there was no batch.
+        number = LookAheadContext(index=self.trained)
+        self.sync_embeddings(self._model, self._options.dmp_collection_sync_interval_batches, number)
         self.stepped = closes
         self.trained += 1
         return output

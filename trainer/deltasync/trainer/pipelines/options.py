@@ -1,7 +1,8 @@
 """Options of the training pipeline."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,10 +28,19 @@ class PipelineOptions:
         loss_scale: factor of the loss at first, with float16. Halved whenever gradients are not finite, doubled
             after 2,000 steps in which they were.
         not_ahead: FQNs of modules that are only called by forward, never ahead of it: preprocessing, or sharded
-            modules whose features are another part of the batch in some forwards. Preprocessing that others change
-            between steps belongs here. Such a change raises `Contradiction` where it is seen: in attributes, and
-            in the first 1,000 items of the dicts, lists, tuples and sets among them. It is not seen in objects of
-            other kinds: the result of one batch may then come from before the change.
+            modules whose features are another part of the batch in some forwards. Name preprocessing that others
+            change between steps, and preprocessing that changes itself, if not with the first batch. Such a change
+            raises `Contradiction` where it is seen: in attributes and buffers, in the first 1,000 items of
+            containers among them, and in arrays of up to 1,000. It is not seen in objects of other kinds, closures
+            and globals: the result of one batch may then come from before the change.
+        custom_model_fwd: called with a batch in the place of the model; returns (loss, output). It calls the
+            model, whose own forward may then return anything. Lookups are done ahead if it calls the model with
+            the batch.
+        dmp_collection_sync_interval_batches: average tables over the replicas of a `DMPCollection` after the first
+            batch, and then after every so many; None leaves it to the caller.
+        enqueue_batch_after_forward: take the next batch but one, and copy it, once forward has run instead of
+            before, for lookups that need the bus to the host themselves (UVM). If the iterator then fails, the
+            next `progress` raises its error, and this one goes on.
     """
 
     grad_accum: int = 1
@@ -39,11 +49,16 @@ class PipelineOptions:
     amp_dtype: torch.dtype = torch.bfloat16
     loss_scale: float = 65_536.0
     not_ahead: Collection[str] = ()
+    custom_model_fwd: Callable[[Any], tuple[torch.Tensor, Any]] | None = None
+    dmp_collection_sync_interval_batches: int | None = 1
+    enqueue_batch_after_forward: bool = False
 
     def __post_init__(self) -> None:
         check_whole("grad_accum", self.grad_accum)
         check_positive("loss_scale", self.loss_scale)
         check_names("not_ahead", self.not_ahead)
+        if self.dmp_collection_sync_interval_batches is not None:
+            check_whole("dmp_collection_sync_interval_batches", self.dmp_collection_sync_interval_batches)
         if self.amp_dtype not in _AMP_DTYPES:
             raise InvalidInput(f"amp_dtype: {self.amp_dtype}, expected torch.bfloat16 or torch.float16")
 

@@ -78,6 +78,10 @@ class LossScale:
         step.forget()
         self._scaler.update()
 
+    def forget_step(self) -> None:
+        """Forget that gradients of a step that has failed were divided."""
+        self._scaler._per_optimizer_states.clear()
+
     @property
     def scale(self) -> float:
         """By how much the loss is multiplied now."""

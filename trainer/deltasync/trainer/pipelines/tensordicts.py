@@ -7,7 +7,7 @@ from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
@@ -23,6 +23,8 @@ _WITHOUT_TENSORDICTS = (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
+# Fused collections have these interfaces too.
+_UNSHARDED = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
 _SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 
 
@@ -35,7 +37,7 @@ def accept_tensordicts(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingModule):
             _accept_in_sharded(module)
-        elif isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+        elif isinstance(module, _UNSHARDED):
             _before_forward(module, _TensorDictConversion(_keys(_configs(module)), _is_weighted(module)))
         elif isinstance(module, _WITHOUT_TENSORDICTS):
             _before_forward(module, _TensorDictRefusal())
@@ -95,8 +97,8 @@ def _refuse_tensordict(features: Any, kind: str) -> None:
         raise InvalidInput(f"a {kind} takes no TensorDict: give it `to_kjt(features, keys)`")
 
 
-def _configs(module: EmbeddingBagCollection | EmbeddingCollection) -> list[Any]:
-    bags = isinstance(module, EmbeddingBagCollection)
+def _configs(module: Any) -> list[Any]:
+    bags = isinstance(module, EmbeddingBagCollectionInterface)
     return list(module.embedding_bag_configs() if bags else module.embedding_configs())
 
 
@@ -106,6 +108,7 @@ def _keys(configs: list[Any]) -> list[str]:
 
 def _is_weighted(module: Any) -> bool | None:
     """Whether a module multiplies rows by weights; None for sequences of rows, which leave weights alone."""
-    if isinstance(module, EmbeddingCollection | ShardedEmbeddingCollection):
+    if isinstance(module, EmbeddingCollectionInterface | ShardedEmbeddingCollection):
         return None
-    return bool(module.is_weighted() if isinstance(module, EmbeddingBagCollection) else module._is_weighted)
+    bags = isinstance(module, EmbeddingBagCollectionInterface)
+    return bool(module.is_weighted() if bags else module._is_weighted)

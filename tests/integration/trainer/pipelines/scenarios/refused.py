@@ -79,9 +79,15 @@ def a_sharded_module_called_twice() -> None:
 
 @scenario
 def a_constant_that_a_trace_cannot_hold() -> None:
+    reason = "module 'by_bytes' is called with a value of type bytes, which torch.fx cannot hold"
     check_like_plain(
-        Prepared(lambda m, b: [m.shift(b.sparse, b"one")], {"shift": Shift}),
-        refused={"bags": "can't be traced: .*refused.py:[0-9]+: NotImplementedError"},
+        Prepared(
+            lambda m, b: [m.by_bytes(b.sparse, b"one"), m.shift(b.sparse, 1)],
+            {"by_bytes": Shift, "shift": Shift},
+            TWO,
+        ),
+        ahead={"shift": 1},
+        refused={"by_bytes": reason, "bags": reason},
     )
 
 
@@ -277,7 +283,7 @@ def a_module_that_writes_to_its_buffers() -> None:
 
     check_like_plain(
         Prepared(lambda m, b: [m.moving(b.sparse)], {"moving": Moving}),
-        refused={"moving": "it writes to its buffers", "bags": "it writes to its buffers"},
+        refused={"moving": "it changes its attribute 'seen'", "bags": "it changes its attribute 'seen'"},
     )
 
 

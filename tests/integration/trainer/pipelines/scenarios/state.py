@@ -118,6 +118,26 @@ def the_mode_of_a_module_that_is_changed_between_steps_is_refused_once_it_is_see
 
 
 @scenario
+def an_attribute_that_is_changed_while_the_model_is_evaluated_is_refused_once_it_is_seen() -> None:
+    def by_pipeline(training: Training, pipeline: Any) -> None:
+        training.model.eval()
+        through(pipeline, batches(1, seed=1))
+        training.model.train()
+
+    def by_model(training: Training, _: Any) -> None:
+        training.model(next(batches(1, seed=1)))
+
+    for evaluate in by_pipeline, by_model:
+        training = Training(Prepares(Offset()), BOTH_RANKS)
+        pipeline, stream = training.pipeline(), batches(6)
+        pipeline.progress(stream)
+        training.model.module.prepare.salt += 1
+        evaluate(training, pipeline)
+        with pytest.raises(Contradiction, match="not_ahead"):
+            pipeline.progress(stream)
+
+
+@scenario
 def attributes_of_a_batch_that_are_changed_or_filled_in_forward() -> None:
     is_like_plain(lambda: OfNumbers(number=3), lambda: rich(6))
     is_like_plain(lambda: OfNumbers(extra=torch.ones(1)), lambda: rich(6, extras=False))

@@ -1,42 +1,24 @@
 """What a trace says can be done ahead of forward, and what doing it gives."""
 
-from collections import namedtuple
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.trainer.pipelines.lookahead.sharded import Sharded
 from torch import nn
-from torchrec.distributed.types import ShardedModule
 
 from deltasync.trainer.pipelines.lookahead.plan import Plan, compute, make_plan
 
 Pair = namedtuple("Pair", "one other")  # A container that traces take for a function.
 
 
-class Sharded(ShardedModule):  # type: ignore[misc]  # torchrec's types are not followed
-    """Remembers what it was called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def forward(self, *args: Any, **kwargs: Any) -> int:
-        self.called = args, kwargs
-        return 0
-
-    def create_context(self) -> Any: ...
-
-    def input_dist(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def compute(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def output_dist(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    @property
-    def unsharded_module_type(self) -> Any: ...
+GENERATOR = torch.Generator()
 
 
 class Words(nn.Module):
@@ -107,6 +89,9 @@ def test_nothing_is_done_ahead_in_a_model_without_sharded_modules() -> None:
         (lambda m, b: m.sharded(b.one) + m.sharded(b.one), {"sharded": "it is called 2 times in one forward"}),
         (lambda m, _: m.sharded(1), {"sharded": "it is called without anything from the batch"}),
         (lambda m, b: m.sharded(b.one, m.parameter), {"sharded": "its input is the parameter 'parameter'"}),
+        (lambda m, b: m.sharded(b.one, GENERATOR), {"sharded": "its input is a Generator of the model"}),
+        (lambda m, b: m.sharded(b.one, m.linear), {"sharded": "its input is a Linear of the model"}),
+        (lambda m, b: m.sharded(Batch(named=b.one)), {"sharded": "its input is made on the way: a Batch"}),
         (
             lambda m, b: m.sharded(m.linear(b.one)),
             {"sharded": "module 'linear' has parameters to train", "linear": "has parameters to train"},
@@ -130,6 +115,56 @@ def test_reasons(call: Callable[[Any, Any], Any], reasons: dict[str, str]) -> No
     assert plan.reasons.keys() == reasons.keys()
     assert all(part in plan.reasons[name] for name, part in reasons.items()), plan.reasons
     assert "sharded" not in plan.lookups
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        b"one",
+        {1, 2},
+        frozenset({1}),
+        bytearray(b"one"),
+        deque([1]),
+        np.ones(2),
+        np.int64(3),
+        nn.Parameter(torch.ones(1)),
+        nn.Identity(),
+        torch.Size([1, 2]),
+        OrderedDict(a=1),
+        str.upper,
+    ],
+    ids=lambda constant: type(constant).__name__,
+)
+def test_a_constant_that_a_trace_cannot_hold_leaves_its_module_to_forward_and_no_other(constant: Any) -> None:
+    held = f"module 'words' is called with a value of type {type(constant).__name__}, which torch.fx cannot hold"
+    for argument in (constant, [constant], {"a": (1, constant)}, slice(constant)):
+        plan = plan_of(
+            lambda m, b, argument=argument: [  # type: ignore[misc]
+                m.sharded(m.others(m.words(b.one, argument))),
+                m.more(m.others(b.other, 1)),
+                m.late(argument),
+            ],
+            more=Sharded(),
+            others=Words(),
+            late=Words(),
+        )
+        assert list(plan.lookups) == ["more"]
+        assert list(plan.preprocessing) == ["others"]
+        assert plan.reasons.keys() == {"sharded", "words", "others"}
+        assert all(reason.startswith(held) for reason in plan.reasons.values()), plan.reasons
+
+
+def test_lookups_and_parts_of_the_batch_may_depend_on_a_constant_that_a_trace_cannot_hold() -> None:
+    held = "is called with a value of type bytes, which torch.fx cannot hold"
+    for call, reason in (
+        (lambda m, b: m.sharded(b.one, b"one"), f"module 'sharded' {held}"),
+        (lambda m, b: m.sharded(b.named[b"one"]), f"getitem {held}"),
+        (lambda m, b: m.sharded(b.named.get(b"one")), f"get {held}"),
+    ):
+        plan = plan_of(lambda m, b, call=call: [call(m, b), m.more(b.other)], more=Sharded())  # type: ignore[misc]
+        assert list(plan.lookups) == ["more"]
+        assert list(plan.reasons) == ["sharded"]
+        assert plan.reasons["sharded"].startswith(reason)
 
 
 def test_one_sharded_module_is_done_ahead_and_another_is_not() -> None:

@@ -51,7 +51,7 @@ class LookAhead:
             InvalidInput: the model has no module of such a name.
         """
         self._model, self._device, self._stream = get_unwrapped_module(model), device, stream
-        self._on_any_rank = partial(on_any_rank, group=group_of(model), device=device)
+        self._on_any_rank = partial(on_any_rank, what="a pipeline's start", group=group_of(model), device=device)
         modules = dict(self._model.named_modules())
         for name in not_ahead:
             if name not in modules:
@@ -198,6 +198,9 @@ class LookAhead:
         plan = self._common_plan()
         while early := self._why_not_early(plan, batch):
             self._exclusions |= early
+            # What one mode changes, the other may need: its plan is made anew, without these modules.
+            self._plans.clear()
+            self._confirmed.clear()
             plan = self._common_plan()
         if plan.lookups:
             logger.info("done ahead of forward: %s", ", ".join([*plan.preprocessing, *plan.lookups]))

@@ -1,7 +1,7 @@
 """A call that was made ahead, and whether the one that forward makes is the same."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,31 +20,22 @@ class Call:
     Attributes:
         arguments: positional ones by number, others by name.
         result: what the module returned.
-        revision: of the module at that time.
         leaves: what is within the arguments, and how often each tensor there had been written to.
-        results: the module's buffers and the tensors within the result, likewise.
+        results: the tensors within the result, likewise.
     """
 
     arguments: dict[Any, Any]
     result: Any
-    revision: int
     leaves: dict[Path, tuple[Any, int]]
     results: list[tuple[torch.Tensor, int]]
 
     @classmethod
-    def of(
-        cls,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any = None,
-        revision: int = 0,
-        buffers: Iterable[torch.Tensor] = (),
-    ) -> "Call":
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> "Call":
         """Note a call that has just been made."""
         arguments = _named(args, kwargs)
         leaves = {path: (leaf, version(leaf)) for path, leaf in leaves_in(arguments)}
-        results = [*buffers, *(tensor for _, tensor in tensors_in(result))]
-        return cls(arguments, result, revision, leaves, [(tensor, version(tensor)) for tensor in results])
+        results = [(tensor, version(tensor)) for _, tensor in tensors_in(result)]
+        return cls(arguments, result, leaves, results)
 
     def why_different(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Why this call does not stand for one with these arguments; empty if it does."""
@@ -58,7 +49,7 @@ class Call:
 
     def _why_outdated(self) -> str:
         if any(version(tensor) != before for tensor, before in self.results):
-            return "its buffers, or its result, have been written to since"
+            return "its result has been written to since"
         now = dict(leaves_in(self.arguments))
         for path, (leaf, before) in self.leaves.items():
             if not _is_untouched(leaf, now.get(path)) or version(leaf) != before:

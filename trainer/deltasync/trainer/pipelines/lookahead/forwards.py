@@ -13,7 +13,7 @@ from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForwar
 from deltasync.core.errors import Contradiction
 from deltasync.trainer.pipelines.batches import record_stream
 from deltasync.trainer.pipelines.lookahead.calls import Call
-from deltasync.trainer.pipelines.lookahead.module_revisions import ModuleRevisions
+from deltasync.trainer.pipelines.lookahead.module_state import ModuleState
 from deltasync.trainer.pipelines.lookahead.plan import arguments
 
 
@@ -24,13 +24,14 @@ class LookAheadContext(TrainPipelineContext):  # type: ignore[misc]  # torchrec'
     Attributes:
         started: its work ahead has begun.
         values: of the plan's nodes.
-        calls: of preprocessing modules, those that forward has not asked for yet, by FQN.
+        calls: of preprocessing modules, those that forward has not asked for yet, by FQN, each with the state that
+            the module was in.
         lookups: what sharded modules were called with, by FQN.
     """
 
     started: bool = False
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    calls: dict[str, list[Call]] = field(default_factory=dict)
+    calls: dict[str, list[tuple[ModuleState, Call]]] = field(default_factory=dict)
     lookups: dict[str, Call] = field(default_factory=dict)
 
 
@@ -84,8 +85,7 @@ class PreprocessingForward:
     """The forward of a preprocessing module: returns what was computed ahead for the same call."""
 
     def __init__(self, owner: Owner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
-        self._owner, self.name, self._stream = owner, name, stream
-        self._module, self._revisions = module, ModuleRevisions(module)
+        self._owner, self.name, self._module, self._stream = owner, name, module, stream
         self._compute: Callable[..., Any] = module.forward
         self._context = LookAheadContext(version=1)
 
@@ -97,30 +97,30 @@ class PreprocessingForward:
         """Compute what forward is going to ask for, before it runs.
 
         Raises:
-            Contradiction: the module writes to its arguments.
+            Contradiction: the module writes to its arguments, or changes what it has itself.
         """
-        revision, before = self._revisions.current(), Call.of(args, kwargs)
+        state, before = ModuleState.of(self._module), Call.of(args, kwargs)
         result = self._compute(*args, **kwargs)
-        self._revisions.called()
-        if reason := before.why_different(args, kwargs):
+        reason = before.why_different(args, kwargs)
+        if not reason and not ModuleState.of(self._module).is_same(state):
+            reason = "it has changed its attributes"
+        if reason:
             raise Contradiction(
                 f"module {self.name!r} has been called ahead of forward, and {reason}; it cannot be pipelined: "
                 f"name it in PipelineOptions.not_ahead"
             )
-        call = Call.of(args, kwargs, result, revision, self._module.buffers())
-        context.calls.setdefault(self.name, []).append(call)
+        context.calls.setdefault(self.name, []).append((state, Call.of(args, kwargs, result)))
         return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result that was computed for these arguments; computed now if there is none."""
         calls = self._context.calls.get(self.name, []) if self._owner.in_forward else []
-        revision = self._revisions.current()
-        for call in calls:
-            if call.revision == revision and not call.why_different(args, kwargs):
-                calls.remove(call)
+        now = ModuleState.of(self._module)
+        for one in calls:
+            state, call = one
+            if now.is_same(state) and not call.why_different(args, kwargs):
+                calls.remove(one)
                 if self._stream:  # It was made on that one; the batch has been waited for.
                     record_stream(call.result, torch.get_device_module(self._stream.device).current_stream())
                 return call.result
-        result = self._compute(*args, **kwargs)
-        self._revisions.called()
-        return result
+        return self._compute(*args, **kwargs)

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule
 
-from deltasync.trainer.pipelines.lookahead.tracing import place_of, tensor_of, trace
+from deltasync.trainer.pipelines.lookahead.tracing import not_held_in, place_of, tensor_of, trace
 
 # Read something out of a batch, and leave it as it is. Named tuples are made too.
 _ACCESSES = (getattr, operator.getitem)
@@ -78,7 +79,7 @@ class _Planner:
         needed |= {*same, *_inputs(same)}
         nodes = [node for node in self._graph.nodes if node in needed]
         called = {str(node.target): self._module(node) for node in nodes if node.op == "call_module"}
-        found = {str(node.target): reason for node, reason in self._reasons.items() if _is_call(node)}
+        found = {str(node.target): reason for node, reason in self._reasons.items() if reason and _is_call(node)}
         preprocessing = {name: self._exclusions.get(name, reason) for name, reason in found.items()}
         every = {**preprocessing, **reasons}
         return Plan(nodes, lookups, called, {name: reason for name, reason in every.items() if reason})
@@ -102,16 +103,30 @@ class _Planner:
         if node.op == "placeholder":
             return ""
         if node.op == "get_attr":
-            return f"its input is the parameter {node.target!r}" if self._is_parameter(node) else ""
+            return self._why_not_attribute(node)
         if node.op == "call_module":
             return self._why_not_module(node) or self._why_not_inputs(node)
         if node.op == "call_function" and (node.target in _ACCESSES or hasattr(node.target, "_fields")):
             return self._why_not_inputs(node)
         if node.op == "call_method" and node.target == "get":
             return self._why_not_inputs(node)
+        if isinstance(node.target, type):
+            return f"its input is made on the way: a {_name(node)}"
         return f"its input is changed on the way, by {_name(node)}"
 
+    def _why_not_attribute(self, node: fx.Node) -> str:
+        value = tensor_of(self._model, node)
+        if isinstance(value, nn.Parameter):
+            return f"its input is the parameter {node.target!r}"
+        return "" if isinstance(value, torch.Tensor) else f"its input is a {type(value).__name__} of the model"
+
     def _why_not_inputs(self, node: fx.Node) -> str:
+        for one in not_held_in([*node.args, node.kwargs]):
+            what = f"module {node.target!r}" if _is_call(node) else _name(node)
+            return (
+                f"{what} is called with a value of type {one.kind}, which torch.fx cannot hold: make it an "
+                f"attribute of a module"
+            )
         return next((reason for source in node.all_input_nodes if (reason := self._why_not(source))), "")
 
     def _why_not_module(self, node: fx.Node) -> str:
@@ -128,9 +143,6 @@ class _Planner:
 
     def _is_sharded(self, name: str) -> bool:
         return isinstance(self._model.get_submodule(name), ShardedModule)
-
-    def _is_parameter(self, node: fx.Node) -> bool:
-        return isinstance(tensor_of(self._model, node), nn.Parameter)
 
     def _module(self, node: fx.Node) -> nn.Module:
         return self._model.get_submodule(str(node.target))

@@ -4,6 +4,7 @@ import operator
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,47 @@ def _around_sharded(module: nn.Module) -> Iterator[nn.Module]:
             yield from _around_sharded(child)
 
 
+@dataclass(frozen=True)
+class NotHeld:
+    """Stands in a trace for an argument of this type, which torch.fx cannot hold."""
+
+    kind: str
+
+
+def not_held_in(argument: Any) -> Iterator[NotHeld]:
+    """All that stand within the arguments of a node."""
+    if isinstance(argument, NotHeld):
+        yield argument
+    elif isinstance(argument, dict):
+        yield from not_held_in([*argument, *argument.values()])
+    elif isinstance(argument, slice):
+        yield from not_held_in([argument.start, argument.stop, argument.step])
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from not_held_in(item)
+
+
 class _Tracer(Tracer):  # type: ignore[misc]  # torchrec's types are not followed
     """Goes into those modules only that have sharded ones within, or are marked as TorchRec's tracer wants it."""
+
+    def create_arg(self, argument: Any) -> Any:
+        """One argument that cannot be held is no reason to trace nothing."""
+        if _loses_its_type(argument):
+            return NotHeld(type(argument).__name__)
+        try:
+            return super().create_arg(argument)
+        except Exception:  # noqa: BLE001  # Types can refuse to be held, each in its way.
+            return NotHeld(type(argument).__name__)
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         goes_in = _has_sharded(module) or getattr(module, "_is_pytorch_fx_traceable", False)
         return not goes_in or bool(super().is_leaf_module(module, name))
+
+
+def _loses_its_type(argument: Any) -> bool:
+    """Whether torch.fx makes a plain container of this one: torch.Size becomes a tuple, OrderedDict a dict."""
+    plain = type(argument) in (tuple, list, dict) or hasattr(argument, "_fields")
+    return isinstance(argument, tuple | list | dict) and not plain
 
 
 def _has_sharded(module: nn.Module) -> bool:

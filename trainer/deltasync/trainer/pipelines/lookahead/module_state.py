@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,40 +19,19 @@ _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _CONTAINERS = (dict, *_SEQUENCES, *_SETS)
 # Torch's own attributes: hooks may come and go; buffers are looked at one by one.
-_OF_TORCH = frozenset(vars(nn.Module()))
-
-
-class ModuleRevisions:
-    """Numbers the states that others bring a module into; what it does to itself is part of its calls.
-
-    Seen are changes of its attributes, of the items of containers in them (dicts, lists, tuples, deques and sets,
-    nested too), and writes to tensors there. Not seen are changes of single items beyond the first `MOST_ITEMS`,
-    those within objects of other kinds, and those made while the module is called by way of its own forward, where
-    they may be its own.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._state, self._revision = _State.of(module), 0
-
-    def current(self) -> int:
-        """The number of the state that the module is in."""
-        state = _State.of(self._module)
-        if not state.is_same(self._state):
-            self._state, self._revision = state, self._revision + 1
-        return self._revision
-
-    def called(self) -> None:
-        """The module has just been called."""
-        self._state = _State.of(self._module)
+OF_TORCH = frozenset(vars(nn.Module()))
 
 
 @dataclass(eq=False)
-class _State:
-    """The attributes of a module and of those within, taken apart.
+class ModuleState:
+    """The attributes and buffers of a module and of those within, taken apart, cheaply enough for every step.
+
+    Two states differ if an attribute is another one, an item of a container in one (dicts, lists, tuples, deques,
+    sets and arrays, nested too), or if a tensor there has been written to. Not seen are changes of single items
+    beyond the first `MOST_ITEMS`, and those within objects of other kinds.
 
     Attributes:
-        shape: type and size of each container, and before which leaf it begins; copies of sets.
+        shape: type and size of each container, and before which leaf it begins; copies of sets and arrays.
         leaves: everything that is no container.
         versions: how often each tensor among these has been written to.
     """
@@ -61,18 +41,20 @@ class _State:
     versions: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, module: nn.Module) -> "_State":
+    def of(cls, module: nn.Module) -> "ModuleState":
+        """The state that a module is in."""
         state, seen = cls(), set[int]()
         for one in module.modules():
             for name, value in vars(one).items():
-                if name in _OF_TORCH:
+                if name in OF_TORCH:
                     state.leaves.append(value)
                 elif name != "forward":
                     state._add([value], seen)
-        state.leaves += module.buffers()
+        state._add(module.buffers(), seen)
         return state
 
-    def is_same(self, other: "_State") -> bool:
+    def is_same(self, other: "ModuleState") -> bool:
+        """Whether nothing that is seen has changed between two states of one module."""
         if self.shape != other.shape or self.versions != other.versions or len(self.leaves) != len(other.leaves):
             return False
         # Mostly nothing has changed, which is seen without a call for each.
@@ -82,6 +64,8 @@ class _State:
         for value in values:
             if isinstance(value, torch.Tensor):
                 self.versions.append(version(value))
+            elif isinstance(value, np.ndarray) and value.size <= MOST_ITEMS:
+                self.shape.append(value.tobytes())
             elif isinstance(value, _CONTAINERS) and id(value) not in seen:
                 seen.add(id(value))
                 self._add_items(value, seen)
