@@ -30,7 +30,7 @@ def joined(kind: str) -> torch.device:
 def main(kind: str, service: str) -> None:
     device = joined(kind)
     rank = dist.get_rank()
-    assert on_any_rank([rank == 0, rank == 1, False], device=device) == [True, True, False]
+    assert on_any_rank([rank == 0, rank == 1, False], "a test", device=device) == [True, True, False]
     torch.manual_seed(0)
     model = nn.Linear(5, 3).to(device)
     with DeltaSync(model, SyncOptions(service=service, model="clicks", publish_every=2)) as sync:

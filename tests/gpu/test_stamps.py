@@ -12,7 +12,7 @@ from tests.support.devices import CPU_AND_GPU, device_of, needs, no_waiting
 
 needs("deltasync.trainer.tracking")
 
-from tests.support.embedding_parameters import embedding_parameters
+from tests.support.embeddings import embedding
 from tests.support.side_by_side import Operation
 from tests.unit.trainer.tracking.test_tracker_properties import (
     CHECKPOINTS,
@@ -43,7 +43,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.t = nn.Parameter(torch.arange(ROWS * 4.0).view(ROWS, 4))
+        self.t = embedding(torch.arange(ROWS * 4.0).view(ROWS, 4))
 
 
 def stamps_on(kind: str) -> RowStamps:
@@ -51,10 +51,9 @@ def stamps_on(kind: str) -> RowStamps:
     return RowStamps([dense_table(tensor) for tensor in module_tensors(model)])
 
 
-def tracker_on(kind: str, mode: TrackingMode = TrackingMode.EMBEDDING_LAST) -> tuple[nn.Parameter, Tracker]:
+def tracker_on(kind: str, mode: TrackingMode = TrackingMode.EMBEDDING_LAST) -> tuple[torch.Tensor, Tracker]:
     model = Rows().to(device_of(kind))
-    with embedding_parameters():
-        return model.t, Tracker(model, TrackerOptions(dense=True, mode=mode))
+    return model.t.weight, Tracker(model, TrackerOptions(dense=True, mode=mode))
 
 
 @CPU_AND_GPU

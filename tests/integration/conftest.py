@@ -15,9 +15,11 @@ def metrics_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def running(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[RunningService]:
-    """A service in a thread; nothing that it did not foresee may have happened in it."""
-    with RunningService(tmp_path / "data") as service:
+def running(
+    request: pytest.FixtureRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> Iterator[RunningService]:
+    """A service in a thread; nothing that it did not foresee may have happened in it. Its parameter: options."""
+    with RunningService(tmp_path / "data", **getattr(request, "param", {})) as service:
         yield service
     unforeseen = [
         record.getMessage()

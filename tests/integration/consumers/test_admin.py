@@ -79,7 +79,7 @@ BAD_CHANGES: list[tuple[Callable[[Admin], object], type[DeltasyncError], str]] =
         "exists for model 'clicks': delete it first",
     ),
     (lambda admin: admin.delete_consumer("no"), NotFound, "consumers: predictors, probes"),
-    (lambda admin: admin.delete_consumer("a/b"), NotFound, "/openapi.json names all routes"),
+    (lambda admin: admin.delete_consumer("a/b"), NotFound, "no consumer 'a/b'; consumers: predictors, probes"),
     (lambda admin: admin.delete_table("clicks", "a table/of any name?"), NotFound, "no model 'clicks'"),
     (lambda admin: admin.move_model("clicks", "elsewhere"), NotFound, "no model 'clicks'"),
     (lambda admin: admin.make_snapshot("clicks"), Contradiction, "start the service with --snapshots"),

@@ -177,7 +177,8 @@ def test_it_is_told_counted_and_shown(service: RunningService, monkeypatch: pyte
     consumer, options = (("consumer", "probes"),), ("--service", service.http)
     monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
     _, text, _ = deltasync("consumers", "pause", "probes", "--reason", "a bad eval", "--by", "anna", *options)
-    assert text == "consumer probes is paused; go on with: deltasync consumers resume probes\n"
+    at = f"--service {service.http}"
+    assert text == f"consumer probes is paused; go on with: deltasync consumers resume probes {at}\n"
     listed = deltasync("consumers", "list", "--service", service.http)[1]
     assert re.search(
         r"^probes +clicks +paused +0/0 +paused since \S+ by anna as admin token \(127.0.0.1:\d+\): a bad eval$",

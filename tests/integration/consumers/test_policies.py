@@ -24,7 +24,7 @@ from deltasync.v1 import subscribe_pb2
 
 GOOD = {"Authorization": f"Bearer {TOKEN}"}
 DEFAULT = Policy().as_dict()
-TOP, PAUSE = {"top_k": 7.0}, {"top_k": 7.0, "min_interval_seconds": 1000.0}
+TOP, PAUSE = {"top_k": 7}, {"top_k": 7, "min_interval_seconds": 1000.0}
 CONSUMER = (("consumer", "top"),)
 
 
@@ -156,21 +156,21 @@ def test_the_command_line_sets_changes_and_shows_policies(
     monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
     at = ("--service", running.http)
     made = deltasync("consumers", "create", "new", "--model", "clicks", "--top-k", "0.1", "--tables", "*user", *at)
-    assert made == (0, "consumer new follows model clicks: tables=*user top_k=0.1\n", "")
+    assert made == (0, "consumer new follows model clicks: tables=*user, top_k=10 % of the changed rows\n", "")
     assert policies_of(running)["new"] == {"tables": ["*user"], "top_k": 0.1}
-    assert [line.split() for line in deltasync("consumers", "list", *at)[1].splitlines()] == [
-        ["consumer", "model", "state", "replicas", "policy", "paused"],
-        ["new", "clicks", "empty", "0/0", "tables=*user", "top_k=0.1"],
+    assert [line.split(maxsplit=4) for line in deltasync("consumers", "list", *at)[1].splitlines()] == [
+        ["consumer", "model", "state", "replicas", "policy                                        paused"],
+        ["new", "clicks", "empty", "0/0", "tables=*user, top_k=10 % of the changed rows"],
         ["predictors", "clicks", "empty", "0/0"],
         ["probes", "clicks", "empty", "0/0"],
     ]
     code, _, said = deltasync("consumers", "create", "new", "--model", "clicks", *at)
     assert (code, said) == (1, "Error: consumer 'new' exists with another policy: update it instead\n")
     changed = deltasync("consumers", "update", "new", "--value-type", "int8", "--max-bytes", "4000", *at)
-    before = "(was tables=*user top_k=0.1)"
-    assert changed == (0, f"policy of consumer new: max_bytes=4000 value_type=int8 {before}\n", "")
+    before = "(was tables=*user, top_k=10 % of the changed rows)"
+    assert changed == (0, f"policy of consumer new: max_bytes=4000, value_type=int8 {before}\n", "")
     assert policies_of(running)["new"] == {"max_bytes": 4000, "value_type": "int8"}
-    said = "policy of consumer new: every changed row, in its own type (was max_bytes=4000 value_type=int8)\n"
+    said = "policy of consumer new: every changed row, in its own type (was max_bytes=4000, value_type=int8)\n"
     assert deltasync("consumers", "update", "new", *at) == (0, said, "")
     assert policies_of(running)["new"] == {}
     assert deltasync("consumers", "delete", "new", service=running.http) == (0, "consumer new deleted\n", "")
@@ -187,7 +187,7 @@ def test_the_command_line_says_why_a_policy_is_refused(running: RunningService) 
     assert "role admin is needed" in said
     code, _, said = deltasync("consumers", "update", "probes", "--top-k", "1.5", *at)
     assert code == 2
-    assert "Error: top_k 1.5: expected a share above 0 and below 1, or a whole number of rows" in said
+    assert "Error: top_k 1.5: expected a whole number of rows such as 10, without a point" in said
     assert policies_of(running)["probes"] == {}
 
 
@@ -311,11 +311,12 @@ def test_the_command_line_shows_the_lag_of_a_consumer_with_a_policy(topped: Runn
         lines = [" ".join(line.split()) for line in shown.splitlines()]
         number, left = second.position.version, lag["release"]["left_bytes"]
         assert lines[0] == "consumer top model clicks head 2 current"
-        assert lines[2] == "policy top_k=7 min_interval_seconds=1000"
-        assert lines[3].startswith(f"release {number} of version 2, ")
-        assert lines[4] == lag["release"]["reason"]
-        assert "took 7 of 70 dirty rows: top_k 7" in lines[4]
-        assert lines[6].startswith(f"left 63 rows, {left} bytes, norm ")
+        assert lines[2] == "policy top_k=7 rows, min_interval_seconds=1000"
+        assert lines[3] == f"offset {number}, counted in releases"
+        assert lines[4].startswith(f"release {number} of version 2, ")
+        assert lines[5] == lag["release"]["reason"]
+        assert "took 7 of 70 dirty rows: top_k 7" in lines[5]
+        assert lines[7].startswith(f"left 63 rows, {left} bytes, norm ")
         share = f"{100 * lag['lag']['unsent_share']:.3g} %"
         assert f"unsent norm {math.hypot(*left_norms(7)):.4g}, {share} of the tables'" in lines
         assert next(line for line in lines if line.startswith("p0 ")).endswith(share)

@@ -136,7 +136,7 @@ def test_variables_are_settings_of_serve(root: Path, deploy: Path, serve: dict[s
     used = {name for path in files for name in re.findall(r"\bDELTASYNC_[A-Z_]*[A-Z]\b", path.read_text())}
     of_clients = {"SERVICE", "HTTP", "CA", "CERT", "KEY", "TOKEN_FILE", "ENDPOINT"}
     assert "DELTASYNC_TLS_KEY" in used
-    settings = {name.upper() for name in serve} | of_clients | {"ADMIN_TOKEN"}
+    settings = {name.upper() for name in serve} | of_clients | {"ADMIN_TOKEN", "COMMIT"}
     assert used <= {f"DELTASYNC_{name}" for name in settings}
 
 

@@ -14,7 +14,7 @@ from tests.unit.trainer.tracking.test_id_maps import RAW_IDS, fill, model_of, so
 from torch import nn
 
 from deltasync.client import CallbackTarget, NumpyTarget, Publisher, Release, Subscriber, SubscriberOptions
-from deltasync.core.errors import InvalidInput, ServiceUnavailable
+from deltasync.core.errors import InvalidInput, NotFound, ServiceUnavailable
 from deltasync.core.position import Position
 from deltasync.core.raw_ids import FREE_ID
 from deltasync.trainer.sync import DeltaSync, SyncOptions
@@ -269,13 +269,66 @@ def test_a_larger_model_from_a_checkpoint_publishes_what_is_new(service: Service
         sync.load_state_dict([state])
         with torch.no_grad():
             after.user.weight[3] += 1
-        sync.tracker.mark("user.weight", torch.tensor([3]))
+        sync.tracker.mark("user", torch.tensor([3]))
         replica.wait_for(sync.flush(), 30)
     new = sum(rows.numel() // rows.shape[-1] if rows.dim() else 1 for rows in after.norm.state_dict().values())
     assert sum(received) == 1 + 15 + 7 + new
     with target.reading() as reading:
         for name, tensor in after.state_dict().items():
-            np.testing.assert_array_equal(reading.tables[name].reshape(tensor.shape), tensor.numpy())
+            table = reading.tables[name.removesuffix(".weight") if name[:4] in ("user", "item") else name]
+            np.testing.assert_array_equal(table.reshape(tensor.shape), tensor.numpy())
+
+
+SKIPS = ["item", "norm"]
+KEPT = {"user", "over.weight", "over.bias"}
+
+
+def without(service: ServiceProcess, model: nn.Module, *fqns_to_skip: str) -> DeltaSync:
+    options = SyncOptions(service=service.grpc, model="clicks", fqns_to_skip=fqns_to_skip, verify=True)
+    return DeltaSync(model, options)
+
+
+def test_tables_that_are_left_out_are_never_published(service: ServiceProcess) -> None:
+    model, target = Shop(10, items=7), NumpyTarget()
+    with without(service, model, *SKIPS) as sync, subscriber(service, target) as replica:
+        first = sync.flush()
+        with torch.no_grad():
+            model.item.weight.add_(1.0)
+        model.norm(torch.randn(3, 4))
+        assert sync.flush() == first, "nothing that is published has changed"
+        assert {each["table"] for each in service.get_json("/tables")} == KEPT
+        with pytest.raises(NotFound, match=r"no table 'item'; there are: user, over.weight, over.bias"):
+            sync.delete("item", torch.tensor([1]))
+        change(model)
+        replica.wait_for(sync.flush(), 30)
+        assert target.tables.keys() == KEPT
+
+
+def test_a_run_from_a_checkpoint_may_leave_out_others(service: ServiceProcess) -> None:
+    """Whatever the service has got since: tables that are taken in again are published, those left out stay."""
+    model, target = Shop(10, items=7), NumpyTarget()
+    with without(service, model, *SKIPS) as sync:
+        sync.flush()
+        state = sync.state_dict()
+    with without(service, model) as sync, subscriber(service, target) as replica:
+        sync.load_state_dict([state])
+        replica.wait_for(sync.flush(), 30)
+        item = model.item.weight.detach().clone()
+        np.testing.assert_array_equal(target.tables["item"], item)
+    with without(service, model, *SKIPS) as sync, subscriber(service, target) as replica:
+        sync.load_state_dict([state])
+        change(model)
+        replica.wait_for(sync.flush(), 30)
+        np.testing.assert_array_equal(target.tables["user"], model.user.weight.detach())
+        np.testing.assert_array_equal(target.tables["item"], item)
+
+
+def test_what_is_left_out_must_be_there() -> None:
+    options = SyncOptions(service="localhost:1", model="clicks", fqns_to_skip=["item", "items"])
+    with pytest.raises(
+        InvalidInput, match="fqns_to_skip: 'items' is no table and no part of one; tables: user, over"
+    ):
+        DeltaSync(Shop(10, items=7), options)
 
 
 def test_rows_of_which_the_service_lost_a_bit_are_published_again(service: ServiceProcess) -> None:

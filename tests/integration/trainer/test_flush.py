@@ -1,6 +1,7 @@
 """Once `flush` or `close` returns, a replica has the model as it is, whatever came after the last step."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from tests.integration.trainer.following import WAIT, subscriber
 from tests.integration.trainer.torchrec_defects.models import DIM, bags, distributed
 from tests.support.server import RunningService
+from tests.support.waiting import wait_for
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -109,3 +111,23 @@ def test_close_does_so_too_while_a_cut_is_under_way(running: RunningService, mod
         backward(model)
         head = sync.close()
     assert_published(running, head, model)
+
+
+def closed(sync: DeltaSync) -> None:
+    sync.close(WAIT)
+
+
+def failed(sync: DeltaSync) -> None:
+    with suppress(RuntimeError), sync:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(("end", "finished"), [(closed, True), (DeltaSync.abort, False), (failed, False)])
+def test_the_service_is_told_of_a_training_that_has_come_to_its_end_and_of_no_other(
+    running: RunningService, end: Callable[[DeltaSync], None], finished: bool
+) -> None:
+    sync = DeltaSync(nn.Linear(2, 3), SyncOptions(service=running.grpc, model="clicks"))
+    sync.flush(WAIT)
+    end(sync)
+    (rank,) = wait_for(lambda: [each for each in running.get_json("/trainers") if not each["connected"]])
+    assert rank["finished"] is finished

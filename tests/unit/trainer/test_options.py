@@ -1,16 +1,19 @@
 """Options that are refused when they are made, with the field and its value, and what follows of others."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from deltasync.client import Part, Position
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions
 from deltasync.trainer.pipelines import PipelineOptions
 from deltasync.trainer.sync import SyncOptions
+from deltasync.trainer.sync_options import SyncStats
 from deltasync.trainer.tracking import TrackerOptions, TrackingMode
 
 # The whole numbers of each kind of options; what else it needs.
@@ -54,6 +57,7 @@ def test_a_number_that_is_not_positive_and_finite_is_refused(
 
 @pytest.mark.parametrize(("options", "name"), [
     (PipelineOptions, "not_ahead"), (TrackerOptions, "consumers"), (TrackerOptions, "fqns_to_skip"),
+    (partial(SyncOptions, service="localhost:1", model="clicks"), "fqns_to_skip"),
 ])  # fmt: skip
 def test_a_name_in_the_place_of_several_is_refused(options: Callable[..., Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: 'abc', expected several names"):
@@ -98,3 +102,12 @@ def test_defaults_of_a_pipeline() -> None:
     chosen = PipelineOptions()
     assert (chosen.grad_accum, chosen.accumulate_tables, chosen.enable_amp) == (1, False, False)
     assert (chosen.amp_dtype, chosen.loss_scale) == (torch.bfloat16, 65_536)
+
+
+def test_what_was_published_is_printed_without_every_cut() -> None:
+    stats = SyncStats()
+    for step in range(1, 1001):
+        stats.add(Position("h", step), Part(step=step, step_end_unix_ns=step, rows=[]), 0.5)
+    assert str(stats).startswith("SyncStats(sealed=1000, published_step=1000, ")
+    assert len(str(stats)) < 200
+    assert len(stats.cuts) == 1000

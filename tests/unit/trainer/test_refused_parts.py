@@ -51,10 +51,10 @@ class ThreadAgreement(agreement.Agreement):
 
     of_thread = threading.local()
 
-    def __init__(self) -> None:
+    def __init__(self, *_names: str) -> None:
+        super().__init__(*_names)
         self.rank, self.world_size = self.of_thread.rank, RANKS
         self._together: Together = self.of_thread.together
-        self._ranks, self.closed = None, False
 
     def reach(self, **values: Any) -> agreement.Consensus:
         every = self._together.every(self.rank, values)
@@ -127,6 +127,8 @@ def play(service: Service, monkeypatch: pytest.MonkeyPatch, story: Callable[[Del
 
         def close(self) -> None:
             service.forget(self._rank)
+
+        abort = close
 
     monkeypatch.setattr(trainer_run, "Publisher", RankPublisher)
     monkeypatch.setattr(trainer_sync, "Agreement", ThreadAgreement)

@@ -1,11 +1,13 @@
 """Buffers of which ranks have different values: nothing but SyncBatchNorm keeps them alike."""
 
 import logging
+from collections.abc import Collection
 
 from torch import nn
 
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.tracking.module_tensors import buffer_digests
+from deltasync.trainer.tracking.modules import is_skipped
 
 logger = logging.getLogger(__name__)
 
@@ -17,9 +19,9 @@ class BufferDifferences:
         names: the FQNs of those that were found to differ.
     """
 
-    def __init__(self, model: nn.Module, agreement: Agreement) -> None:
+    def __init__(self, model: nn.Module, agreement: Agreement, fqns_to_skip: Collection[str]) -> None:
         self.names = set[str]()
-        self._model, self._agreement = model, agreement
+        self._model, self._agreement, self._fqns_to_skip = model, agreement, fqns_to_skip
         self._cuts = 0
 
     def note_cut(self) -> None:
@@ -28,7 +30,7 @@ class BufferDifferences:
         if self._agreement.world_size == 1 or self._cuts.bit_count() != 1:
             return
         found = self._agreement.differing(buffer_digests(self._model))
-        new = [name for name in found if name not in self.names]
+        new = [name for name in found if name not in self.names and not is_skipped(name, self._fqns_to_skip)]
         self.names.update(new)
         if new and self._agreement.rank == 0:
             logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(new))

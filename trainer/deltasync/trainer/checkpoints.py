@@ -20,7 +20,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from deltasync.core.errors import StorageFailed
 from deltasync.trainer.checks import check_format
-from deltasync.trainer.distributed.agreement import on_any_rank
+from deltasync.trainer.distributed.agreement import Agreement, on_any_rank
+from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.sync import DeltaSync
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,10 @@ class Checkpoints:
     ) -> None:
         self._folder, self._every, self._steps = folder, every, 0
         self._model, self._optimizer, self._sync = model, optimizer, sync
-        self._training, self._writing = (dist.new_group(backend="gloo") for _ in range(2))
+        with begun_together("Checkpoints", {"every": every}):
+            pass
+        self._training = Agreement("Checkpoints", "step")
+        self._writing = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, "deltasync-checkpoint")
         self._written: Future[bool] | None = None
 
@@ -70,7 +74,8 @@ class Checkpoints:
         """Begin a checkpoint between two steps, unless the one before is still being written."""
         busy = self._written is not None and not self._written.done()
         step = self._sync.tracker.steps
-        if on_any_rank([busy], self._training)[0]:
+        self._training.note(step)
+        if self._training.any_of(busy):
             logger.warning("no checkpoint after step %d: the one before is not written yet", step)
             return
         state = BlockingAsyncStager().stage(state_of(self._model, self._optimizer))
@@ -106,7 +111,7 @@ class Checkpoints:
         except Exception:  # Training continues, and the next checkpoint may succeed.
             logger.exception("the checkpoint %s could not be written", folder)
             failed = True
-        return not on_any_rank([failed], self._writing)[0]
+        return not on_any_rank([failed], f"the checkpoint {folder}", self._writing)[0]
 
     def _complete(self, partial: Path, folder: Path) -> None:
         if folder.exists():  # A run that continued from it may end before its first step.
@@ -159,7 +164,7 @@ def write_checkpoint(
             (folder / _FORMAT_FILE).write_text(f"{_FORMAT}\n")
         except OSError as failure:
             error = failure
-    if on_any_rank([error is not None], group)[0]:
+    if on_any_rank([error is not None], f"the checkpoint {folder}", group)[0]:
         raise error or OSError(f"rank 0 could not begin the checkpoint {folder}")
     save(state, checkpoint_id=folder, process_group=group)
     torch.save(sync, folder / f"sync-{dist.get_rank()}.pt")

@@ -65,10 +65,16 @@ class TrainingRun:
         self.disconnect()
         self.position, self._announced = position, 0
 
+    def finish(self) -> None:
+        """Tell the service that this rank has finished, and close the connection."""
+        if self.publisher:
+            self.publisher.close()
+        self.disconnect()
+
     def disconnect(self) -> None:
         """Give up what is under way, and close the connection."""
         if self.publisher:
-            self.publisher.close()
+            self.publisher.abort()
             self._earlier_connections += self.publisher.connection.connections
         self.publisher = None
 

@@ -17,12 +17,15 @@ from torch import nn
 
 from deltasync.client import Connection, Position
 from deltasync.client.forks import Home
+from deltasync.core.arguments import check_type
 from deltasync.core.delete_request import DeleteRequest
 from deltasync.core.errors import DeltasyncError, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.core.event_time import check_event_time, newest_event_time
 from deltasync.core.words import are
 from deltasync.trainer.buffer_differences import BufferDifferences
 from deltasync.trainer.distributed.agreement import Agreement, Consensus
+from deltasync.trainer.distributed.ranks import all_ranks, this_rank
+from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.pending_cut import CutUnderWay, PendingCut
 from deltasync.trainer.published_versions import PublishedVersions
 from deltasync.trainer.row_requests import RowRequests, WantedRows, mark_held
@@ -33,6 +36,7 @@ from deltasync.trainer.sync_options import OnRefusal, SyncOptions, SyncStats
 from deltasync.trainer.sync_state import FORMAT, SyncState, check_states
 from deltasync.trainer.tracking.mean_pooling import wrongly_divided
 from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.module_tensors import unranked_embeddings
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.shards import check_deletable, check_ids
 from deltasync.trainer.tracking.tracked_model import published_tables
@@ -61,30 +65,37 @@ class DeltaSync:
     """
 
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
+        check_type("DeltaSync(model, options)", "model", model, nn.Module)
+        check_type("DeltaSync(model, options)", "options", options, SyncOptions)
         self._home = Home(f"DeltaSync of model {options.model!r}")
-        self._agreement = Agreement()
+        with begun_together("DeltaSync", options.of_all_ranks):
+            self._tables = published_tables(model, dense=options.dense, fqns_to_skip=options.fqns_to_skip)
         # Copies that all ranks have are published by the first.
-        first = self._agreement.rank == 0
+        first = this_rank() == 0
         self.tracker = Tracker(
             model,
             TrackerOptions(
                 consumers=[_CONSUMER],
                 mode=TrackingMode.EMBEDDING_LAST,
                 auto_compact=True,
+                fqns_to_skip=options.fqns_to_skip,
                 dense=options.dense and first,
                 id_maps=True,
                 replicas=first,
                 verify=options.verify,
             ),
+            all_ranks(),
         )
+        self._agreement = Agreement("DeltaSync", "step")
         self.stats = SyncStats()
         self._options = options
         self._model = model
         self._failure: DeltasyncError | None = None
         self._trouble = Trouble()
-        self._differences = BufferDifferences(model, self._agreement)
-        self._tables = published_tables(model, dense=options.dense)
-        for sentence in wrongly_divided(model) if first else ():
+        self._differences = BufferDifferences(model, self._agreement, options.fqns_to_skip)
+        for sentence in (
+            [*wrongly_divided(model), *unranked_embeddings(model, options.fqns_to_skip)] if first else ()
+        ):
             logger.warning("%s", sentence)
         self._run = TrainingRun(options.service, options.model, self._tables, self.tracker, self._agreement)
         self._under_way = CutUnderWay()
@@ -127,7 +138,8 @@ class DeltaSync:
         Raises:
             InvalidInput: the event time is no whole number from 1 on.
             DeltasyncError: publishing was refused, or is impossible, on this rank or another, and the options have
-                it raised; otherwise it is `trouble`, and tried again at a later step.
+                it raised; otherwise it is `trouble`, and tried again at a later step. Or another rank has closed
+                its DeltaSync.
             ServiceUnavailable: this process was forked since.
         """
         self._home.check()
@@ -135,6 +147,7 @@ class DeltaSync:
         check_event_time(event_time_unix_ns)
         self._event_time = newest_event_time((self._event_time, event_time_unix_ns))
         self.tracker.step()
+        self._agreement.note(self.tracker.steps)
         self._note_arrival()
         if self.tracker.steps % self._options.publish_every == 0:
             before = self._under_way.pending
@@ -194,20 +207,23 @@ class DeltaSync:
             self.tracker.delete(table, ids)
 
     def close(self, timeout_seconds: float | None = None) -> Position:
-        """Flush, and close the connection; nothing, where it is closed or this process was forked since.
+        """Flush, tell the service that this rank has finished, and close the connection. Do nothing where it is
+        closed, or this process was forked since.
 
         Raises:
             DeltasyncError: as `flush`; the connection is closed then, too.
         """
         try:
             done = self._agreement.closed or self._home.left
-            return self._run.position if done else self.flush(timeout_seconds)
+            position = self._run.position if done else self.flush(timeout_seconds)
+            self._run.finish()
+            return position
         finally:
             self.abort()
 
     def abort(self) -> None:
-        """Close the connection at once: cuts that are not sealed may be lost. Nothing is published after it. In a
-        process that was forked since, do nothing.
+        """Close the connection at once: cuts that are not sealed may be lost, and the service reports this rank as
+        lost. Nothing is published after it. In a process that was forked since, do nothing.
         """
         if self._home.left:
             return
@@ -239,9 +255,10 @@ class DeltaSync:
             saved: the states of all ranks that saved it, whatever their number and their sharding.
 
         Raises:
-            InvalidInput: some are missing, of another checkpoint, or of a newer format.
+            InvalidInput: some are missing, of another checkpoint, or of a newer format, on this rank or another.
         """
-        check_states(saved)
+        with begun_together("DeltaSync.load_state_dict"):
+            check_states(saved)
         self.tracker.load_state_dict([state["tracker"] for state in saved])
         state = SyncState.of_all(saved)
         self._give_up()

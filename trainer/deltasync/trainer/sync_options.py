@@ -1,13 +1,15 @@
 """What to publish of a model, and what was published."""
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from deltasync.client import Endpoint, Part, Position
 from deltasync.core.errors import InvalidInput
 from deltasync.core.names import check_name
-from deltasync.trainer.checks import check_whole
+from deltasync.trainer.checks import check_names, check_whole
 
 _CUTS_IN_STATS = 100_000
 
@@ -23,7 +25,7 @@ class OnRefusal(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SyncOptions:
-    """What to publish, where to and how often.
+    """What to publish, where to and how often. All but `service` must be the same on all ranks.
 
     Attributes:
         service: where the service answers gRPC; an address alone is HOST:PORT.
@@ -32,6 +34,8 @@ class SyncOptions:
             one publishes its rows.
         on_refusal: what a step does where publishing is refused, or impossible; `flush` and `close` raise.
         dense: whether to publish the parameters and buffers outside of embedding tables too.
+        fqns_to_skip: tables that are not published, each by its FQN, its name, one of its parents or any run of
+            parts of its FQN. What an earlier run has published of them stays as it is.
         verify: to debug a model: compare all rows with a copy at every cut, and raise where some have changed that
             would not be published (`TrackerOptions.verify`), whatever `on_refusal` is.
     """
@@ -41,14 +45,21 @@ class SyncOptions:
     publish_every: int = 10
     on_refusal: OnRefusal = OnRefusal.CONTINUE
     dense: bool = True
+    fqns_to_skip: Collection[str] = ()
     verify: bool = False
 
     def __post_init__(self) -> None:
         Endpoint.of_grpc(self.service)
         check_name("model", self.model)
         check_whole("publish_every", self.publish_every)
+        check_names("fqns_to_skip", self.fqns_to_skip)
         if not isinstance(self.on_refusal, OnRefusal):
             raise InvalidInput(f"on_refusal: {self.on_refusal!r}, expected an OnRefusal")
+
+    @property
+    def of_all_ranks(self) -> dict[str, Any]:
+        """Those that must be the same on all ranks, which cut, compare buffers and raise together."""
+        return {name: value for name, value in vars(self).items() if name != "service"}
 
 
 @dataclass
@@ -67,7 +78,7 @@ class SyncStats:
         step_seconds: time that the thread that trains has spent in `DeltaSync.step`.
     """
 
-    cuts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_CUTS_IN_STATS))
+    cuts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_CUTS_IN_STATS), repr=False)
     sealed: int = 0
     published_step: int = 0
     absorbed: int = 0

@@ -1,6 +1,12 @@
 """The ranks of test_agreement: no rank is left waiting for another."""
 
+import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,15 +14,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from tests.integration.trainer.rewrites.resharded import on_rank, reshard
+from tests.integration.trainer.torchrec_defects.models import BAGS, bags, kernels_of, sharded
 from tests.support.proxy import Proxy
 from tests.support.ranks import leave
 
 from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.trainer import buffer_differences
+from deltasync.trainer.distributed import waiting
+from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.example.model import ClickModel
 from deltasync.trainer.example.options import ModelOptions
-from deltasync.trainer.sync import DeltaSync, SyncOptions
+from deltasync.trainer.pipelines import LockstepBatches
+from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 SIZES = ModelOptions(users=20, items=30, cross_buckets=10, dim=4, hidden=4)
 PATIENCE_SECONDS = 60.0
@@ -171,6 +184,123 @@ def closed_ones_leave_no_threads(service: str) -> None:
         sync.flush()
 
 
+def options_that_differ_are_named_on_all_ranks(service: str) -> None:
+    model, rank = torch.nn.Linear(2, 1), dist.get_rank()
+    alike = {"service": service, "model": "clicks"}
+    # What is shown of the value on rank 0 and on rank 1, and the latter.
+    of_sync: dict[str, tuple[str, str, Any]] = {
+        "model": ("'clicks'", "'clocks'", "clocks"),
+        "publish_every": ("10", "5", 5),
+        "on_refusal": ("OnRefusal.CONTINUE", "OnRefusal.RAISE", OnRefusal.RAISE),
+        "dense": ("True", "False", False),
+        "fqns_to_skip": ("[]", "['bias']", ["bias"]),
+        "verify": ("False", "True", True),
+    }
+    assert {field.name for field in fields(SyncOptions)} == {"service", *of_sync}
+    for name, (first, second, other) in of_sync.items():
+        chosen: Any = alike | ({name: other} if rank else {})
+        check_refused_on_all(
+            partial(DeltaSync, model, SyncOptions(**chosen)),
+            f"DeltaSync: {name} is {first} on rank 0, {second} on rank 1; all ranks need the same",
+        )
+    of_tracker: dict[str, tuple[str, str, Any]] = {
+        "consumers": ("['default']", "['a', 'b']", ("a", "b")),
+        "mode": ("TrackingMode.ID_ONLY", "TrackingMode.EMBEDDING", TrackingMode.EMBEDDING),
+        "delete_on_read": ("False", "True", True),
+        "auto_compact": ("False", "True", True),
+        "fqns_to_skip": ("[]", "['t0']", {"t0"}),
+        "id_maps": ("False", "True", True),
+        "verify": ("False", "True", True),
+    }
+    assert {field.name for field in fields(TrackerOptions)} == {"dense", "replicas", *of_tracker}
+    tables = sharded({"bags": bags("t0")})
+    for name, (first, second, other) in of_tracker.items():
+        check_refused_on_all(
+            partial(Tracker, tables, TrackerOptions(**{name: other} if rank else {})),
+            f"Tracker: {name} is {first} on rank 0, {second} on rank 1; all ranks need the same",
+        )
+    Tracker(tables, TrackerOptions(dense=rank == 0, replicas=rank == 0)).close()
+
+
+def check_refused_on_all(make: Callable[[], object], why: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        make()
+    assert str(refused.value) == why, (dist.get_rank(), str(refused.value))
+
+
+def what_one_rank_cannot_track_is_refused_on_all(_service: str) -> None:
+    """Only rank 1 has rows of the table, and sees that its optimizer has no momentum."""
+    on_rank_1 = {"t0": on_rank(1)}
+    model = sharded({"bags": bags("t0")}, on_rank_1, dense=True)  # Else it cannot be resharded.
+    of_momentum = TrackerOptions(mode=TrackingMode.MOMENTUM_LAST)
+    why = (
+        f"rank 1: mode 'momentum_last': table '{BAGS}.t0' has no momentum in a fused optimizer; skip it "
+        "(fqns_to_skip) or use another mode"
+    )
+    check_refused_on_all(lambda: Tracker(model, of_momentum), why)
+    with_momentum = sharded({"bags": bags("t0")}, on_rank_1, optimizer=EmbOptimType.EXACT_ADAGRAD)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, Tracker(with_momentum, of_momentum).state_dict())
+    tracker = Tracker(model)
+    check_refused_on_all(lambda: tracker.load_state_dict(states), why)
+    reshard(model, "bags", t0=on_rank(0))
+    for kernel in kernels_of(model):
+        kernel.optimizer = EmbOptimType.NONE
+    with pytest.raises(InvalidInput, match=r"^rank 0: module 'bags', tables 't0': rows under optimizer 'none'"):
+        tracker.step()
+
+
+def a_rank_that_waits_says_for_which(service: str) -> None:
+    model, world, numbers = torch.nn.Linear(2, 1), dist.group.WORLD, count()
+    assert world
+    store = world.get_group_store()
+
+    @contextmanager
+    def rank_1_comes_late(said: str) -> Iterator[None]:
+        key, lines = f"said {next(numbers)}", list[str]()
+        handler = mock.Mock(level=logging.WARNING, handle=lambda record: tell(record.getMessage()))
+
+        def tell(line: str) -> None:
+            lines.append(line)
+            store.set(key, line)
+
+        if dist.get_rank() == 1:
+            store.wait([key])
+        logger = logging.getLogger(waiting.__name__)
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+        if dist.get_rank() == 0:  # It may wait for the rest of what rank 1 does, too.
+            assert lines[0] == f"rank 0 has waited 0 s for {said}", lines
+
+    same = "all ranks have to make the same calls"
+    with mock.patch.object(waiting, "_FIRST_SECONDS", 0.05):
+        with rank_1_comes_late("rank 1 to come to DeltaSync, as all ranks have to"):
+            sync = DeltaSync(model, SyncOptions(service=service, model="waiting", publish_every=100))
+        sync.step()
+        dist.barrier()
+        with rank_1_comes_late(f"rank 1 (last seen at step 1), in DeltaSync, at step 1: {same}"):
+            sync.flush(PATIENCE_SECONDS)
+        with rank_1_comes_late("rank 1 to come to LockstepBatches, as all ranks have to"):
+            together = LockstepBatches(range(3))
+        assert next(together) == 0
+        with rank_1_comes_late(f"rank 1 (last seen at batch 1), in LockstepBatches, at batch 2: {same}"):
+            assert next(together) == 1
+        with rank_1_comes_late("the other ranks to come to a checkpoint"):
+            assert on_any_rank([dist.get_rank() == 1], "a checkpoint") == [True]
+    if dist.get_rank() == 1:
+        sync.abort()
+    else:
+        with pytest.raises(DeltasyncError) as left:
+            sync.flush()
+        assert str(left.value) == (
+            "DeltaSync, at step 1, needs rank 1 (closed at step 1): all ranks have to close theirs together"
+        )
+        sync.abort()
+
+
 def group_threads() -> int:
     return sum(name.read_text().strip() == "pt_gloo_runloop" for name in Path("/proc/self/task").glob("*/comm"))
 
@@ -185,6 +315,9 @@ if __name__ == "__main__":
         buffers_that_are_refused_on_one_rank_fail_on_all,
         ranks_cut_after_the_same_steps,
         closed_ones_leave_no_threads,
+        options_that_differ_are_named_on_all_ranks,
+        what_one_rank_cannot_track_is_refused_on_all,
+        a_rank_that_waits_says_for_which,
     ):
         play(sys.argv[1])
     dist.barrier()

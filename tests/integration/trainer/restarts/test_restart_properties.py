@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.integration.trainer.following import WAIT, expect
-from tests.support.embedding_parameters import embedding_parameters
+from tests.support.embeddings import embedding
 from tests.support.examples import examples
 from tests.support.server import RunningService
 from torch import nn
@@ -30,7 +30,7 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.t = nn.Parameter(torch.arange(2.0 * ROWS).view(ROWS, 2))
+        self.t = embedding(torch.arange(2.0 * ROWS).view(ROWS, 2))
         self.register_buffer("seen", torch.zeros(1))
 
 
@@ -61,14 +61,13 @@ class Scenario:
     def _begin(self) -> None:
         self._known = False
         self.model = Rows()
-        with embedding_parameters():
-            options = SyncOptions(service=self._service.grpc, model="clicks", publish_every=1)
-            self.sync = DeltaSync(self.model, options)
+        options = SyncOptions(service=self._service.grpc, model="clicks", publish_every=1)
+        self.sync = DeltaSync(self.model, options)
 
     def train(self, ids: list[int]) -> None:
         self._value += 1
         with torch.no_grad():
-            self.model.t[ids] = self._value
+            self.model.t.weight[ids] = self._value
             self.model.seen += 1
         self.sync.tracker.mark("t", torch.tensor(ids))
         self._events.append({("t", row) for row in ids} | {("seen", 0)})

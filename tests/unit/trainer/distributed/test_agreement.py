@@ -29,7 +29,7 @@ def assert_closed(agreement: Agreement) -> None:
 
 
 def test_what_is_closed_agrees_on_nothing_more() -> None:
-    agreement = Agreement()
+    agreement = Agreement("DeltaSync", "step")
     assert agreement.any_of(True)
     agreement.close()
     assert_closed(agreement)
@@ -38,14 +38,14 @@ def test_what_is_closed_agrees_on_nothing_more() -> None:
 
 
 def test_it_is_closed_after_all_groups_have_gone() -> None:
-    agreement = Agreement()
+    agreement = Agreement("DeltaSync", "step")
     dist.destroy_process_group()
     agreement.close()
     assert_closed(agreement)
 
 
 def test_it_is_closed_where_there_is_another_default_group_by_then() -> None:
-    agreement = Agreement()
+    agreement = Agreement("DeltaSync", "step")
     dist.destroy_process_group()
     one_rank()
     agreement.close()

@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,8 @@ from torch import nn
 
 from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.core.tables import TableKind
+from deltasync.trainer.buffer_differences import BufferDifferences
+from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.tracked_model import published_tables
 
@@ -118,6 +120,16 @@ def test_what_cannot_be_published_is_refused_by_name(buffer: torch.Tensor, messa
         with pytest.raises(InvalidInput, match=message):
             attach(model)
     assert len(Tracker(model, TrackerOptions(dense=True, fqns_to_skip=["odd.held"])).tables) == 2
+    assert len(published_tables(model, dense=True, fqns_to_skip=["odd.held"])) == 2
+
+
+def test_what_another_rank_tracks_can_be_left_out_here_too() -> None:
+    """`DeltaSync` has the first rank alone track what every rank holds alike, and gives all ranks its options."""
+    skipping = TrackerOptions(dense=False, replicas=False, fqns_to_skip=["plain"])
+    model = nn.ModuleDict({"plain": nn.Linear(1, 1)})
+    assert Tracker(model, skipping).tables == []
+    with pytest.raises(InvalidInput, match=r"'plain' is no table and no part of one; tables: other.weight"):
+        Tracker(nn.ModuleDict({"other": nn.Linear(1, 1, bias=False)}), skipping)
 
 
 def test_buffers_and_parameters_that_are_replaced_are_followed() -> None:
@@ -219,6 +231,7 @@ def test_extra_state_is_refused_where_it_would_be_published() -> None:
             attach(model)
     Tracker(model)
     Tracker(model, TrackerOptions(dense=True, fqns_to_skip=["0"]))
+    assert not published_tables(model, dense=True, fqns_to_skip=["0"])
 
 
 def test_what_has_no_shape_yet_is_refused() -> None:
@@ -296,6 +309,21 @@ def test_buffers_are_not_ranked() -> None:
     assert set(first.ids) == {"0.running_mean", "0.weight"}
     tracked.acknowledge(first.token)
     assert set(tracked.top_k(k=1).ids) == {"0.bias"}
+
+
+class AllDiffer:
+    """Stands in for the agreement of two ranks that have other values of every buffer."""
+
+    rank, world_size = 0, 2
+
+    def differing(self, digests: dict[str, int]) -> list[str]:
+        return sorted(digests)
+
+
+def test_buffers_that_are_left_out_may_differ_between_ranks() -> None:
+    differences = BufferDifferences(norms(2), cast("Agreement", AllDiffer()), ["running_var"])
+    differences.note_cut()
+    assert differences.names == STATISTICS - {"0.running_var"}
 
 
 def test_a_checkpoint_knows_buffers() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.embedding_parameters import embedding_parameters
+from tests.support.embeddings import embedding
 from torch import nn
 
 from deltasync.kernels import changes, digests, id_maps, marks
@@ -38,11 +38,10 @@ def test_no_step_and_no_read_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatc
         for kernel in vars(room).values():
             if isinstance(kernel, Kernel):
                 monkeypatch.setattr(kernel, "_compiled", None)
-    model: Any = nn.ParameterDict({"t": torch.ones(4, 2)})
-    with embedding_parameters():
-        tracker = Tracker(model, TrackerOptions(dense=True))
+    model: Any = nn.ModuleDict({"t": embedding(torch.ones(4, 2))})
+    tracker = Tracker(model, TrackerOptions(dense=True))
     monkeypatch.setattr(Kernel, "compile", refuse)
-    model.t.data[1] = 2
+    model.t.weight.data[1] = 2
     tracker.delete("t", torch.tensor([2]))
     tracker.step()
     delta = tracker.get_delta()
@@ -54,10 +53,10 @@ def test_no_step_and_no_read_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatc
 
 def test_more_than_two_million_touched_rows_are_all_offered() -> None:
     rows = 2_097_152 + 3
-    with embedding_parameters():
-        tracker = Tracker(
-            nn.ParameterDict({"t": torch.zeros(rows, 1)}), TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True)
-        )
+    tracker = Tracker(
+        nn.ModuleDict({"t": embedding(torch.zeros(rows, 1))}),
+        TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True),
+    )
     tracker.acknowledge(tracker.get_delta().token)
     tracker.mark("t", torch.arange(rows))
     for _ in range(2):  # Until it is acknowledged.

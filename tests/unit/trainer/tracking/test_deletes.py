@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.embedding_parameters import embedding_parameters
+from tests.support.embeddings import embedding
 from torch import nn
 
 from deltasync.core.errors import InvalidInput, NotFound
@@ -25,20 +25,19 @@ def ids(delta: Delta) -> tuple[list[int], list[int]]:
 
 @pytest.fixture
 def model() -> Any:
-    return nn.ParameterDict({"t": torch.arange(1.0, 9.0).view(4, 2)})
+    return nn.ModuleDict({"t": embedding(torch.arange(1.0, 9.0).view(4, 2))})
 
 
 @pytest.fixture
 def tracker(model: Any) -> Iterator[Tracker]:
-    with embedding_parameters():
-        tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True))
+    tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING, dense=True))
     yield tracker
     tracker.close()
 
 
 def test_a_delete_is_offered_until_it_is_acknowledged(model: Any, tracker: Tracker) -> None:
     tracker.delete("t", torch.tensor([3, 1, 3], dtype=torch.int32))
-    assert model.t.tolist() == [[1.0, 2.0], [0.0, 0.0], [5.0, 6.0], [0.0, 0.0]]
+    assert model.t.weight.tolist() == [[1.0, 2.0], [0.0, 0.0], [5.0, 6.0], [0.0, 0.0]]
     delta = tracker.get_delta()
     assert ids(delta) == ids(tracker.get_delta()) == ids(tracker.get_delta_ids()) == ([], [1, 3])
     (batch,) = delta.batches()
@@ -73,18 +72,17 @@ def test_a_row_that_is_to_be_sent_again_stays_deleted(tracker: Tracker) -> None:
 def test_what_cannot_be_deleted(
     model: Any, tracker: Tracker, table: str, wrong: torch.Tensor, error: type[Exception], message: str
 ) -> None:
-    before = model.t.detach().clone()
+    before = model.t.weight.detach().clone()
     with pytest.raises(error, match=message):
         tracker.delete(table, wrong)
-    assert torch.equal(model.t, before)
+    assert torch.equal(model.t.weight, before)
     assert ids(tracker.get_delta()) == ([], [])
 
 
 def test_copies_that_another_rank_reports_are_reset_too(model: Any) -> None:
-    with embedding_parameters():
-        tracker = Tracker(model, TrackerOptions(dense=True, replicas=False))
+    tracker = Tracker(model, TrackerOptions(dense=True, replicas=False))
     tracker.delete("t", torch.tensor([2]))
-    assert not model.t[2].any()
+    assert not model.t.weight[2].any()
     assert tracker.get_delta().deletes == {}
     assert tracker.changes == 0
 
@@ -104,20 +102,20 @@ def test_a_dense_optimizer_forgets_a_deleted_row(
     optimizer = make(model.parameters())
     for _ in range(3):
         optimizer.zero_grad()
-        (model.t**2).sum().backward()
+        (model.t.weight**2).sum().backward()
         optimizer.step()
     tracker.clear()
     tracker.delete("t", torch.tensor([1]))
     optimizer.zero_grad()
-    (model.t**2).sum().backward()
+    (model.t.weight**2).sum().backward()
     optimizer.step()
     assert ids(tracker.get_delta()) == ([0, 2, 3], [1])
     fresh = make([nn.Parameter(torch.zeros(1, 2))])
     (parameter,) = fresh.param_groups[0]["params"]
     parameter.grad = torch.zeros(1, 2)
     fresh.step()
-    for key, state in optimizer.state[model.t].items():
-        if state.numel() == model.t.numel():
+    for key, state in optimizer.state[model.t.weight].items():
+        if state.numel() == model.t.weight.numel():
             assert torch.equal(state[1:2], fresh.state[parameter][key]), key
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.support.embedding_parameters import embedding_parameters
+from tests.support.embeddings import embedding
 from torch import nn
 
 from deltasync.core.digests import row_digests
@@ -21,12 +21,11 @@ ROWS = 6
 
 @pytest.fixture
 def model() -> Any:
-    return nn.ParameterDict({"t": torch.arange(ROWS * 2.0).view(ROWS, 2)})
+    return nn.ModuleDict({"t": embedding(torch.arange(ROWS * 2.0).view(ROWS, 2))})
 
 
 def tracker(model: Any, mode: TrackingMode = TrackingMode.EMBEDDING_LAST) -> Tracker:
-    with embedding_parameters():
-        return Tracker(model, TrackerOptions(dense=True, mode=mode))
+    return Tracker(model, TrackerOptions(dense=True, mode=mode))
 
 
 def read_at_once() -> mock.MagicMock:
@@ -44,10 +43,10 @@ def test_rows_that_were_not_expected_are_not_lost_in_silence() -> None:
 
 def test_what_was_counted_ahead_is_not_waited_for(model: Any) -> None:
     tracking = tracker(model)
-    model.t.data[1] = 9
+    model.t.weight.data[1] = 9
     tracking.step()
     tracking.count_ahead()
-    model.t.data[4] = 8
+    model.t.weight.data[4] = 8
     tracking.step()
     with read_at_once() as read:
         delta = tracking.begin_delta().result
@@ -55,7 +54,7 @@ def test_what_was_counted_ahead_is_not_waited_for(model: Any) -> None:
     rows = delta.rows["t"]
     assert rows.values is not None
     assert rows.ids.tolist() == [1, 4]
-    assert torch.equal(rows.values, model.t.data[[1, 4]])
+    assert torch.equal(rows.values, model.t.weight.data[[1, 4]])
     assert tracking.acknowledge(delta.token)
     assert not tracking.get_delta().rows
 
@@ -63,7 +62,7 @@ def test_what_was_counted_ahead_is_not_waited_for(model: Any) -> None:
 def test_a_launched_read_has_the_digests_that_are_made_on_a_device(model: Any) -> None:
     tracking = tracker(model)
     tracking.count_ahead()
-    model.t.data[[2, 3]] = 5
+    model.t.weight.data[[2, 3]] = 5
     with mock.patch.object(TrackedTable, "device", torch.device("cuda")):
         (batch,) = tracking.begin_delta().result.batches()
     assert batch.digests is not None
@@ -73,10 +72,10 @@ def test_a_launched_read_has_the_digests_that_are_made_on_a_device(model: Any) -
 def test_a_launched_read_has_the_rows_as_they_were_then(model: Any) -> None:
     tracking = tracker(model)
     tracking.count_ahead()
-    model.t.data[2] = 5
+    model.t.weight.data[2] = 5
     pending = tracking.begin_delta()
-    model.t.data[2] = 6
-    model.t.data[3] = 7
+    model.t.weight.data[2] = 6
+    model.t.weight.data[3] = 7
     delta = pending.result
     assert delta.rows["t"].values is not None
     assert (delta.rows["t"].ids.tolist(), delta.rows["t"].values.tolist()) == ([2], [[5, 5]])
@@ -94,7 +93,7 @@ def test_all_else_is_read_at_once(model: Any, why: str, monkeypatch: pytest.Monk
         tracking.resync()
     if why != "not counted":
         tracking.count_ahead()
-    model.t.data[[1, 2]] = 9
+    model.t.weight.data[[1, 2]] = 9
     if why == "carried over":
         tracking.acknowledge(tracking.top_k(k=1).token)
     with read_at_once() as read:
@@ -125,7 +124,7 @@ def test_only_the_result_waits_for_the_gpu(model: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(tracking._gate, "arrival", lambda: next(arrivals))
     tracking.count_ahead()
     assert not counted.waited
-    model.t.data[2] = 5
+    model.t.weight.data[2] = 5
     with mock.patch.object(tracking._gate, "hold_changes", wraps=tracking._gate.hold_changes) as hold:
         pending = tracking.begin_delta()
     assert hold.called, "what is launched next comes after it on the GPU"

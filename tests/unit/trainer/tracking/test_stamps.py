@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.embedding_parameters import embedding_parameters
+from tests.support.embeddings import embedding
 from torch import nn
 
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, cursors
@@ -49,7 +49,7 @@ def test_what_is_forgotten_equals_nothing(dtype: torch.dtype, value: float) -> N
 
 
 def rows() -> Any:
-    return nn.ParameterDict({"t": torch.zeros(4, 1)})
+    return nn.ModuleDict({"t": embedding(torch.zeros(4, 1))})
 
 
 class Receiver:
@@ -83,9 +83,9 @@ STEP = st.one_of(
 def test_nothing_is_lost_when_the_clock_starts_over(steps: list[tuple[str, int | str]], ticks: int) -> None:
     options = TrackerOptions(consumers=["a", "b"], mode=TrackingMode.EMBEDDING, dense=True)
     model, number = rows(), 0.0
-    with embedding_parameters(), mock.patch.object(cursors, "CLOCK_END", 3 + ticks):
+    with mock.patch.object(cursors, "CLOCK_END", 3 + ticks):
         tracking = Tracker(model, options)
-        receivers = {name: Receiver(name, model.t.data) for name in "ab"}
+        receivers = {name: Receiver(name, model.t.weight.data) for name in "ab"}
         for what, which in steps:
             if isinstance(which, int) and what == "delete":
                 tracking.delete("t", torch.tensor([which]))
@@ -93,7 +93,7 @@ def test_nothing_is_lost_when_the_clock_starts_over(steps: list[tuple[str, int |
                     receiver.acknowledged[which] = float("nan")
             elif isinstance(which, int):
                 number += 1.0
-                model.t.data[which] = number
+                model.t.weight.data[which] = number
             elif what == "reload":
                 state = tracking.state_dict()
                 tracking = Tracker(model, options)
@@ -102,7 +102,7 @@ def test_nothing_is_lost_when_the_clock_starts_over(steps: list[tuple[str, int |
                 receivers[which].read(tracking, acknowledge=what == "read")
         for receiver in receivers.values():
             receiver.read(tracking, acknowledge=True)
-            assert torch.equal(receiver.rows, model.t.data)
+            assert torch.equal(receiver.rows, model.t.weight.data)
 
 
 def test_at_the_end_of_the_clock_everything_is_offered_once_more() -> None:
@@ -110,7 +110,7 @@ def test_at_the_end_of_the_clock_everything_is_offered_once_more() -> None:
     tracking = Tracker(model, TrackerOptions(dense=True))
     earlier = tracking.get_delta()
     tracking._stamps.clock = CLOCK_END
-    model.t.data[1] = 1.0
+    model.t.weight.data[1] = 1.0
     late = tracking.get_delta()
     assert late.ids["t"].tolist() == [1]
     assert not tracking.acknowledge(late.token), "its cursor is of a time that is over"
@@ -118,7 +118,7 @@ def test_at_the_end_of_the_clock_everything_is_offered_once_more() -> None:
     again = tracking.get_delta()
     assert again.ids["t"].tolist() == [0, 1, 2, 3]
     assert tracking.acknowledge(again.token)
-    model.t.data[2] = 1.0
+    model.t.weight.data[2] = 1.0
     assert tracking.get_delta().ids["t"].tolist() == [2]
 
 

@@ -1,6 +1,6 @@
 """Random interleavings of all that can be done to a tracker, against a plain model of sets.
 
-The tables are parameters of a plain module, which the tracker compares; lookups on ranks are in
+The tables are embeddings of a plain module, which the tracker compares; lookups on ranks are in
 tests/integration/trainer/tracking/test_tracker_model.py.
 """
 
@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.support.embedding_parameters import embedding_parameters
+from tests.support.embeddings import embedding
 from tests.support.side_by_side import Operation, SideBySide, operations
 from torch import nn
 
@@ -25,9 +25,9 @@ VALUES = (0.0, 0.0, 1.0, -0.0, -2.5, 1e-6, float("nan"), float("inf"))
 class Tables(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tall = nn.Parameter(torch.zeros(3, 2))
-        self.short = nn.Parameter(torch.zeros(2, 1, dtype=torch.float16))
-        self.vector = nn.Parameter(torch.zeros(2))
+        self.tall = embedding(torch.zeros(3, 2))
+        self.short = embedding(torch.zeros(2, 1, dtype=torch.float16))
+        self.single = embedding(torch.zeros(1, 2))
 
 
 class Written(SideBySide):
@@ -73,8 +73,7 @@ def run(
     device: torch.device | None = None,
 ) -> None:
     options = TrackerOptions(consumers=["a", "b"], mode=mode, dense=True, delete_on_read=delete_on_read)
-    with embedding_parameters():
-        Written(Tables().to(device), options).run(program)
+    Written(Tables().to(device), options).run(program)
 
 
 def programs(*kinds: st.SearchStrategy[Operation]) -> st.SearchStrategy[list[Operation]]:

@@ -1,5 +1,9 @@
-"""What is decided for each optimizer and setting of FBGEMM, and that the README says so."""
+"""What is decided for each optimizer and setting of TorchRec and FBGEMM, and that the README says so."""
 
+import dataclasses
+import inspect
+import re
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +21,20 @@ from fbgemm_gpu.tbe.config.optimizer_config import (
     CowClipDefinition,
     LearningRateMode,
     TailIdThreshold,
+    UserEnabledConfigDefinition,
     WeightDecayMode,
 )
 from tests.support.documents import ROOT
+from torchrec.distributed import batched_embedding_kernel, embedding_sharding, fused_params
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import CacheParams, ParameterSharding
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.tracking.update_rules import (
+    FOLLOWED_KERNELS,
     OPTIMIZERS,
+    REFUSED_FLAGS,
     ROUNDING_CACHE,
     WEIGHT_DECAYS,
     Marking,
@@ -92,6 +103,57 @@ def test_the_readme_has_them_all_as_they_are_decided() -> None:
     for name, rule in decided.items():
         [row] = [line for line in rows if f"`{name}`" in line.split("|")[1]]
         assert row.split("|")[2].strip() == rule.marking.value, row
+
+
+def fields_of(of: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(of)}
+
+
+def parameters_of_kernels() -> set[str]:
+    """What `fused_params` may hold: what FBGEMM's kernels take, and what TorchRec takes out before."""
+    kernels = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters.keys() - {"self"}
+    named = re.compile(r"FUSED_PARAM_.*|.*_STR|USE_ONE_TBE_PER_TABLE")
+    modules = (fused_params, batched_embedding_kernel, embedding_sharding)
+    constants = {key: value for module in modules for key, value in vars(module).items() if named.fullmatch(key)}
+    return kernels | set(constants.values())
+
+
+@pytest.mark.parametrize(
+    ("of", "installed"),
+    [
+        ("EmbeddingBagConfig", fields_of(EmbeddingBagConfig) | fields_of(EmbeddingConfig)),
+        ("EmbeddingComputeKernel", {kernel.value for kernel in EmbeddingComputeKernel}),
+        ("ParameterSharding", fields_of(ParameterSharding)),
+        ("CacheParams", fields_of(CacheParams)),
+        ("UserEnabledConfigDefinition", fields_of(UserEnabledConfigDefinition)),
+        ("fused_params", parameters_of_kernels()),
+    ],
+)
+def test_the_readme_has_every_setting_that_the_installed_versions_have(
+    of: str, installed: Collection[str]
+) -> None:
+    """One that an upgrade brings must be read in its source, tried, and decided before it gets its line there."""
+    documented = {name: versions for name, versions, _ in settings_in_readme(of)}
+    assert set(installed) <= documented.keys()
+    assert {name for name, versions in documented.items() if versions == "all"} <= set(installed)
+
+
+def test_the_readme_says_which_settings_are_refused() -> None:
+    refused = {
+        of: {name for name, _, marking in settings_in_readme(of) if marking == Marking.REFUSED.value}
+        for of in ("EmbeddingBagConfig", "EmbeddingComputeKernel")
+    }
+    assert refused["EmbeddingBagConfig"] == REFUSED_FLAGS.keys()
+    followed = {kernel.value for kernel in FOLLOWED_KERNELS}
+    assert {kernel.value for kernel in EmbeddingComputeKernel} - refused["EmbeddingComputeKernel"] == followed
+
+
+def settings_in_readme(of: str) -> list[tuple[str, str, str]]:
+    """Name, versions and marking of the settings of one kind."""
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in README.splitlines() if f"| `{of}` |" in line
+    ]
+    return [(name, row[2], row[3]) for row in rows for name in re.findall(r"`(\w+)`", row[0])]
 
 
 def test_what_is_not_known_is_refused() -> None:

@@ -57,6 +57,22 @@ def leave_ranks() -> None:
     gc.collect()  # Modules refer to each other, and hold the group as long.
 
 
+def this_rank() -> int:
+    """This rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def all_ranks() -> list[int]:
+    """The ranks of the process group; without one, rank 0."""
+    return list(range(dist.get_world_size())) if dist.is_initialized() else [0]
+
+
+def ranks_of(model: nn.Module) -> list[int]:
+    """The ranks that share a model: this one alone, where nothing makes it distributed."""
+    group = group_of(model)
+    return dist.get_process_group_ranks(group) if group else [this_rank()]
+
+
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that have copies of a model's parameters, or else those that share its tables.
 

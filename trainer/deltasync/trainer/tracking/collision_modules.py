@@ -139,7 +139,7 @@ def _table(name: str, embeddings: nn.Module, table: str) -> str:
     if isinstance(embeddings, ShardedEmbeddingModule):
         return table_fqn(name, embeddings, table)
     kind = "embedding_bags" if isinstance(embeddings, EmbeddingBagCollection) else "embeddings"
-    return f"{name}.{kind}.{table}.weight"
+    return f"{name}.{kind}.{table}"
 
 
 def _shard_offsets(collection: nn.Module, table: str) -> tuple[list[int], int]:

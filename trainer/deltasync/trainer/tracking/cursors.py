@@ -100,8 +100,8 @@ class ConsumerCursor:
         """Values at the cursor of rows with these local ids; None if the mode has none."""
         return self.memory.select(self.first_values[table.name], ids) if self.first_values else None
 
-    def most_changed(self, delta: Delta, k: int) -> Delta:
-        """The rows of a delta with the `k` largest norms, and those of buffers and maps, which are not ranked.
+    def most_changed(self, delta: Delta, k: float, *, per_table: bool) -> Delta:
+        """The rows of a delta with the largest norms (see `largest`), and those of buffers and maps, never ranked.
 
         The others are carried over.
 
@@ -109,7 +109,7 @@ class ConsumerCursor:
         was not acknowledged.
         """
         ranked = {fqn: rows for fqn, rows in delta.rows.items() if rows.shards[0].table.kind.trained}
-        chosen = largest({fqn: rows.norms() for fqn, rows in ranked.items()}, k)
+        chosen = largest({fqn: rows.norms() for fqn, rows in ranked.items()}, k, per_table=per_table)
         rows = {fqn: rows for fqn, rows in delta.rows.items() if fqn not in ranked}
         rows |= {fqn: delta.rows[fqn].select(mask) for fqn, mask in chosen.items() if mask.any()}
         carried = {fqn: delta.rows[fqn].ids[~mask] for fqn, mask in chosen.items() if not mask.all()}

@@ -49,7 +49,8 @@ class DeltaReader:
         timeout_seconds: float | None = None,
         *,
         values: bool = True,
-        k: int | None = None,
+        k: float | None = None,
+        per_table: bool = False,
     ) -> Delta:
         """What a consumer has not acknowledged yet.
 
@@ -57,7 +58,8 @@ class DeltaReader:
             cursor: the consumer's.
             timeout_seconds: how long another thread than the training one waits for the end of a step.
             values: whether to read values; those of a mode with first values are read in any case.
-            k: only so many rows, those that have changed most; None for all.
+            k: only so many rows, or below 1 this share of them, those that have changed most; None for all.
+            per_table: so many of each table.
 
         Raises:
             DeltasyncError: the step did not end in time.
@@ -78,7 +80,7 @@ class DeltaReader:
             rows = _delta_rows(cursor, gathered)
             kept = (rows, deleted) if cursor.first_values else ({}, {})
             delta = Delta(rows, Token(cursor.name, position, *kept, {}, cursor), deleted)
-            delta = delta if k is None else cursor.most_changed(delta, k)
+            delta = delta if k is None else cursor.most_changed(delta, k, per_table=per_table)
             cursor.memory.trim()
         return delta
 

@@ -1,17 +1,21 @@
-"""The parameters and buffers of a model outside of embedding tables, wherever its modules keep them by now."""
+"""Parameters and buffers that no sharded module holds: tables of unsharded embedding modules, and all else."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 
 from deltasync.core.errors import InvalidInput
-from deltasync.core.tables import TableKind, TableSpec, matrix_shape, sizes_of
-from deltasync.trainer.tracking.modules import modules_outside_of_tables, names_outside_of_tables
+from deltasync.core.tables import MAX_DIM, VALUE_TYPES, TableKind, TableSpec, matrix_shape, sizes_of
+from deltasync.trainer.tracking.modules import is_skipped, modules_outside_of_tables, names_outside_of_tables
 
 _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {
     torch.float32: np.dtype("<f4"),
@@ -24,16 +28,19 @@ _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {
     torch.bool: np.dtype("?"),
 }
 
+# Their parameters are views of what FBGEMM trains.
+_FUSED = (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
+
 
 @dataclass(frozen=True, eq=False)
 class ModuleTensor:
     """A parameter or a buffer, by its place: the tensor there may be replaced by another of its shape and type.
 
     Attributes:
-        name: its FQN, and the key in the model's `state_dict`.
+        name: its FQN, which is its key in the model's `state_dict`; of an embedding table, without `.weight`.
         owner: the module it is of.
         attribute: what it is called there.
-        kind: parameter or buffer.
+        kind: embedding table, parameter or buffer.
         shape: as it was when the place was found.
         dtype: likewise.
         aliases: other places of the same tensor, by FQN.
@@ -64,7 +71,7 @@ class ModuleTensor:
             dim,
             _DTYPES[self.dtype],
             self.kind,
-            sizes=sizes_of(self.shape),
+            sizes=sizes_of(self.shape) if self.kind.complete else None,
             aliases=tuple(sorted(self.aliases)),
         )
 
@@ -92,23 +99,85 @@ class ModuleTensor:
         return now.detach().view(matrix_shape(self.shape))
 
 
-def module_tensors(model: nn.Module) -> list[ModuleTensor]:
-    """Every parameter and every buffer outside of embedding tables that `state_dict` has, each once.
+def module_tensors(model: nn.Module, *, dense: bool = True) -> list[ModuleTensor]:
+    """Every parameter and buffer outside of sharded modules that `state_dict` has, each once.
 
     Those without elements are left out.
 
+    Args:
+        model: the model.
+        dense: with those that are no embedding tables.
+
     Raises:
-        InvalidInput: one has no shape yet.
+        InvalidInput: one has no shape yet, or the newest rows of a table lie in a cache.
     """
-    found: dict[int, dict[str, ModuleTensor]] = {}
+    embeddings = {id(module): module._parameters.get("weight") for _, module in _embedding_modules(model)}
+    tables = {id(weight) for weight in embeddings.values() if weight is not None and _is_table(weight)}
+    places: dict[int, dict[str, ModuleTensor]] = {}
     for name, module in names_outside_of_tables(model):
-        for attribute, tensor, kind in _own(module):
+        if isinstance(module, _FUSED):
+            _check_cache(name, module)
+        for attribute, tensor, own_kind in _own(module):
             fqn = f"{name}.{attribute}" if name else attribute
             if is_lazy(tensor):
-                raise InvalidInput(f"{kind.value} {fqn!r} has no shape yet: run the model once before this")
-            place = ModuleTensor(fqn, module, attribute, kind, tensor.shape, tensor.dtype)
-            found.setdefault(id(tensor), {})[fqn] = place
-    return [_of_all_places(places) for places in found.values() if next(iter(places.values())).shape.numel()]
+                raise InvalidInput(f"{own_kind.value} {fqn!r} has no shape yet: run the model once before this")
+            kind = TableKind.EMBEDDING if id(tensor) in tables else own_kind
+            if kind is TableKind.EMBEDDING and id(module) in embeddings:
+                fqn = name or fqn
+            if tensor.numel() and (dense or kind is TableKind.EMBEDDING):
+                place = ModuleTensor(fqn, module, attribute, kind, tensor.shape, tensor.dtype)
+                places.setdefault(id(tensor), {})[fqn] = place
+    return [_of_all_places(of_one) for of_one in places.values()]
+
+
+def unranked_embeddings(model: nn.Module, fqns_to_skip: Collection[str] = ()) -> list[str]:
+    """A sentence for each embedding module outside of sharded ones whose rows no policy can rank or quantise."""
+    sentences = []
+    for name, module in _embedding_modules(model):
+        weight = module._parameters.get("weight")
+        if weight is not None and not (_is_table(weight) or is_skipped(name, fqns_to_skip)):
+            sentences.append(
+                f"embedding {name!r} has {weight.shape[-1]} values of {weight.dtype} in a row: it is published as "
+                f"a parameter, which no policy ranks or quantises; use up to {MAX_DIM} of float32 or float16"
+            )
+    for name, module in modules_outside_of_tables(model):
+        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen) and not is_skipped(name, fqns_to_skip):
+            sentences.append(
+                f"module {name!r} holds its tables in one parameter, which is sent whole after each change, and "
+                "which no policy ranks or quantises: make them an EmbeddingBagCollection or EmbeddingCollection"
+            )
+    return sentences
+
+
+def fused_collections(model: nn.Module) -> list[Any]:
+    """The unsharded collections of TorchRec whose rows change in backward, without a gradient of a parameter."""
+    return [module for _, module in modules_outside_of_tables(model) if isinstance(module, _FUSED)]
+
+
+def _check_cache(name: str, collection: Any) -> None:
+    specs = [spec for lookups in collection._emb_modules for spec in lookups._emb_module.embedding_specs]
+    if any(location is EmbeddingLocation.MANAGED_CACHING for _, _, location, _ in specs):
+        raise InvalidInput(
+            f"module {name!r} is a {type(collection).__name__} with a cache (MANAGED_CACHING), whose newest rows "
+            "cannot be read: use DEVICE or MANAGED, or shard it"
+        )
+
+
+def _embedding_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules outside of sharded ones whose `weight` is an embedding table."""
+    of_fused = {id(table) for module in model.modules() if isinstance(module, _FUSED) for table in _tables(module)}
+    for name, module in names_outside_of_tables(model):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or id(module) in of_fused:
+            yield name, module
+
+
+def _tables(collection: nn.Module) -> Iterator[nn.Module]:
+    bags = isinstance(collection, FusedEmbeddingBagCollection)
+    yield from getattr(collection, "embedding_bags" if bags else "embeddings").values()
+
+
+def _is_table(weight: torch.Tensor) -> bool:
+    return _DTYPES.get(weight.dtype) in VALUE_TYPES and weight.shape[-1] <= MAX_DIM
 
 
 def _of_all_places(places: dict[str, ModuleTensor]) -> ModuleTensor:

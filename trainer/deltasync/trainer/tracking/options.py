@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from deltasync.core.errors import InvalidInput
 from deltasync.trainer.checks import check_names
@@ -46,3 +47,8 @@ class TrackerOptions:
         check_names("fqns_to_skip", self.fqns_to_skip)
         if not isinstance(self.mode, TrackingMode):
             raise InvalidInput(f"mode: {self.mode!r}, expected a TrackingMode")
+
+    @property
+    def of_all_ranks(self) -> dict[str, Any]:
+        """Those that must be the same on all ranks; one may track what all have copies of."""
+        return {name: value for name, value in vars(self).items() if name not in ("dense", "replicas")}

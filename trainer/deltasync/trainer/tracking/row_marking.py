@@ -19,7 +19,7 @@ from deltasync.core.errors import NotFound
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.dense_optimizers import DenseOptimizers
 from deltasync.trainer.tracking.lookup_marks import LookupMarks
-from deltasync.trainer.tracking.module_tensors import modules_with_buffers
+from deltasync.trainer.tracking.module_tensors import fused_collections, modules_with_buffers
 from deltasync.trainer.tracking.modules import table_fqn
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.rewrites import RewriteListener, listen_to_rewrites
@@ -97,8 +97,10 @@ class RowMarking:
         listen_to_rewrites(self._hooks, model, RewriteListener(self._begin_rewrite, self._end_rewrite))
         if not all(table.fused for table in (*self._tables, *self._replicas.values())):
             self._hooks.undo_with(self._dense_optimizers.listen())
-        if options.dense:
+        if any(table.compared for table in self._tables):
             listen_to_gradients(self._hooks, model, self._begin_updates)
+            listen_to_forwards(self._hooks, fused_collections(model), self._begin_updates)
+        if options.dense:
             listen_to_forwards(self._hooks, modules_with_buffers(model), self._begin_updates)
         if options.id_maps:
             listen_to_maps(self._hooks, model, self._begin_updates)
@@ -215,6 +217,7 @@ class RowMarking:
         local = held.local_ids(ids)
         with self._gate:
             self.compact_here()  # Lookups until now came before.
+            follow_replaced([held])
             reset_rows(held, local)
             self._reset_dense(held, local)
             if held is not self._replicas.get(table):

@@ -17,15 +17,6 @@ from deltasync.trainer.tracking.modules import table_fqn
 
 _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {torch.float32: np.dtype("<f4"), torch.float16: np.dtype("<f2")}
 
-_CACHED = EmbeddingComputeKernel.FUSED_UVM_CACHING
-# Kernels whose weights are tensors that can be indexed.
-_KERNELS = (
-    EmbeddingComputeKernel.FUSED,
-    EmbeddingComputeKernel.DENSE,
-    EmbeddingComputeKernel.FUSED_UVM,
-    _CACHED,
-)
-
 _ROWWISE_ADAGRAD = (EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD)
 
 
@@ -41,7 +32,7 @@ class TrackedShard:
         rowwise_adagrad: the momentum is that of row-wise Adagrad.
         cached_in: the kernel whose cache has the newest rows, and is flushed before a read; None without a cache.
         cache_offset: what the cache calls the shard's first row.
-        source: where a parameter or a buffer outside of tables is found, should it be replaced.
+        source: where the tensor is found again, should it be replaced: of what is outside of sharded modules.
     """
 
     shard: Shard
@@ -156,7 +147,7 @@ def check_deletable(table: TableSpec) -> None:
 
 
 def dense_table(tensor: ModuleTensor) -> TrackedTable:
-    """A parameter or buffer outside of embedding tables, as a table.
+    """What is outside of sharded modules, as a table.
 
     Raises:
         InvalidInput: its type or layout cannot be published.
@@ -180,12 +171,6 @@ def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> lis
     Raises:
         InvalidInput: its rows cannot be read.
     """
-    kind = kernel._config.compute_kernel
-    if kind not in _KERNELS:
-        raise InvalidInput(
-            f"module {name!r}: the rows of kernel {kind.value!r} cannot be read as they are; "
-            f"use one of: {', '.join(known.value for known in _KERNELS)}"
-        )
     weights = kernel.split_embedding_weights()
     states = _states(kernel, len(weights))
     tables = []
@@ -195,11 +180,22 @@ def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> lis
         replicated = config.local_metadata is None
         row_offset, col_offset = (0, 0) if replicated else config.local_metadata.shard_offsets
         shard = Shard(table, row_offset, config.local_rows, col_offset, config.local_cols)
-        cache = (kernel, int(kernel.emb_module.cache_hash_size_cumsum[number])) if kind is _CACHED else (None, 0)
+        cache = _cache(kernel, number)
         tracked = TrackedShard(shard, weight.detach(), states[number], _is_rowwise_adagrad(kernel), *cache)
-        fused = kind is not EmbeddingComputeKernel.DENSE
+        fused = kernel._config.compute_kernel is not EmbeddingComputeKernel.DENSE
         tables.append(TrackedTable(table, [tracked], config.feature_names, fused, replicated))
     return tables
+
+
+def _cache(kernel: Any, table: int) -> tuple[Any, int]:
+    """The kernel, if its cache has rows of one of its tables, and what the cache calls the first; else None, 0."""
+    config, emb_module = kernel._config.embedding_tables[table], kernel.emb_module
+    # The kernel's own config says FUSED: TorchRec has one kernel for tables with a cache and tables without.
+    cached = config.compute_kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING
+    if not cached or not emb_module.lxu_cache_weights.numel():  # There is none on a CPU.
+        return None, 0
+    feature = emb_module.feature_table_map.index(table)
+    return kernel, int(emb_module.cache_hash_size_cumsum[feature])
 
 
 def _states(kernel: Any, tables: int) -> list[list[torch.Tensor]]:

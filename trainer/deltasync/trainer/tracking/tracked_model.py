@@ -1,15 +1,15 @@
 """The tracked part of a model: its tables, and which of them the lookups of each kernel change."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
-from torchrec.modules.embedding_configs import data_type_to_dtype
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 
 from deltasync.core.errors import InvalidInput
-from deltasync.core.tables import TableSpec
+from deltasync.core.tables import TableKind, TableSpec
 from deltasync.trainer.tracking.collision_modules import collision_modules
 from deltasync.trainer.tracking.id_maps import IdMap, id_maps
 from deltasync.trainer.tracking.module_tensors import module_tensors
@@ -25,7 +25,7 @@ from deltasync.trainer.tracking.shards import (
     table_dtype,
 )
 from deltasync.trainer.tracking.unpublished import UnpublishedState, check_extra_state
-from deltasync.trainer.tracking.update_rules import check_tracked
+from deltasync.trainer.tracking.update_rules import check_settings, check_tracked
 
 # Which table is marked (None: none), and how many features are looked up in it.
 Lookup = tuple[int | None, int]
@@ -64,13 +64,16 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
         InvalidInput: some have rows that cannot be tracked, or nothing is called as one of `fqns_to_skip`.
     """
     modules = dict(sharded_modules(model))
-    outside = module_tensors(model) if options.dense else []
+    # Ranks that track no dense tensors are told to skip the same as the one that does.
+    found = module_tensors(model, dense=options.dense or bool(options.fqns_to_skip))
+    outside = [tensor for tensor in found if options.dense or tensor.kind is TableKind.EMBEDDING]
     maps = id_maps(model) if options.id_maps else []
-    others = [tensor.name for tensor in outside] + [table.name for table in _tables_of_maps(maps)]
+    others = [tensor.name for tensor in found] + [table.name for table in _tables_of_maps(maps)]
     _check_skips(modules, others, options)
     check_averages(model)
     kernels, alone = {}, set[nn.Module]()
     for name, module in modules.items():
+        _check_tables(name, module, options)
         for kernel in _kernels_wanted(name, module, options):
             check_tracked(name, kernel)
             tables = kernel_tables(name, module, kernel)
@@ -94,27 +97,29 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
     return TrackedModel(modules, tables, replicas, lookups, frozenset(alone), maps, unpublished)
 
 
-def published_tables(model: nn.Module, *, dense: bool) -> list[TableSpec]:
-    """Every table of a model, the same on all ranks.
+def published_tables(model: nn.Module, *, dense: bool, fqns_to_skip: Collection[str] = ()) -> list[TableSpec]:
+    """Every table of a model that is not left out, the same on all ranks.
 
     Args:
         model: the model.
-        dense: with parameters and buffers outside of embedding tables.
+        dense: with parameters and buffers that are no embedding tables.
+        fqns_to_skip: those left out (`TrackerOptions.fqns_to_skip`).
 
     Raises:
         InvalidInput: one cannot be published.
     """
     tables = []
     for name, module in sharded_modules(model):
-        for config in module._table_name_to_config.values():
-            fqn = table_fqn(name, module, config.name)
+        for fqn, config in _configs(name, module, fqns_to_skip):
             dtype = table_dtype(fqn, data_type_to_dtype(config.data_type))
             tables.append(TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype))
     if dense:  # Checked on all ranks, so that none waits for one that has failed.
-        check_extra_state(model)
-        tables += [dense_table(tensor).table for tensor in module_tensors(model)]
-    maps = [table for found in collision_modules(model) for table in found.tables]
-    return tables + [table for table in maps if any(table.of == other.name for other in tables)]
+        check_extra_state(model, fqns_to_skip)
+    outside = module_tensors(model, dense=dense)
+    tables += [dense_table(tensor).table for tensor in outside if not is_skipped(tensor.name, fqns_to_skip)]
+    names = {table.name for table in tables}
+    maps = [table for found in collision_modules(model) for table in found.tables if table.of in names]
+    return tables + [table for table in maps if not is_skipped(table.name, fqns_to_skip)]
 
 
 def _tables_of_maps(maps: list[IdMap]) -> list[TrackedTable]:
@@ -139,16 +144,27 @@ def _lookups(tables: list[TrackedTable], numbers: dict[str, int]) -> list[Lookup
     return lookups
 
 
+def _configs(
+    name: str, module: Any, fqns_to_skip: Collection[str] = ()
+) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
+    """FQN and config of each table of a module that is not left out, on whichever ranks its shards are."""
+    for config in module._table_name_to_config.values():
+        fqn = table_fqn(name, module, config.name)
+        if not is_skipped(fqn, fqns_to_skip):
+            yield fqn, config
+
+
+def _check_tables(name: str, module: Any, options: TrackerOptions) -> None:
+    for fqn, config in _configs(name, module, options.fqns_to_skip):
+        check_settings(fqn, config, module.module_sharding_plan[config.name].compute_kernel)
+
+
 def _check_skips(modules: dict[str, ShardedEmbeddingModule], others: list[str], options: TrackerOptions) -> None:
-    fqns = [table_fqn(name, module, table) for name, module in modules.items() for table in _table_names(module)]
+    fqns = [fqn for name, module in modules.items() for fqn, _ in _configs(name, module)]
     fqns += others
     for skip in options.fqns_to_skip:
         if not any(is_skipped(fqn, [skip]) for fqn in fqns):
             raise InvalidInput(f"fqns_to_skip: {skip!r} is no table and no part of one; tables: {', '.join(fqns)}")
-
-
-def _table_names(module: Any) -> list[str]:
-    return list(module._table_name_to_config)
 
 
 def _kernel_fqns(name: str, module: ShardedEmbeddingModule, kernel: Any) -> list[str]:

@@ -20,6 +20,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.kernels import changes, digests, id_maps, marks
 from deltasync.kernels.compiled import warm
+from deltasync.trainer.distributed.ranks import ranks_of
+from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.tracking import tracker_state
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import Cursors
@@ -48,25 +50,31 @@ class Tracker:
         cost: what tracking has cost so far.
     """
 
-    def __init__(self, model: nn.Module, options: TrackerOptions | None = None) -> None:
-        """Attach to a model.
+    def __init__(
+        self, model: nn.Module, options: TrackerOptions | None = None, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Attach to a model. The ranks that share it call this together, and wait for each other.
 
         Args:
             model: a model under `DistributedModelParallel`, or any other; with its weights loaded.
-            options: what to track, and for whom.
+            options: what to track, and for whom; the same on all of the ranks, but for `dense` and `replicas`.
+            ranks: which ranks these are; None for those that have a share in the model's tables, or copies of it.
 
         Raises:
-            InvalidInput: the model has tables whose rows cannot be tracked, or not in the mode wanted.
+            InvalidInput: the model has tables whose rows cannot be tracked, or not in the mode wanted, or ranks
+                have different options. All of the ranks raise it.
         """
         self._model, self._options = model, options or TrackerOptions()
+        self._ranks = ranks_of(model) if ranks is None else ranks
         self.cost = TrackerCost()
         self.attachments = 0
-        warm(changes, digests, id_maps, marks)  # Here: no step, and no cut, may wait for a compiler.
-        tracked = tracked_model(model, self._options)
-        self._gate = UpdateGate(tracked.tables[0].device if tracked.tables else torch.device("cpu"))
-        self._attach(tracked)
-        for name in self._options.consumers:
-            self.add_consumer(name)
+        with begun_together("Tracker", self._options.of_all_ranks, self._ranks):
+            warm(changes, digests, id_maps, marks)  # Here: no step, and no cut, may wait for a compiler.
+            tracked = tracked_model(model, self._options)
+            self._gate = UpdateGate(tracked.tables[0].device if tracked.tables else torch.device("cpu"))
+            self._attach(tracked)
+            for name in self._options.consumers:
+                self.add_consumer(name)
         self._marking.listen(self._model, self.record_lookup, self._options)
 
     def _attach(self, tracked: TrackedModel) -> None:
@@ -92,7 +100,8 @@ class Tracker:
         Rows that it held before keep their stamps, which its own state carries over. What it did not hold, and
         all that the new lookups may have changed by now, is marked: nobody has listened to them.
         """
-        tracked = tracked_model(self._model, self._options)
+        with begun_together("Tracker, after the model was resharded", ranks=self._ranks):
+            tracked = tracked_model(self._model, self._options)
         self._gate.training_here()
         with self._gate.reading(None):
             self._marking.settle()
@@ -129,7 +138,7 @@ class Tracker:
 
         Raises:
             Contradiction: another function was put in the place of the tracker's hooks.
-            InvalidInput: the model was resharded so that it can no longer be tracked.
+            InvalidInput: the model was resharded so that it can no longer be tracked, on this rank or another.
         """
         if renewed := self._lookups_held.renewed():
             self._attach_again(renewed)
@@ -324,18 +333,31 @@ class Tracker:
         """As `get_delta`, without values."""
         return self._handed_out(self._read(consumer, timeout_seconds, values=False).without_values())
 
-    def top_k(self, consumer: str | None = None, k: int = 1, timeout_seconds: float | None = None) -> Delta:
-        """The `k` rows of this rank, over all tables, that have changed most by L2 norm (`DeltaRows.norms`).
+    def top_k(
+        self,
+        consumer: str | None = None,
+        k: float = 1,
+        timeout_seconds: float | None = None,
+        *,
+        per_table: bool = False,
+    ) -> Delta:
+        """The rows of this rank that have changed most by L2 norm (`DeltaRows.norms`).
 
         The others stay due: acknowledging carries them over, and they go on growing.
 
+        Args:
+            consumer: its name; None for "default", or for the only one.
+            k: how many rows, or below 1 which share of those that have changed, rounded up.
+            timeout_seconds: how long another thread than the training one waits for the end of a step.
+            per_table: count `k` in every table by itself, instead of in all together.
+
         Raises:
-            InvalidInput: the consumer's mode does not tell by how much rows have changed, or k is below 1.
+            InvalidInput: the consumer's mode does not tell by how much rows have changed, or `k` is neither.
             NotFound: there is no such consumer.
             DeltasyncError: the step did not end in time.
         """
         check_ranked(self._cursors[consumer].mode, k)
-        return self._handed_out(self._read(consumer, timeout_seconds, k=k))
+        return self._handed_out(self._read(consumer, timeout_seconds, k=k, per_table=per_table))
 
     # -- as in TorchRec's tracker, and what is held
 
@@ -380,11 +402,11 @@ class Tracker:
                 alone is enough if both are the same.
 
         Raises:
-            InvalidInput: these are no states of trackers, or of a newer format, or a table lacks what a consumer's
-                mode reads.
+            InvalidInput: on this rank or another, these are no states of trackers, or of a newer format, or a
+                table lacks what a consumer's mode reads.
         """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
-        with self._gate.reading(None):
+        with begun_together("Tracker.load_state_dict", ranks=self._ranks), self._gate.reading(None):
             flush_caches(self.tables)
             self._restore(states)
 

@@ -1,6 +1,7 @@
-"""Which rows a fused kernel changes, by its optimizer and settings, as FBGEMM 1.8's source has it.
+"""Which rows of a table change, by its settings in TorchRec and the optimizer of its kernel in FBGEMM.
 
-What this does not know is refused: a row that changes unmarked is wrong at every predictor.
+What this does not know is refused: a row that changes unmarked is wrong at every predictor. README.md lists every
+setting, with what was decided.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.tbe.config.optimizer_config import WeightDecayMode
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
 from deltasync.core.errors import InvalidInput
 
@@ -119,6 +121,47 @@ ROUNDING_CACHE = UpdateRule(
 )
 
 
+# Their rows are tensors that stay in their place, and change as the rules say.
+FOLLOWED_KERNELS = (
+    EmbeddingComputeKernel.DENSE,
+    EmbeddingComputeKernel.FUSED,
+    EmbeddingComputeKernel.FUSED_UVM,
+    EmbeddingComputeKernel.FUSED_UVM_CACHING,
+)
+
+# Flags of a table's config with which TorchRec changes or moves rows unseen, and how.
+REFUSED_FLAGS = {
+    "stash_weights": "TorchRec frees the memory of the rows between forward and backward",
+    "enable_embedding_update": "TorchRec's `write` changes rows that no lookup has a gradient for",
+    "use_virtual_table": "TorchRec makes rows as their ids come",
+}
+
+
+def check_settings(fqn: str, config: Any, compute_kernel: str) -> None:
+    """Check that rows of a table can be tracked. All ranks check all tables, so that none goes on alone.
+
+    Args:
+        fqn: the table's.
+        config: what TorchRec was told of it (`BaseEmbeddingConfig`).
+        compute_kernel: the one of its plan.
+
+    Raises:
+        InvalidInput: they cannot.
+    """
+    advice = "or leave the table out (fqns_to_skip)"
+    for flag, effect in REFUSED_FLAGS.items():
+        if getattr(config, flag, False):
+            raise InvalidInput(
+                f"table {fqn!r} has {flag}=True: {effect}, which is not tracked; set it to False, {advice}"
+            )
+    followed = [kernel.value for kernel in FOLLOWED_KERNELS]
+    if compute_kernel not in followed:
+        raise InvalidInput(
+            f"table {fqn!r} has compute kernel {compute_kernel!r}, whose rows cannot be tracked; "
+            f"use one of: {', '.join(followed)}, {advice}"
+        )
+
+
 def update_rule(optimizer: Any, weight_decay: Any, *, rounds_in_cache: bool) -> UpdateRule:
     """What is decided for a fused kernel.
 
@@ -156,7 +199,8 @@ def check_tracked(name: str, kernel: Any) -> None:
         decay = _weight_decay(kernel.emb_module)
         raise InvalidInput(
             f"module {name!r}, tables {tables}: rows under optimizer {str(kernel.emb_module.optimizer)!r} "
-            f"(weight decay {getattr(decay, 'name', decay)}) cannot be tracked: {rule.reason}"
+            f"(weight decay {getattr(decay, 'name', decay)}) cannot be tracked: {rule.reason}; "
+            "change that, or leave the tables out (fqns_to_skip)"
         )
 
 

@@ -77,6 +77,15 @@ def an_optimizer_that_leaves_the_update_to_others_is_refused() -> None:
 
 
 @SCENARIOS.scenario("optimizers", ranks=2)
+def a_setting_of_a_table_on_one_rank_is_refused_on_all() -> None:
+    """A rank that went on would wait for the other."""
+    tables = bags(bag("f", stash_weights=True), "g")
+    model = sharded({"bags": tables}, {"f": SHARDING["whole"], "g": row_wise(compute_kernel="fused")})
+    with pytest.raises(InvalidInput, match=f"table '{BAGS}.f' has stash_weights=True"):
+        Tracker(model)
+
+
+@SCENARIOS.scenario("optimizers", ranks=2)
 def hyper_parameters_may_change_at_any_time() -> None:
     model = sharded({"bags": bags("f")}, {"f": row_wise(compute_kernel="fused")})
     replica = Replica(model)

@@ -1,0 +1,93 @@
+"""What each rank writes for the others, in the store of the process group. No collective is needed to read it."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from zlib import crc32
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from deltasync.core.errors import DeltasyncError
+from deltasync.trainer.distributed.ranks import all_ranks, this_rank
+from deltasync.trainer.distributed.waiting import named, wait_aloud
+
+# How often this process has made one of a name: ranks count alike, and so find each other's texts.
+_MADE = Counter[str]()
+
+
+class RankStore:
+    """One text of each rank; a newer text replaces it. All `ranks` make theirs in the same order.
+
+    Attributes:
+        rank: this one.
+        ranks: all that write, in order.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int] | None = None) -> None:
+        """Write nothing yet.
+
+        Args:
+            name: what it is for, in messages.
+            ranks: None for all ranks of the process group.
+        """
+        self._name, self.rank = name, this_rank()
+        self.ranks = all_ranks() if ranks is None else list(ranks)
+        self._text = ""
+        self._store: Any = None
+        if len(self.ranks) > 1:
+            key = f"deltasync/{name}/{crc32(repr(self.ranks).encode())}"
+            _MADE[key] += 1
+            world: Any = dist.group.WORLD
+            self._store = PrefixStore(f"{key}/{_MADE[key]}", world.get_group_store())
+
+    def write(self, text: str) -> None:
+        """Write this rank's text. Takes microseconds: a TCPStore is not waited for. Nothing, where it is gone."""
+        self._text = text
+        if self._store:
+            with suppress(RuntimeError):
+                self._store.set(str(self.rank), text)
+
+    def wait_for_all(self) -> None:
+        """Wait until each rank has written a text.
+
+        Raises:
+            DeltasyncError: a rank has not within the store's timeout.
+        """
+        if self._store is None:
+            return
+        store, keys, started = self._store, [*map(str, self.ranks)], time.monotonic()
+        longest = _timeout(store)
+
+        def missing() -> str:
+            return named([rank for rank in self.ranks if not store.check([str(rank)])])
+
+        def arrived(seconds: float) -> bool:
+            with suppress(dist.DistStoreError):
+                store.wait(keys, timedelta(seconds=seconds))
+                return True
+            if time.monotonic() - started > longest.total_seconds():
+                raise DeltasyncError(f"{missing()} did not come to {self._name} within {longest}")
+            return False
+
+        wait_aloud(arrived, lambda: f"{missing()} to come to {self._name}, as all ranks have to")
+
+    def read(self) -> list[str]:
+        """The texts, in the order of `ranks`; each has written one.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        if self._store is None:
+            return [self._text]
+        return [text.decode() for text in self._store.multi_get([*map(str, self.ranks)])]
+
+
+def _timeout(store: Any) -> timedelta:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    timeout: timedelta = store.timeout
+    return timeout

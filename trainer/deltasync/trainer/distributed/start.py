@@ -1,0 +1,92 @@
+"""What ranks begin together: all of them begin it, or all raise the same error."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from deltasync.core import errors
+from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.core.events import described
+from deltasync.trainer.distributed.rank_store import RankStore
+from deltasync.trainer.distributed.waiting import named
+
+
+@contextmanager
+def begun_together(
+    what: str, options: Mapping[str, Any] | None = None, ranks: Sequence[int] | None = None
+) -> Iterator[None]:
+    """At the end of the block, have all ranks raise an error if one has failed in it, or has other options.
+
+    All ranks enter it, and wait for each other at its end.
+
+    Args:
+        what: ranks begin, in messages.
+        options: must be equal on all ranks.
+        ranks: those that begin it; None for all.
+
+    Raises:
+        InvalidInput: ranks have different options. The message has the names, the values and the ranks.
+        DeltasyncError: a rank has failed; of its class, if that is one of deltasync's. The message has the rank.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # all ranks raise it below
+        failure = error
+    store = RankStore(what, ranks)
+    if len(store.ranks) == 1:
+        if failure:
+            raise failure
+        return
+    shown = {name: _shown(value) for name, value in (options or {}).items()}
+    told = [type(failure).__name__, described(failure)] if failure else None
+    store.write(json.dumps([shown, told]))
+    store.wait_for_all()
+    found = [json.loads(text) for text in store.read()]
+    if differing := _differing(store.ranks, [options for options, _ in found]):
+        raise InvalidInput(f"{what}: {differing}; all ranks need the same") from failure
+    if reasons := _by_value(store.ranks, [told and tuple(told) for _, told in found]):
+        (kind, _), *_ = reasons
+        raise _error(kind)("; ".join(f"{named(of)}: {text}" for (_, text), of in reasons.items())) from failure
+
+
+def _differing(ranks: Sequence[int], options: Sequence[Mapping[str, str]]) -> str:
+    """Options of which ranks have different values, with these; empty if there are none."""
+    names = {name: None for of_rank in options for name in of_rank}
+    values = {name: _by_value(ranks, [of_rank.get(name, "missing") for of_rank in options]) for name in names}
+    return "; ".join(
+        f"{name} is " + ", ".join(f"{value} on {named(of)}" for value, of in found.items())
+        for name, found in values.items()
+        if len(found) > 1
+    )
+
+
+def _by_value(ranks: Sequence[int], values: Sequence[Any]) -> dict[Any, list[int]]:
+    """The ranks that have each value, but for None."""
+    found = defaultdict[Any, list[int]](list)
+    for rank, value in zip(ranks, values, strict=True):
+        if value is not None:
+            found[value].append(rank)
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A value of an option in words, which are the same for equal values."""
+    if isinstance(value, Enum):
+        return str(value)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, AbstractSet | tuple):
+        value = sorted(value) if isinstance(value, AbstractSet) else list(value)
+    return repr(value)
+
+
+def _error(name: str) -> type[DeltasyncError]:
+    kind = getattr(errors, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, DeltasyncError) else DeltasyncError
