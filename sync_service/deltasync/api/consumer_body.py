@@ -13,10 +13,10 @@ _DEFAULT = Policy().as_dict()
 
 
 def _schema(field: PolicyField) -> dict[str, Any]:
-    schema = {**field.kind.schema, "description": field.words, "default": _DEFAULT[field.name]}
+    schema = field.kind.schema
     if field.default is None:
-        schema["type"] = [schema["type"], "null"]
-    return schema
+        schema = {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]}
+    return {**schema, "description": field.words, "default": _DEFAULT[field.name]}
 
 
 _POLICY = {

@@ -72,7 +72,7 @@ class _RankStream:
         async for request in requests:
             kind = request.WhichOneof("message")
             if (kind == "open") != (self._session is None) or kind is None:
-                raise InvalidInput("a stream begins with one open message, then chunks and closes follow")
+                raise InvalidInput("a stream begins with one open message; chunks, parts and a goodbye follow")
             if self._session is None:
                 session = await self._open(request.open)
                 yield _opened(session)
@@ -84,7 +84,7 @@ class _RankStream:
                 position = await self._session.take(request.part)
                 yield _sealed(self._session, request.part.close.step, position)
             elif kind == "goodbye":
-                self._session.finished = True
+                self._session.finish()
                 return
             else:
                 position = await self._session.close(request.close)

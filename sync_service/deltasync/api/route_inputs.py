@@ -8,6 +8,7 @@ from starlette.datastructures import QueryParams
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deltasync.api.access_table import need_of_request
 from deltasync.core.errors import InvalidInput
 from deltasync.core.words import listed
 
@@ -16,7 +17,7 @@ _PLAIN = "-._~!$&'()*+,;=:@"
 
 
 class EncodedPathMiddleware:
-    """Has routes matched against the path as it is encoded.
+    """Matches routes against the path as it is encoded.
 
     A decoded name may contain a slash or a line break, which a route would take for its own or not match at all.
     """
@@ -33,7 +34,10 @@ class EncodedPathMiddleware:
 
 
 def take_inputs(routes: Iterable[BaseRoute]) -> None:
-    """Have each route decode the names in its path, and refuse query parameters that it does not have."""
+    """Decode the names in the path of each route, and refuse query parameters that the route does not have.
+
+    What anyone may ask for takes any: monitors add some to a probe, links to a page.
+    """
     for route in routes:
         if isinstance(route, Route):
             route.app = _Inputs(route)
@@ -44,6 +48,8 @@ class _Inputs:
 
     def __init__(self, route: Route) -> None:
         self._app, self._path = route.app, route.path_format
+        needs = [need_of_request(method, route.path_format) for method in route.methods or ()]
+        self._takes_any = all(need.role is None for need in needs)
         fields = route.dependant.query_params if isinstance(route, APIRoute) else ()
         self._known = {each.alias for each in fields}
 
@@ -53,7 +59,8 @@ class _Inputs:
         Raises:
             InvalidInput: it has a query parameter that the route does not have.
         """
-        if unknown := sorted(QueryParams(scope["query_string"]).keys() - self._known):
+        unknown = sorted(QueryParams(scope["query_string"]).keys() - self._known)
+        if unknown and not self._takes_any:
             takes = f"{scope['method']} {self._path} takes {listed(self._known) or 'none'}"
             raise InvalidInput(f"unknown query parameter {unknown[0]!r}: {takes}")
         names = {name: unquote(value) for name, value in scope["path_params"].items()}

@@ -59,7 +59,8 @@ def _difference(service: Endpoint) -> str:
     except (DeltasyncError, AttributeError, LookupError, TypeError):
         return ""
     ours, our_commit = built_version(), built_commit()
-    if version == ours and commit in ("", our_commit or commit):
+    same = not (commit and our_commit) or commit.removesuffix("-dirty") == our_commit.removesuffix("-dirty")
+    if version == ours and same:
         return ""
     return (
         f"this command is deltasync {_words(ours, our_commit)}, the service {_words(version, commit)}: use a "

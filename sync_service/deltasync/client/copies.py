@@ -69,7 +69,10 @@ class _Side(Generic[C, R]):
     def state(self) -> str:
         """What it holds, in words."""
         if self.unfinished == _FIRST_COPY:
-            return f"{_FIRST_COPY}, which is still arriving or was broken off: wait until a subscriber is ready"
+            return (
+                f"{_FIRST_COPY}, which is still arriving or was broken off: wait until the subscriber is ready, "
+                "or start another one"
+            )
         begun = f" and {self.unfinished}" if self.unfinished else ""
         return f"rows of version {self.reading.version}{begun}: a release was not written to its end. {_REMEDY}"
 
@@ -117,7 +120,7 @@ class Copies(Generic[C, R]):
         """What is served, with no release written into it while the block runs.
 
         Raises:
-            TornTarget: a release was not written to its end.
+            TornTarget: a release was not written to its end, or a first copy is still arriving.
             Contradiction: this thread is applying a release.
         """
         while True:

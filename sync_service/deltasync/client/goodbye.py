@@ -26,7 +26,7 @@ def say_goodbye(endpoint: Endpoint, replica: subscribe_pb2.LeaveRequest, seconds
 
 
 def say_why(requests: Requests, call: Any, error: Exception, seconds: float) -> None:
-    """Say on a stream why the replica stops, and wait so many seconds at most until the service has read it."""
+    """Say on a stream why the replica stops, and wait until the service has read it, `seconds` at most."""
     say(requests, subscribe_pb2.Ack(stopped=printable(f"{type(error).__name__}: {error}")))
     requests.put(None)
     ended = threading.Event()

@@ -379,7 +379,7 @@ class _Stream:
         return position_from_message(sealed.position)
 
     def say_goodbye(self, seconds: float) -> None:
-        """Tell the service that this rank has finished, and wait for its answer, so many seconds at most."""
+        """Tell the service that this rank has finished, and wait for its answer, `seconds` at most."""
         if self._opened and self._call.is_active():
             ended = threading.Event()
             self._call.add_callback(ended.set)

@@ -317,8 +317,9 @@ class Subscriber:
                 self._known = self._let_in = True
                 if self._checksums:
                     self._checksums.forget_question()
+                in_parts = self._takes_parts
                 with _arriving():
-                    assembler.begin(response.opened, in_parts=self._takes_parts)
+                    assembler.begin(response.opened, in_parts=in_parts)
                 self._readiness.limit(response.opened.ready_within_seconds)
                 self._readiness.lacks("it has yet to show that it holds what it is sent")
             elif kind == "chunk":

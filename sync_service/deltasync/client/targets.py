@@ -22,12 +22,11 @@ class Release:
         position: what the replica holds once the release is applied.
         step: the trainer's step of that version.
         step_end_unix_ns: when that step ended, nanoseconds since 1970.
-        resync: all tables must be reset to zero first: the release holds everything.
+        resync: the release holds everything, or is a part of it. Ask `resets` whether to reset a table first.
         tables: every table the consumer follows, changed or not: as a target holds it, a `HeldSpec` where rows are
             sent in another type than the table's own.
         rows: the changed rows; a table may appear several times, with different rows each time.
-        whole: names of the tables that must be reset to zero first, where it is no resync: the release holds all
-            of their rows. Ask `resets`.
+        whole: names of the tables of which it holds all rows, where it is no resync. Ask `resets`.
         version: the model's version that the release was made of.
         bytes: what ids and values took on the wire.
         event_time_unix_ns: the time of the newest event that the model had been trained on at that version,

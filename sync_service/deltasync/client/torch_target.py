@@ -124,7 +124,7 @@ class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
         # What comes later, or grows, has no place as long as the module is the one it was: the rest goes on.
         held = {table.name: table.rows for table in self._followed if table.name in self.bound()}
         known = {table.name for table in tables if held.get(table.name) == table.rows}
-        if not self._followed or known & binding.problems.keys():
+        if binding.problems and (not self._followed or known & binding.problems.keys()):
             _refuse(list(binding.problems.items()), self._part_that_fits(tables))  # All: one may explain another.
         if not self._followed:
             self._check_first(tables, binding)

@@ -110,7 +110,8 @@ class Amount(Kind):
 
     def __init__(self) -> None:
         expected = "a whole number of rows such as 10, without a point, or a share above 0 and below 1 such as 0.1"
-        super().__init__(expected, {"type": "number", "exclusiveMinimum": 0}, "ROWS|SHARE")
+        share = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+        super().__init__(expected, {"anyOf": [{"type": "integer", "minimum": 1}, share]}, "ROWS|SHARE")
 
     def read(self, name: str, value: Any) -> float:
         """See `Kind`."""

@@ -10,7 +10,7 @@ from deltasync.consumers.quarantine import Quarantine
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.backoff import backoff
 from deltasync.core.cut_times import CutTimes, StopWatch, way_to_service
-from deltasync.core.errors import InvalidInput, ServiceUnavailable, StorageFailed
+from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.event_time import newest_event_time
 from deltasync.core.events import EventKind, Events, described
 from deltasync.core.position import Position
@@ -24,6 +24,8 @@ from deltasync.publish.cut import Cut
 from deltasync.publish.norm_guard import NormGuard
 from deltasync.publish.pending_deletes import PendingDeletes
 from deltasync.publish.refusal import Refusal
+from deltasync.storage.log_store import LogUnavailable
+from deltasync.storage.volume import VolumeFailed
 
 
 class CutSealer:
@@ -76,7 +78,7 @@ class CutSealer:
     @property
     def quarantine(self) -> str:
         """Which versions are kept from consumers, and why; empty if none are."""
-        with contextlib.suppress(StorageFailed):  # While the log cannot be read, what it said last.
+        with contextlib.suppress(LogUnavailable, VolumeFailed):  # What the log said when it could be read.
             self._quarantine = self._consumers.quarantine_of(self.model.name)
         return self._quarantine.words if self._quarantine else ""
 

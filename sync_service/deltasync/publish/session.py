@@ -246,6 +246,16 @@ class PublishSession:
         self.coordinator.seal_when_complete()
         return await asyncio.shield(open_cut.sealed)
 
+    def finish(self) -> None:
+        """Note that the rank says goodbye: it has published all that it is going to.
+
+        Raises:
+            InvalidInput: a part is under way.
+        """
+        if self._part:
+            raise InvalidInput(f"goodbye within the part of step {self._part[0].cut.step}: close it first")
+        self.finished = True
+
     def _differing(self, close: publish_pb2.PartClose) -> set[str]:
         if len(close.differing) > len(self.tables) or len(close.deletes) > _MOST_DELETES:
             found = f"{len(close.differing)} tables that differ, and {len(close.deletes)} deletes"

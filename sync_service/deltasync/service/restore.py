@@ -141,7 +141,7 @@ def _newest(place: SnapshotPlace, model: str) -> Manifest:
 
 @contextmanager
 def _advising(remedy: str) -> Iterator[None]:
-    """Have an error that something is damaged say what to do."""
+    """Add to an error about damage what to do."""
     try:
         yield
     except SnapshotDamaged as error:

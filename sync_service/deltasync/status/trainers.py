@@ -21,7 +21,7 @@ class TrainerLine:
         rank: this one's number.
         process: which process that is, as it says itself.
         connected: whether it is there.
-        finished: whether it has said goodbye: one that is neither this nor connected is lost.
+        finished: whether it has said goodbye. A rank that has not, and is not connected, is lost.
         since_seconds: for how long it has been there, or away.
         left: why its last stream ended; empty while it is there.
         tables: how many it publishes.

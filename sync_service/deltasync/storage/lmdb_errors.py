@@ -51,9 +51,10 @@ def writing_failed(error: Exception, file: Path, size: int) -> StorageFailed:
     return _failed("the log could not be written", error, file, size)
 
 
-def opened_again() -> StorageFailed:
-    """The error that the log cannot be read while it has to be opened again."""
-    return LogUnavailable(f"the log cannot be read: {_UNAVAILABLE[lmdb.PanicError]}; {_NOTHING_LOST}")
+def not_open(failure: StorageFailed | None) -> StorageFailed:
+    """The error that a log which is not open cannot be read; `failure` is why it could not be opened again."""
+    why = failure or f"{_UNAVAILABLE[lmdb.PanicError]}; {_NOTHING_LOST}"
+    return LogUnavailable(f"the log cannot be read: {why}")
 
 
 def refused_write_is_there(file: Path) -> VolumeFailed:

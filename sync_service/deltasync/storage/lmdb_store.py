@@ -31,14 +31,14 @@ from deltasync.core.durations import Durations
 from deltasync.core.errors import StorageFailed
 from deltasync.storage.files import flush_folder, make_folder, writing
 from deltasync.storage.lmdb_errors import (
-    opened_again,
+    not_open,
     opening_failed,
     reading_failed,
     refused_write_is_there,
     writing_failed,
 )
 from deltasync.storage.lmdb_records import address_of, damaged, key_of, with_checksum, without_checksum
-from deltasync.storage.log_store import LAST_NUMBER, LAST_PART, Buffer, LogFull, LogOptions, Record
+from deltasync.storage.log_store import LAST_NUMBER, LAST_PART, Buffer, LogFull, LogOptions, LogUnavailable, Record
 from deltasync.storage.records import name_of
 from deltasync.storage.volume import Volume, VolumeFailed
 from deltasync.storage.write_queue import Submitted, WriteQueue
@@ -77,6 +77,8 @@ class LmdbStore:
         self._said_slow = -_SAID_SECONDS
         self._idle, self._reads = threading.Condition(), 0  # An environment may be closed while nobody reads.
         self._env: lmdb.Environment | None = None
+        self._closed = False
+        self._not_opened: StorageFailed | None = None  # Why it could not be opened again.
         self._databases = dict[bytes, Any]()
         self._have(_open(options))
         self.queue = WriteQueue()
@@ -87,6 +89,7 @@ class LmdbStore:
         """Commit what was submitted and close the file."""
         self.queue.close()
         self._writer.join()
+        self._closed = True
         self._close_environment()
 
     # Writing.
@@ -190,7 +193,7 @@ class LmdbStore:
     def _cursor(self, name: bytes) -> Iterator["lmdb.Cursor[bytes]"]:
         with self._idle:
             if self._env is None:
-                raise opened_again()
+                raise LogUnavailable("the log is closed") if self._closed else not_open(self._not_opened)
             env, database = self._env, self._databases[name]
             self._reads += 1
         try:
@@ -299,7 +302,9 @@ class LmdbStore:
             failure = error if isinstance(error, StorageFailed) else writing_failed(error, self._file, 0)
             if isinstance(failure, VolumeFailed):
                 self.volume.refuse(failure.refusal)
+            self._not_opened = failure
             raise failure from error
+        self._not_opened = None
         return env
 
     def _have(self, env: lmdb.Environment) -> None:

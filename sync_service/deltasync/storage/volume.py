@@ -203,5 +203,6 @@ def _cause(path: Path, needed_bytes: int, free_bytes: int) -> int:
 def _number_of(error: Exception) -> int:
     if isinstance(error, OSError):
         return error.errno or 0
-    text = str(error)  # LMDB says it in words only.
-    return next((number for number in errno.errorcode if text.endswith(os.strerror(number))), 0)
+    text = str(error)  # LMDB says it in words only. These two are said of calls, not of a volume.
+    numbers = errno.errorcode.keys() - {errno.EINVAL, errno.EAGAIN}
+    return next((number for number in numbers if text.endswith(os.strerror(number))), 0)

@@ -427,3 +427,9 @@ def test_a_goodbye_comes_last(running: RunningService) -> None:
         stream.send(goodbye)
         code, said = stream.refusal()
     assert (code, "begins with one open message" in said) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    with RankStream(running.grpc) as rank:
+        rank.opened()
+        rank.send(chunk(1, 0, [0], np.zeros((1, 4), "<f4")))
+        rank.send(goodbye)
+        code, said = rank.refusal()
+    assert (code, "goodbye within the part of step 1" in said) == (grpc.StatusCode.INVALID_ARGUMENT, True)

@@ -104,10 +104,14 @@ def test_while_calls_fail_at_random_every_word_is_true_and_all_is_there_afterwar
         replica.wait_for(trainer.publish_all(), WAIT)
         disk.fail(calls, str(tmp_path / "data"), every=8)
         training, seen = pool.submit(publish), set[int]()
-        while len(published) < 15 or len(seen) < 2:
+
+        def has_seen_enough() -> bool:
             assert not training.done() or training.result()
             check_said(service)
             seen.add(readiness(service))
+            return len(published) >= 15 and len(seen) == 2
+
+        wait_for(has_seen_enough, lambda: (len(published), seen), 120)
         stop.set()
         disk.go_on()
         training.result(WAIT)
