@@ -27,6 +27,8 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.trainer.sync import DeltaSync, SyncOptions
+from deltasync.trainer.tracking.module_tensors import unranked_embeddings
+from deltasync.trainer.tracking.tracked_model import published_tables
 
 ROWS, DIM = 12, 4
 POLICIES = {
@@ -34,7 +36,7 @@ POLICIES = {
     "small": Policy(value_type=ValueType.INT8, top_k=0.5),
     "dense": Policy(tables=("over.*",), value_type=ValueType.INT8),
 }
-pytestmark = pytest.mark.parametrize("running", [{"policies": POLICIES}], indirect=True)
+with_policies = pytest.mark.parametrize("running", [{"policies": POLICIES}], indirect=True)
 
 
 def bags() -> Any:
@@ -49,9 +51,9 @@ def rows_by_id() -> Any:
     )
 
 
-def fused_bags() -> Any:
+def fused_bags(optimizer: type[torch.optim.Optimizer] = torch.optim.SGD) -> Any:
     tables = [EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])]
-    return FusedEmbeddingBagCollection(tables, torch.optim.SGD, {"lr": 0.5}, device=torch.device("cpu"))
+    return FusedEmbeddingBagCollection(tables, optimizer, {"lr": 0.5}, device=torch.device("cpu"))
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -104,6 +106,7 @@ class Received(NumpyTarget):
         super().apply(release)
 
 
+@with_policies
 @pytest.mark.parametrize("kind", MODULES)
 def test_rows_of_an_unsharded_module_are_ranked(running: RunningService, kind: str) -> None:
     make, inner = MODULES[kind]
@@ -145,8 +148,8 @@ def test_a_model_under_ddp_without_its_dense_part(running: RunningService, lone_
 
 def test_an_embedding_that_is_tied_is_one_too(running: RunningService) -> None:
     def tied() -> nn.Module:
-        model = nn.ModuleDict({"item": nn.Embedding(ROWS, DIM), "over": nn.Linear(DIM, ROWS, bias=False)})
-        model["over"].weight = model["item"].weight
+        model = nn.ModuleDict({"above": nn.Linear(DIM, ROWS, bias=False), "item": nn.Embedding(ROWS, DIM)})
+        model["above"].weight = model["item"].weight
         return model
 
     trained, served = tied(), tied()
@@ -155,9 +158,12 @@ def test_an_embedding_that_is_tied_is_one_too(running: RunningService) -> None:
             replica.wait_for(sync.flush(WAIT), WAIT)
         (table,) = running.get_json("/tables")
     assert (table["table"], table["kind"]) == ("item", "embedding")
+    with pytest.raises(InvalidInput, match="'above' is no table and no part of one; tables: item"):
+        DeltaSync(trained, SyncOptions(service=running.grpc, model="other", fqns_to_skip=["above"]))
     torch.testing.assert_close(served.state_dict(), trained.state_dict(), rtol=0, atol=0)
 
 
+@with_policies
 def test_what_cannot_be_ranked_is_said_at_the_attachment_and_in_lag(
     running: RunningService, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,12 +172,33 @@ def test_what_cannot_be_ranked_is_said_at_the_attachment_and_in_lag(
     with caplog.at_level(logging.WARNING, "deltasync.trainer"):
         sync = DeltaSync(model, SyncOptions(service=running.grpc, model="clicks"))
     said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "embedding 'wide' has 4 values of torch.float64 in a row: it is published as a parameter" in said
+    assert "embedding 'wide' has 4 values of torch.float64 in a row: it is a parameter, which no policy" in said
     assert "module 'tbe' holds its tables in one parameter" in said
     with sync, follow(running, "dense", NumpyTarget()) as replica:
         replica.wait_for(sync.flush(WAIT).number, WAIT)
         reason = running.get_json("/consumers/dense/lag")["reason"]
     assert "cannot rank or quantise over.bias, over.weight: no embedding tables" in reason
+
+
+def test_what_is_left_out_is_neither_checked_nor_called_published(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"item": nn.Embedding(ROWS, DIM), "over": nn.LazyLinear(1)})
+    with pytest.raises(InvalidInput, match=r"parameter 'over.weight' has no shape yet"):
+        published_tables(model, dense=True)
+    assert [table.name for table in published_tables(model, dense=False)] == ["item"]
+    wide = nn.ModuleDict({"wide": nn.Embedding(ROWS, DIM).double()})
+    assert "which dense=False leaves out" in unranked_embeddings(wide, dense=False)[0]
+    assert unranked_embeddings(wide, fqns_to_skip=["wide"]) == []
+
+
+def test_a_deleted_row_of_a_fused_collection_is_a_new_row_to_its_optimizer(running: RunningService) -> None:
+    trained = Model(fused_bags(torch.optim.Adagrad))
+    with DeltaSync(trained, SyncOptions(service=running.grpc, model="clicks")) as sync:
+        train(trained, [1, 3])
+        (lookups,) = trained.user._emb_modules  # type: ignore[misc]
+        ((sums,),) = lookups._emb_module.split_optimizer_states()
+        assert sums.view(ROWS, -1)[[1, 3]].all()
+        sync.delete("user.embedding_bags.t", torch.tensor([3]))
+        assert sums.view(ROWS, -1).any(dim=1).nonzero().view(-1).tolist() == [1]
 
 
 def test_rows_in_a_cache_are_refused_by_name(running: RunningService) -> None:
@@ -181,3 +208,5 @@ def test_rows_in_a_cache_are_refused_by_name(running: RunningService) -> None:
     lookups._emb_module.embedding_specs = [cached]  # Only a GPU has such a cache.
     with pytest.raises(InvalidInput, match=r"module 'user' is a FusedEmbeddingBagCollection with a cache"):
         DeltaSync(model, SyncOptions(service=running.grpc, model="clicks"))
+    names = [table.name for table in published_tables(model, dense=True, fqns_to_skip=["user"])]
+    assert names == ["over.weight", "over.bias"]

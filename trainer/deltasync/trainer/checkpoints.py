@@ -111,7 +111,7 @@ class Checkpoints:
         except Exception:  # Training continues, and the next checkpoint may succeed.
             logger.exception("the checkpoint %s could not be written", folder)
             failed = True
-        return not on_any_rank([failed], f"the checkpoint {folder}", self._writing)[0]
+        return not on_any_rank([failed], None, self._writing)[0]  # A large one takes long on some ranks.
 
     def _complete(self, partial: Path, folder: Path) -> None:
         if folder.exists():  # A run that continued from it may end before its first step.

@@ -94,7 +94,12 @@ class DeltaSync:
         self._trouble = Trouble()
         self._differences = BufferDifferences(model, self._agreement, options.fqns_to_skip)
         for sentence in (
-            [*wrongly_divided(model), *unranked_embeddings(model, options.fqns_to_skip)] if first else ()
+            [
+                *wrongly_divided(model),
+                *unranked_embeddings(model, dense=options.dense, fqns_to_skip=options.fqns_to_skip),
+            ]
+            if first
+            else ()
         ):
             logger.warning("%s", sentence)
         self._run = TrainingRun(options.service, options.model, self._tables, self.tracker, self._agreement)

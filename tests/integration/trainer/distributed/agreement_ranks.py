@@ -1,7 +1,9 @@
 """The ranks of test_agreement: no rank is left waiting for another."""
 
 import logging
+import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -22,9 +24,10 @@ from tests.support.ranks import leave
 
 from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.trainer import buffer_differences
-from deltasync.trainer.distributed import waiting
+from deltasync.trainer.distributed import rank_store, waiting
 from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
+from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.example.model import ClickModel
 from deltasync.trainer.example.options import ModelOptions
 from deltasync.trainer.pipelines import LockstepBatches
@@ -222,8 +225,8 @@ def options_that_differ_are_named_on_all_ranks(service: str) -> None:
     Tracker(tables, TrackerOptions(dense=rank == 0, replicas=rank == 0)).close()
 
 
-def check_refused_on_all(make: Callable[[], object], why: str) -> None:
-    with pytest.raises(InvalidInput) as refused:
+def check_refused_on_all(make: Callable[[], object], why: str, kind: type[DeltasyncError] = InvalidInput) -> None:
+    with pytest.raises(kind) as refused:
         make()
     assert str(refused.value) == why, (dist.get_rank(), str(refused.value))
 
@@ -248,6 +251,22 @@ def what_one_rank_cannot_track_is_refused_on_all(_service: str) -> None:
         kernel.optimizer = EmbOptimType.NONE
     with pytest.raises(InvalidInput, match=r"^rank 0: module 'bags', tables 't0': rows under optimizer 'none'"):
         tracker.step()
+
+
+def a_restart_reads_nothing_of_the_ranks_before(_service: str) -> None:
+    """As torchrun restarts them: other processes, and the store that there was."""
+
+    def attempt(number: int, fails: bool) -> None:
+        with (
+            mock.patch.object(rank_store, "_MADE", Counter[str]()),
+            mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=str(number)),
+            begun_together("a start"),
+        ):
+            if fails and dist.get_rank() == 1:
+                raise DeltasyncError("no memory")
+
+    check_refused_on_all(partial(attempt, 0, True), "rank 1: no memory", DeltasyncError)
+    attempt(1, False)
 
 
 def a_rank_that_waits_says_for_which(service: str) -> None:
@@ -317,6 +336,7 @@ if __name__ == "__main__":
         closed_ones_leave_no_threads,
         options_that_differ_are_named_on_all_ranks,
         what_one_rank_cannot_track_is_refused_on_all,
+        a_restart_reads_nothing_of_the_ranks_before,
         a_rank_that_waits_says_for_which,
     ):
         play(sys.argv[1])

@@ -43,13 +43,13 @@ class Consensus:
 
 
 def on_any_rank(
-    flags: list[bool], what: str, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+    flags: list[bool], what: str | None, group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> list[bool]:
     """Which of the flags are set on at least one rank of a group. A collective: all of its ranks call it.
 
     Args:
         flags: of this rank; all ranks have the same number of them.
-        what: for what ranks meet here, in the log of a rank that waits long.
+        what: what ranks are about to do, for the log of a rank that waits long; None says nothing there.
         group: None is the default group. Without a process group there is one rank.
         device: where the group's backend takes tensors from; None is the CPU.
     """
@@ -58,9 +58,9 @@ def on_any_rank(
         return flags
     tensor = torch.tensor(values, dtype=torch.int64, device=device)
     work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
-    if tensor.device.type == "cpu":
+    if what and tensor.device.type == "cpu":
         _finish(work, lambda: f"the other ranks to come to {what}")
-    else:  # It is waited for on the device, and an end of the wait would end the group.
+    else:  # On a device, an end of the wait would end the group.
         work.wait()
     return [bool(flag) for flag in tensor.tolist()]
 
@@ -83,8 +83,8 @@ class _State:
     Attributes:
         rank: its number.
         collectives: how many it has begun.
-        count: what it has noted last.
-        closed: whether it takes part no more.
+        count: the number that it passed to `note` last.
+        closed: whether it has closed its agreement.
     """
 
     rank: int
@@ -123,7 +123,7 @@ class Agreement:
         """
         ranks, self._ranks, self.closed = self._ranks, None, True
         self._write_state()
-        self._read_states()  # The store has the state then. Others read it when their collective fails.
+        self._states.settle()  # Others read it when their collective fails.
         if ranks and dist.is_initialized():
             with suppress(ValueError):  # Destroyed already, with the default group.
                 dist.destroy_process_group(ranks)
@@ -176,7 +176,7 @@ class Agreement:
         return Position("", number, int.from_bytes(seal.to_bytes(8, signed=True))) if number else Position()
 
     def differing(self, digests: Mapping[str, int]) -> list[str]:
-        """The names of which ranks have different digests (signed, 64 bits). A collective: all ranks call it.
+        """The names whose digests (signed, 64 bits) differ between ranks. A collective: all ranks call it.
 
         All have the same names; where they do not, none is told.
         """

@@ -1,5 +1,6 @@
 """What each rank writes for the others, in the store of the process group. No collective is needed to read it."""
 
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -39,7 +40,9 @@ class RankStore:
         self._text = ""
         self._store: Any = None
         if len(self.ranks) > 1:
-            key = f"deltasync/{name}/{crc32(repr(self.ranks).encode())}"
+            # torchrun restarts ranks with the store that has the texts of those before.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            key = f"deltasync/{attempt}/{name}/{crc32(repr(self.ranks).encode())}"
             _MADE[key] += 1
             world: Any = dist.group.WORLD
             self._store = PrefixStore(f"{key}/{_MADE[key]}", world.get_group_store())
@@ -50,6 +53,12 @@ class RankStore:
         if self._store:
             with suppress(RuntimeError):
                 self._store.set(str(self.rank), text)
+
+    def settle(self) -> None:
+        """Wait until the store has what this rank has written, a second at most."""
+        if self._store:
+            with suppress(RuntimeError):
+                self._store.wait([str(self.rank)], timedelta(seconds=1))
 
     def wait_for_all(self) -> None:
         """Wait until each rank has written a text.

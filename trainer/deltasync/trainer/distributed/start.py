@@ -57,7 +57,7 @@ def begun_together(
 
 
 def _differing(ranks: Sequence[int], options: Sequence[Mapping[str, str]]) -> str:
-    """Options of which ranks have different values, with these; empty if there are none."""
+    """The options that differ, with values and ranks; empty if none does."""
     names = {name: None for of_rank in options for name in of_rank}
     values = {name: _by_value(ranks, [of_rank.get(name, "missing") for of_rank in options]) for name in names}
     return "; ".join(

@@ -37,7 +37,7 @@ class PipelineOptions:
             model, whose own forward may then return anything. Lookups are done ahead if it calls the model with
             the batch.
         dmp_collection_sync_interval_batches: average tables over the replicas of a `DMPCollection` after the first
-            batch, and then after every so many; None leaves it to the caller.
+            batch, and then each time after this number; None leaves it to the caller.
         enqueue_batch_after_forward: take the next batch but one, and copy it, once forward has run instead of
             before, for lookups that need the bus to the host themselves (UVM). If the iterator then fails, the
             next `progress` raises its error, and this one goes on.

@@ -58,8 +58,8 @@ class DeltaReader:
             cursor: the consumer's.
             timeout_seconds: how long another thread than the training one waits for the end of a step.
             values: whether to read values; those of a mode with first values are read in any case.
-            k: only so many rows, or below 1 this share of them, those that have changed most; None for all.
-            per_table: so many of each table.
+            k: read this number of rows, or below 1 this share of them: those that have changed most; None for all.
+            per_table: count `k` in each table by itself.
 
         Raises:
             DeltasyncError: the step did not end in time.

@@ -1,8 +1,10 @@
 """Parameters and buffers that no sharded module holds: tables of unsharded embedding modules, and all else."""
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,7 @@ class ModuleTensor:
         shape: as it was when the place was found.
         dtype: likewise.
         aliases: other places of the same tensor, by FQN.
+        states: the fused optimizer's, as of a `TrackedShard`; none where there is no fused optimizer.
     """
 
     name: str
@@ -53,6 +56,7 @@ class ModuleTensor:
     shape: torch.Size
     dtype: torch.dtype
     aliases: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    states: Sequence[torch.Tensor] = ()
 
     @property
     def table(self) -> TableSpec:
@@ -99,7 +103,9 @@ class ModuleTensor:
         return now.detach().view(matrix_shape(self.shape))
 
 
-def module_tensors(model: nn.Module, *, dense: bool = True) -> list[ModuleTensor]:
+def module_tensors(
+    model: nn.Module, *, dense: bool = True, fqns_to_skip: Collection[str] = ()
+) -> list[ModuleTensor]:
     """Every parameter and buffer outside of sharded modules that `state_dict` has, each once.
 
     Those without elements are left out.
@@ -107,84 +113,138 @@ def module_tensors(model: nn.Module, *, dense: bool = True) -> list[ModuleTensor
     Args:
         model: the model.
         dense: with those that are no embedding tables.
+        fqns_to_skip: tables whose rows nobody reads, so that they may lie in a cache.
 
     Raises:
         InvalidInput: one has no shape yet, or the newest rows of a table lie in a cache.
     """
     embeddings = {id(module): module._parameters.get("weight") for _, module in _embedding_modules(model)}
     tables = {id(weight) for weight in embeddings.values() if weight is not None and _is_table(weight)}
-    places: dict[int, dict[str, ModuleTensor]] = {}
+    states: dict[int, Sequence[torch.Tensor]] = {}
+    for name, collection in _fused_collections(model):
+        _check_cache(name, collection, fqns_to_skip)
+        states |= _fused_states(collection)
+    places: dict[int, list[ModuleTensor]] = {}
     for name, module in names_outside_of_tables(model):
-        if isinstance(module, _FUSED):
-            _check_cache(name, module)
         for attribute, tensor, own_kind in _own(module):
             fqn = f"{name}.{attribute}" if name else attribute
+            kind = TableKind.EMBEDDING if id(tensor) in tables else own_kind
+            if not dense and kind is not TableKind.EMBEDDING:
+                continue
             if is_lazy(tensor):
                 raise InvalidInput(f"{own_kind.value} {fqn!r} has no shape yet: run the model once before this")
-            kind = TableKind.EMBEDDING if id(tensor) in tables else own_kind
             if kind is TableKind.EMBEDDING and id(module) in embeddings:
                 fqn = name or fqn
-            if tensor.numel() and (dense or kind is TableKind.EMBEDDING):
-                place = ModuleTensor(fqn, module, attribute, kind, tensor.shape, tensor.dtype)
-                places.setdefault(id(tensor), {})[fqn] = place
-    return [_of_all_places(of_one) for of_one in places.values()]
+            if tensor.numel():
+                place = ModuleTensor(
+                    fqn,
+                    module,
+                    attribute,
+                    kind,
+                    tensor.shape,
+                    tensor.dtype,
+                    states=states.get(id(tensor), ()),
+                )
+                places.setdefault(id(tensor), []).append(place)
+    return [_of_all_places(of_one, set(embeddings)) for of_one in places.values()]
 
 
-def unranked_embeddings(model: nn.Module, fqns_to_skip: Collection[str] = ()) -> list[str]:
-    """A sentence for each embedding module outside of sharded ones whose rows no policy can rank or quantise."""
-    sentences = []
+def unranked_embeddings(model: nn.Module, *, dense: bool = True, fqns_to_skip: Collection[str] = ()) -> list[str]:
+    """A sentence for each embedding module outside of sharded ones whose rows no policy can rank or quantise.
+
+    Args:
+        model: the model.
+        dense: whether parameters are published.
+        fqns_to_skip: tables that are left out.
+    """
+    sentences, instead = [], "which no policy ranks or quantises" if dense else "which dense=False leaves out"
     for name, module in _embedding_modules(model):
         weight = module._parameters.get("weight")
         if weight is not None and not (_is_table(weight) or is_skipped(name, fqns_to_skip)):
             sentences.append(
-                f"embedding {name!r} has {weight.shape[-1]} values of {weight.dtype} in a row: it is published as "
-                f"a parameter, which no policy ranks or quantises; use up to {MAX_DIM} of float32 or float16"
+                f"embedding {name!r} has {weight.shape[-1]} values of {weight.dtype} in a row: it is a parameter, "
+                f"{instead}; use up to {MAX_DIM} of float32 or float16"
             )
     for name, module in modules_outside_of_tables(model):
         if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen) and not is_skipped(name, fqns_to_skip):
             sentences.append(
-                f"module {name!r} holds its tables in one parameter, which is sent whole after each change, and "
-                "which no policy ranks or quantises: make them an EmbeddingBagCollection or EmbeddingCollection"
+                f"module {name!r} holds its tables in one parameter, {instead}: make them an "
+                "EmbeddingBagCollection or EmbeddingCollection"
             )
     return sentences
 
 
 def fused_collections(model: nn.Module) -> list[Any]:
     """The unsharded collections of TorchRec whose rows change in backward, without a gradient of a parameter."""
-    return [module for _, module in modules_outside_of_tables(model) if isinstance(module, _FUSED)]
+    return [module for _, module in _fused_collections(model)]
 
 
-def _check_cache(name: str, collection: Any) -> None:
+def _fused_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in modules_outside_of_tables(model):
+        if isinstance(module, _FUSED):
+            yield name, module
+
+
+def _fused_states(collection: Any) -> dict[int, Sequence[torch.Tensor]]:
+    """The fused optimizer's states of each table, by the `id` of its weight, which is a view of the kernel's."""
+    by_address = {
+        weight.data_ptr(): [state.detach() for state in states]
+        for lookups in collection._emb_modules
+        for weight, states in zip(
+            lookups._emb_module.split_embedding_weights(),
+            lookups._emb_module.split_optimizer_states() or repeat(()),
+            strict=False,
+        )
+    }
+    weights = [collection.get_submodule(f"{kind}.{table}").weight for kind, table in _tables(collection)]
+    return {id(weight): by_address.get(weight.data_ptr(), ()) for weight in weights}
+
+
+def _check_cache(name: str, collection: Any, fqns_to_skip: Collection[str]) -> None:
+    tables = [f"{name}.{kind}.{table}".removeprefix(".") for kind, table in _tables(collection)]
+    if all(is_skipped(fqn, fqns_to_skip) for fqn in tables):
+        return
     specs = [spec for lookups in collection._emb_modules for spec in lookups._emb_module.embedding_specs]
     if any(location is EmbeddingLocation.MANAGED_CACHING for _, _, location, _ in specs):
         raise InvalidInput(
             f"module {name!r} is a {type(collection).__name__} with a cache (MANAGED_CACHING), whose newest rows "
-            "cannot be read: use DEVICE or MANAGED, or shard it"
+            "cannot be read: use DEVICE or MANAGED, shard it, or leave its tables out (fqns_to_skip)"
         )
 
 
 def _embedding_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules outside of sharded ones whose `weight` is an embedding table."""
-    of_fused = {id(table) for module in model.modules() if isinstance(module, _FUSED) for table in _tables(module)}
+    of_fused = {
+        id(collection.get_submodule(f"{kind}.{table}"))
+        for _, collection in _fused_collections(model)
+        for kind, table in _tables(collection)
+    }
     for name, module in names_outside_of_tables(model):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or id(module) in of_fused:
             yield name, module
 
 
-def _tables(collection: nn.Module) -> Iterator[nn.Module]:
-    bags = isinstance(collection, FusedEmbeddingBagCollection)
-    yield from getattr(collection, "embedding_bags" if bags else "embeddings").values()
+def _tables(collection: nn.Module) -> Iterator[tuple[str, str]]:
+    """Where a fused collection has its tables, and their names."""
+    kind = "embedding_bags" if isinstance(collection, FusedEmbeddingBagCollection) else "embeddings"
+    yield from ((kind, table) for table in getattr(collection, kind))
 
 
 def _is_table(weight: torch.Tensor) -> bool:
     return _DTYPES.get(weight.dtype) in VALUE_TYPES and weight.shape[-1] <= MAX_DIM
 
 
-def _of_all_places(places: dict[str, ModuleTensor]) -> ModuleTensor:
-    """A tensor under the first of its names in the alphabet: their order in the model may change between runs."""
-    first = min(places)
-    others = {name: (each.owner, each.attribute) for name, each in places.items() if name != first}
-    return replace(places[first], aliases=others)
+def _of_all_places(places: Sequence[ModuleTensor], embeddings: AbstractSet[int]) -> ModuleTensor:
+    """A tensor under the first of its names in the alphabet: their order in the model may change between runs.
+    Names of embedding modules come before others.
+
+    Args:
+        places: where the tensor is.
+        embeddings: the `id` of each embedding module.
+    """
+    first = min(places, key=lambda each: (id(each.owner) not in embeddings, each.name))
+    others = {each.name: (each.owner, each.attribute) for each in places if each is not first}
+    return replace(first, aliases=others)
 
 
 def buffer_digests(model: nn.Module) -> dict[str, int]:

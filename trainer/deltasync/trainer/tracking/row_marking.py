@@ -102,6 +102,7 @@ class RowMarking:
             listen_to_forwards(self._hooks, fused_collections(model), self._begin_updates)
         if options.dense:
             listen_to_forwards(self._hooks, modules_with_buffers(model), self._begin_updates)
+        listen_to_forwards(self._hooks, self._cached_kernels(), self._begin_updates)
         if options.id_maps:
             listen_to_maps(self._hooks, model, self._begin_updates)
         if self._overlaps:
@@ -272,6 +273,11 @@ class RowMarking:
         if self._verification:
             self._verification.renew()
         self.steps = steps
+
+    def _cached_kernels(self) -> list[nn.Module]:
+        """The kernels with a cache, whose rows move in every forward: no flush may run beside one."""
+        found = {id(shard.cached_in): shard.cached_in for table in self._tables for shard in table.shards}
+        return [kernel for kernel in found.values() if kernel]
 
     def _reset_dense(self, table: TrackedTable, ids: torch.Tensor) -> None:
         for tracked in () if table.fused else table.shards:

@@ -152,7 +152,8 @@ def dense_table(tensor: ModuleTensor) -> TrackedTable:
     Raises:
         InvalidInput: its type or layout cannot be published.
     """
-    shard = TrackedShard(Shard.whole(tensor.table), tensor.matrix(), source=tensor)
+    states = [_matrix(state) for state in tensor.states]
+    shard = TrackedShard(Shard.whole(tensor.table), tensor.matrix(), states, source=tensor)
     return TrackedTable(tensor.table, [shard], [], fused=False, replicated=True)
 
 
@@ -233,12 +234,16 @@ def merged(tables: list[TrackedTable]) -> list[TrackedTable]:
 
 
 def flush_caches(tables: Sequence[TrackedTable]) -> None:
-    """Have the newest rows written back from the caches of kernels that have one."""
+    """Write the newest rows back from the caches of kernels that have one. Waits for the GPU, before and after:
+    lookups and prefetches fill caches on streams of their own.
+    """
     kernels = {tracked.cached_in for table in tables for tracked in table.shards if tracked.cached_in}
-    if kernels:
-        torch.cuda.synchronize()  # Prefetches fill the cache from streams of their own.
+    if not kernels:
+        return
+    torch.cuda.synchronize()
     for kernel in kernels:
         kernel.flush()
+    torch.cuda.synchronize()
 
 
 def follow_replaced(tables: Sequence[TrackedTable]) -> None:

@@ -65,7 +65,8 @@ def tracked_model(model: nn.Module, options: TrackerOptions) -> TrackedModel:
     """
     modules = dict(sharded_modules(model))
     # Ranks that track no dense tensors are told to skip the same as the one that does.
-    found = module_tensors(model, dense=options.dense or bool(options.fqns_to_skip))
+    skips = options.fqns_to_skip
+    found = module_tensors(model, dense=options.dense or bool(skips), fqns_to_skip=skips)
     outside = [tensor for tensor in found if options.dense or tensor.kind is TableKind.EMBEDDING]
     maps = id_maps(model) if options.id_maps else []
     others = [tensor.name for tensor in found] + [table.name for table in _tables_of_maps(maps)]
@@ -115,7 +116,7 @@ def published_tables(model: nn.Module, *, dense: bool, fqns_to_skip: Collection[
             tables.append(TableSpec(fqn, config.num_embeddings, config.embedding_dim, dtype))
     if dense:  # Checked on all ranks, so that none waits for one that has failed.
         check_extra_state(model, fqns_to_skip)
-    outside = module_tensors(model, dense=dense)
+    outside = module_tensors(model, dense=dense, fqns_to_skip=fqns_to_skip)
     tables += [dense_table(tensor).table for tensor in outside if not is_skipped(tensor.name, fqns_to_skip)]
     names = {table.name for table in tables}
     maps = [table for found in collision_modules(model) for table in found.tables if table.of in names]

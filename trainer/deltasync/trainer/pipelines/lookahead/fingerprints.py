@@ -1,4 +1,4 @@
-"""What a module has, digested: whether a call has changed it, whatever kind of object holds it."""
+"""Digests of what a module holds, to see whether a call changes it."""
 
 import pickle
 from collections.abc import Iterator

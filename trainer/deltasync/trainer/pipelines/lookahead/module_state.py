@@ -32,12 +32,14 @@ class ModuleState:
 
     Attributes:
         shape: type and size of each container, and before which leaf it begins; copies of sets and arrays.
-        leaves: everything that is no container.
+        leaves: everything else that is no container.
+        of_torch: what torch gives to every module.
         versions: how often each tensor among these has been written to.
     """
 
     shape: list[Any] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
+    of_torch: list[Any] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     @classmethod
@@ -47,7 +49,7 @@ class ModuleState:
         for one in module.modules():
             for name, value in vars(one).items():
                 if name in OF_TORCH:
-                    state.leaves.append(value)
+                    state.of_torch.append(value)
                 elif name != "forward":
                     state._add([value], seen)
         state._add(module.buffers(), seen)
@@ -55,10 +57,14 @@ class ModuleState:
 
     def is_same(self, other: "ModuleState") -> bool:
         """Whether nothing that is seen has changed between two states of one module."""
-        if self.shape != other.shape or self.versions != other.versions or len(self.leaves) != len(other.leaves):
+        if self.shape != other.shape or self.versions != other.versions:
             return False
+        pairs = ((self.leaves, other.leaves), (self.of_torch, other.of_torch))
         # Mostly nothing has changed, which is seen without a call for each.
-        return all(map(operator.is_, self.leaves, other.leaves)) or all(map(is_same, self.leaves, other.leaves))
+        return all(
+            len(ours) == len(theirs) and (all(map(operator.is_, ours, theirs)) or all(map(is_same, ours, theirs)))
+            for ours, theirs in pairs
+        )
 
     def _add(self, values: Iterable[Any], seen: set[int]) -> None:
         for value in values:

@@ -124,8 +124,8 @@ class _Planner:
         for one in not_held_in([*node.args, node.kwargs]):
             what = f"module {node.target!r}" if _is_call(node) else _name(node)
             return (
-                f"{what} is called with a value of type {one.kind}, which torch.fx cannot hold: make it an "
-                f"attribute of a module"
+                f"{what} is called with a value of type {one.kind}, which torch.fx cannot hold: pass a "
+                f"plain dict, list or tuple, or make it an attribute of a module"
             )
         return next((reason for source in node.all_input_nodes if (reason := self._why_not(source))), "")
 
