@@ -384,6 +384,8 @@ class Subscriber:
 
     def _put(self, assembler: ReleaseAssembler, part: Release) -> None:
         """Write a part of a first copy. Nobody reads it, and the next stream begins anew if this one breaks."""
+        if not part.continues:
+            logger.info("a first copy is written as it arrives: nothing can be read until it is whole")
         self._target.apply(part)
         if self._checksums and assembler.has_values:
             self._checksums.after(part)
