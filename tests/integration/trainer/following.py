@@ -22,9 +22,8 @@ def assert_equal(target: NumpyTarget, model: nn.Module) -> None:
     with target.reading() as reading:
         tables = reading.tables
         for name, tensor in model.state_dict().items():
-            np.testing.assert_array_equal(
-                tables[name], tensor.numpy().reshape(tables[name].shape), err_msg=name, strict=True
-            )
+            rows = tables[name] if name in tables else tables[name.removesuffix(".weight")]  # Of an embedding.
+            np.testing.assert_array_equal(rows, tensor.numpy().reshape(rows.shape), err_msg=name, strict=True)
 
 
 def expect(service: ServiceProcess | RunningService, sync: DeltaSync, model: nn.Module) -> NumpyTarget:

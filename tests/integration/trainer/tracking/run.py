@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from tests.integration.trainer.tracking.batches import Batch, Features
 from tests.integration.trainer.tracking.follower import Follower
 from tests.integration.trainer.tracking.models import Case, build
@@ -107,7 +109,10 @@ class Run:
 
     def _momentum_tracker(self) -> Tracker:
         parameters = dict(self._model.named_parameters())
-        without = [table for table in self._weights if table not in self._momenta and table not in parameters]
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, list(self._momenta))  # All ranks have to leave out the same.
+        momenta = set[str]().union(*of_ranks)
+        without = [table for table in self._weights if table not in momenta and table not in parameters]
         return Tracker(self._model, TrackerOptions(auto_compact=True, fqns_to_skip=without, consumers=()))
 
 
