@@ -109,10 +109,10 @@ class Run:
 
     def _momentum_tracker(self) -> Tracker:
         parameters = dict(self._model.named_parameters())
+        own = [table for table in self._weights if table not in self._momenta and table not in parameters]
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, list(self._momenta))  # All ranks have to leave out the same.
-        momenta = set[str]().union(*of_ranks)
-        without = [table for table in self._weights if table not in momenta and table not in parameters]
+        dist.all_gather_object(of_ranks, own)  # Ranks hold different tables, and have to leave out the same.
+        without = sorted(set[str]().union(*of_ranks))
         return Tracker(self._model, TrackerOptions(auto_compact=True, fqns_to_skip=without, consumers=()))
 
 
