@@ -29,7 +29,7 @@ class MemoryBucket:
     """The bucket as one process sees it: a `Bucket`."""
 
     def __init__(self, store: MemoryStore) -> None:
-        self.cut = False
+        self.cut = self.refuses = False
         self._store = store
         self._seen: Callable[[Entry], None] | None = None
         self._made = 0
@@ -38,7 +38,7 @@ class MemoryBucket:
     async def put(self, key: str, value: bytes, revision: int) -> int:
         self._reach()
         held = self._store.entries.get(key)
-        if (held.revision if held else 0) != revision:
+        if self.refuses or (held.revision if held else 0) != revision:
             raise Changed(key)
         self._store.sequence += 1
         entry = self._store.entries[key] = Entry(key, value, self._store.sequence)

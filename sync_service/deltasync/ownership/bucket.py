@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from deltasync.core.errors import DeltasyncError
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -14,7 +16,7 @@ class Entry:
     revision: int
 
 
-class Changed(Exception):
+class Changed(DeltasyncError):
     """A key is not at the revision at which it was to be written; nothing was."""
 
 

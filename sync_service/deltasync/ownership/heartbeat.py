@@ -76,7 +76,7 @@ class Heartbeat:
             self._revision = await self._write()
             self._confirmed_ns = began_ns
             self._tell(None)
-        except (Changed, DeltasyncError) as error:
+        except DeltasyncError as error:
             self._tell(error)
 
     async def leave(self) -> None:
@@ -85,7 +85,7 @@ class Heartbeat:
             return
         try:
             await self._ledger.erase_member(self.me.name)
-        except (Changed, DeltasyncError) as error:
+        except DeltasyncError as error:
             self._events.emit(EventKind.FAILED, "telling the other processes that this one ends", error)
 
     async def _write(self) -> int:

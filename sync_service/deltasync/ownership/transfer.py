@@ -148,7 +148,7 @@ class Transfer:
     async def _write_release(self, model: str, heir: str) -> None:
         try:
             await self.let_go(model, heir)
-        except (Changed, DeltasyncError) as error:
+        except DeltasyncError as error:
             self._events.emit(EventKind.FAILED, "writing down that a model was given up", error, model=model)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.owning_process import LEASE_SECONDS, SECOND, Process, World, idle, pass_time
 from tests.unit.support.async_tests import as_test
 
-from deltasync.core.errors import Contradiction, NotFound, NotOwner
+from deltasync.core.errors import Contradiction, DeltasyncError, NotFound, NotOwner
 from deltasync.core.events import EventKind
 from deltasync.ownership.alone import Alone
 from deltasync.ownership.heirs import heir_of
@@ -137,6 +137,19 @@ async def test_one_that_no_broker_confirms_gives_its_models_up_and_has_them_agai
         each.bucket.cut = False
     await pass_time(world, [owner, *others], LEASE_SECONDS)
     assert sum(each.answers(MODEL) for each in [owner, *others]) == 1
+
+
+@in_world()
+async def test_an_entry_that_cannot_be_written_yet_is_no_error_of_the_program(world: World) -> None:
+    """While brokers make the bucket, or others write the entry: the log has no traceback."""
+    process = Process(world, "a")
+    process.bucket.refuses = True
+    await process.beat()
+    (event,) = [each for each in process.events if each.kind is EventKind.PROCESS_UNCONFIRMED]
+    assert isinstance(event.error, DeltasyncError)
+    process.bucket.refuses = False
+    await pass_time(world, [process], 2)
+    assert EventKind.PROCESS_CONFIRMED in kinds(process)
 
 
 @pytest.mark.parametrize("earlier", [True, False], ids=["put back to an earlier copy", "lost"])
