@@ -93,14 +93,8 @@ class DeltaSync:
         self._failure: DeltasyncError | None = None
         self._trouble = Trouble()
         self._differences = BufferDifferences(model, self._agreement, options.fqns_to_skip)
-        for sentence in (
-            [
-                *wrongly_divided(model),
-                *unranked_embeddings(model, dense=options.dense, fqns_to_skip=options.fqns_to_skip),
-            ]
-            if first
-            else ()
-        ):
+        unranked = unranked_embeddings(model, dense=options.dense, fqns_to_skip=options.fqns_to_skip)
+        for sentence in (*wrongly_divided(model), *unranked) if first else ():
             logger.warning("%s", sentence)
         self._run = TrainingRun(options.service, options.model, self._tables, self.tracker, self._agreement)
         self._under_way = CutUnderWay()
