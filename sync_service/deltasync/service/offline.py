@@ -7,7 +7,7 @@ from deltasync.service.backup_folder import Backup, check_for_backup
 from deltasync.service.backups import Backups
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.storage.data_directory import check_is_data_directory
+from deltasync.storage.data_directory import check_is_data_directory, lock_data_directory
 from deltasync.storage.files import for_owner_only
 
 
@@ -21,6 +21,7 @@ def back_up_offline(data_dir: Path, directory: Path) -> Backup:
     """
     check_is_data_directory(data_dir)
     check_for_backup(directory)
+    lock_data_directory(data_dir, "stop it, or back it up while it runs, without --data-dir").close()
     try:
         return asyncio.run(_back_up(data_dir, directory.absolute()))
     except BaseExceptionGroup as group:

@@ -263,7 +263,9 @@ def _held(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
     # Before the first release nobody holds it.
     if not everything and not (standing.newest_release and offset == standing.newest_release):
         last = listed(each.name for each in replicas if _offset(each, standing) <= offset)
-        lacking = f"{counted(lag.rows, 'row')} of {counted(lag.versions, 'version')}"
+        # A release may be made later of the version that is there.
+        source = counted(lag.versions, "version") if lag.versions else "a release"
+        lacking = f"{counted(lag.rows, 'row')} of {source}"
         left = f"still to be applied by {last}: {lacking}"
         waiting = [each.name for each in replicas if each.waits and standing.crowded]
         text = f"; {', '.join(waiting)} wait for room on disk: {standing.crowded}" if waiting else ""

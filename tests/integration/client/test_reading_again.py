@@ -84,7 +84,8 @@ def test_a_damaged_row_is_named_and_is_right_again(
         assert statuses(verified(service, consumer)) == {"user": "equal", "item": "equal"}
         value_type = ValueType.INT8 if consumer == "top" else ValueType.FP32
         assert target.bytes() == trainer.expected(value_type)
-    said = [each.getMessage() for each in caplog.records if "replica verified" in each.getMessage()]
+    events = [each.getMessage() for each in caplog.records if each.name == "deltasync.events"]
+    said = [each for each in events if "replica verified" in each]
     assert ["as they were sent" in each for each in said] == [True, False, True]
     assert "table user: 1 row differs: row 7" in said[1]
 

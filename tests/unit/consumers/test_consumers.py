@@ -100,6 +100,7 @@ def test_there_is_no_lag_before_the_first_cut_and_none_below_zero_by_a_clock_tha
         ([replica("a")], ONE, {}, "behind", "still to be applied by a: 1 row of 1 version"),
         ([replica("a", checked=True)], SOME, {"newest_release": 3}, "current", "7 rows are left for later"),
         ([replica("a")], SOME, {}, "behind", "7 rows of 2 versions"),
+        ([replica("a")], replace(SOME, versions=0), {}, "behind", "still to be applied by a: 7 rows of a release"),
         ([replica("a"), replica("b", away=1)], SOME, {}, "behind", "away: b"),
         (
             [replica("b", 5, "h"), replica("c", 3, "h"), replica("a", 3, "h")],

@@ -276,9 +276,9 @@ class DeltaSync:
         left = deadline - time.monotonic()
         if self._under_way.ends_within(max(0.0, min(_PEER_POLL_SECONDS, left))) or left > 0:
             return None
+        why = self.trouble or "it has not answered yet"
         return ServiceUnavailable(
-            f"{self._options.service} did not seal the cut of step {self._under_way.step} in time; "
-            f"its answers, if there were any, are in this process's log"
+            f"{self._options.service} did not seal the cut of step {self._under_way.step} in time: {why}"
         )
 
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None, *, flush: bool = False) -> bool:

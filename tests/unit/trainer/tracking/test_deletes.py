@@ -67,6 +67,7 @@ def test_a_row_that_is_to_be_sent_again_stays_deleted(tracker: Tracker) -> None:
         ("t", torch.tensor([-1, 2]), InvalidInput, "ids from -1 to 2"),
         ("t", torch.tensor([1.0]), InvalidInput, "expected integers"),
         ("t", torch.tensor([[1]]), InvalidInput, "expected integers"),
+        ("t", [3, 4], TypeError, r"ids is of type list, expected Tensor: torch.tensor\(ids\)"),
     ],
 )
 def test_what_cannot_be_deleted(

@@ -10,6 +10,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
 
+from deltasync.core.arguments import check_type
 from deltasync.core.errors import InvalidInput
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.trainer.tracking.module_tensors import ModuleTensor
@@ -121,8 +122,10 @@ def check_ids(table: TableSpec, ids: torch.Tensor) -> None:
     """Check that these are global ids of rows of a table.
 
     Raises:
+        TypeError: they are no tensor.
         InvalidInput: they are no list of ids, or one is none of the table's.
     """
+    check_type(f"ids of table {table.name!r}", "ids", ids, torch.Tensor, remedy="torch.tensor(ids)")
     if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
         raise InvalidInput(
             f"table {table.name!r}: ids of shape {list(ids.shape)} and type {ids.dtype}, expected integers [n]"
