@@ -316,7 +316,7 @@ def test_what_cannot_be_a_backup_is_refused(running: RunningService, tmp_path: P
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInput, match="cannot be used"):
         admin.backup(str(tmp_path / "file"))
-    with pytest.raises(StorageFailed, match="is in use by another service"):
+    with pytest.raises(StorageFailed, match="is in use by another service: stop it, or back it up while it runs"):
         back_up_offline(data, tmp_path / "backup")
     with pytest.raises(InvalidInput, match="is no data directory"):
         back_up_offline(tmp_path, tmp_path / "backup")
