@@ -27,7 +27,7 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.trainer.sync import DeltaSync, SyncOptions
-from deltasync.trainer.tracking.module_tensors import unranked_embeddings
+from deltasync.trainer.tracking.module_tensors import buffer_digests, unranked_embeddings
 from deltasync.trainer.tracking.tracked_model import published_tables
 
 ROWS, DIM = 12, 4
@@ -210,3 +210,4 @@ def test_rows_in_a_cache_are_refused_by_name(running: RunningService) -> None:
         DeltaSync(model, SyncOptions(service=running.grpc, model="clicks"))
     names = [table.name for table in published_tables(model, dense=True, fqns_to_skip=["user"])]
     assert names == ["over.weight", "over.bias"]
+    assert buffer_digests(model, ["user"]) == {}, "a cut does not look for its buffers either"

@@ -7,7 +7,6 @@ from torch import nn
 
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.tracking.module_tensors import buffer_digests
-from deltasync.trainer.tracking.modules import is_skipped
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +28,8 @@ class BufferDifferences:
         self._cuts += 1
         if self._agreement.world_size == 1 or self._cuts.bit_count() != 1:
             return
-        found = self._agreement.differing(buffer_digests(self._model))
-        new = [name for name in found if name not in self.names and not is_skipped(name, self._fqns_to_skip)]
+        found = self._agreement.differing(buffer_digests(self._model, self._fqns_to_skip))
+        new = [name for name in found if name not in self.names]
         self.names.update(new)
         if new and self._agreement.rank == 0:
             logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(new))

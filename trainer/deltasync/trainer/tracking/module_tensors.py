@@ -118,10 +118,10 @@ def module_tensors(
     Raises:
         InvalidInput: one has no shape yet, or the newest rows of a table lie in a cache.
     """
-    embeddings = {id(module): module._parameters.get("weight") for _, module in _embedding_modules(model)}
-    tables = {id(weight) for weight in embeddings.values() if weight is not None and _is_table(weight)}
+    embeddings = {id(module): weight for _, module, weight in _embedding_modules(model)}
+    tables = {id(weight) for weight in embeddings.values() if _is_table(weight)}
     states: dict[int, Sequence[torch.Tensor]] = {}
-    for name, collection in _fused_collections(model):
+    for name, collection in fused_collections(model):
         _check_cache(name, collection, fqns_to_skip)
         states |= _fused_states(collection)
     places: dict[int, list[ModuleTensor]] = {}
@@ -158,9 +158,8 @@ def unranked_embeddings(model: nn.Module, *, dense: bool = True, fqns_to_skip: C
         fqns_to_skip: tables that are left out.
     """
     sentences, instead = [], "which no policy ranks or quantises" if dense else "which dense=False leaves out"
-    for name, module in _embedding_modules(model):
-        weight = module._parameters.get("weight")
-        if weight is not None and not (_is_table(weight) or is_skipped(name, fqns_to_skip)):
+    for name, _, weight in _embedding_modules(model):
+        if not (_is_table(weight) or is_skipped(name, fqns_to_skip)):
             sentences.append(
                 f"embedding {name!r} has {weight.shape[-1]} values of {weight.dtype} in a row: it is a parameter, "
                 f"{instead}; use up to {MAX_DIM} of float32 or float16"
@@ -174,12 +173,10 @@ def unranked_embeddings(model: nn.Module, *, dense: bool = True, fqns_to_skip: C
     return sentences
 
 
-def fused_collections(model: nn.Module) -> list[Any]:
-    """The unsharded collections of TorchRec whose rows change in backward, without a gradient of a parameter."""
-    return [module for _, module in _fused_collections(model)]
-
-
-def _fused_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def fused_collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The unsharded collections of TorchRec whose rows change in backward, without a gradient of a parameter, and
+    their FQNs.
+    """
     for name, module in modules_outside_of_tables(model):
         if isinstance(module, _FUSED):
             yield name, module
@@ -196,13 +193,12 @@ def _fused_states(collection: Any) -> dict[int, Sequence[torch.Tensor]]:
             strict=False,
         )
     }
-    weights = [collection.get_submodule(f"{kind}.{table}").weight for kind, table in _tables(collection)]
+    weights = [table.weight for _, table in _tables(collection)]
     return {id(weight): by_address.get(weight.data_ptr(), ()) for weight in weights}
 
 
 def _check_cache(name: str, collection: Any, fqns_to_skip: Collection[str]) -> None:
-    tables = [f"{name}.{kind}.{table}".removeprefix(".") for kind, table in _tables(collection)]
-    if all(is_skipped(fqn, fqns_to_skip) for fqn in tables):
+    if all(is_skipped(f"{name}.{table}".removeprefix("."), fqns_to_skip) for table, _ in _tables(collection)):
         return
     specs = [spec for lookups in collection._emb_modules for spec in lookups._emb_module.embedding_specs]
     if any(location is EmbeddingLocation.MANAGED_CACHING for _, _, location, _ in specs):
@@ -212,22 +208,20 @@ def _check_cache(name: str, collection: Any, fqns_to_skip: Collection[str]) -> N
         )
 
 
-def _embedding_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules outside of sharded ones whose `weight` is an embedding table."""
-    of_fused = {
-        id(collection.get_submodule(f"{kind}.{table}"))
-        for _, collection in _fused_collections(model)
-        for kind, table in _tables(collection)
-    }
+def _embedding_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
+    """The modules outside of sharded ones whose `weight` is an embedding table, with FQN and weight."""
+    of_fused = {id(table) for _, collection in fused_collections(model) for _, table in _tables(collection)}
     for name, module in names_outside_of_tables(model):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or id(module) in of_fused:
-            yield name, module
+            weight = module._parameters.get("weight")
+            if weight is not None:
+                yield name, module, weight
 
 
-def _tables(collection: nn.Module) -> Iterator[tuple[str, str]]:
-    """Where a fused collection has its tables, and their names."""
+def _tables(collection: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The tables of a fused collection, modules with a `weight`, by their names in it."""
     kind = "embedding_bags" if isinstance(collection, FusedEmbeddingBagCollection) else "embeddings"
-    yield from ((kind, table) for table in getattr(collection, kind))
+    yield from ((f"{kind}.{name}", table) for name, table in getattr(collection, kind).items())
 
 
 def _is_table(weight: torch.Tensor) -> bool:
@@ -247,12 +241,13 @@ def _of_all_places(places: Sequence[ModuleTensor], embeddings: AbstractSet[int])
     return replace(first, aliases=others)
 
 
-def buffer_digests(model: nn.Module) -> dict[str, int]:
-    """A number of 64 bits, with a sign, for what each buffer holds, by FQN: for comparisons between ranks."""
+def buffer_digests(model: nn.Module, fqns_to_skip: Collection[str] = ()) -> dict[str, int]:
+    """A signed 64-bit digest of each buffer that is not left out, by FQN: for comparisons between ranks."""
     digests = {}
-    for tensor in module_tensors(model):
+    for tensor in module_tensors(model, fqns_to_skip=fqns_to_skip):
         held = _held(tensor.owner, tensor.attribute)
-        if tensor.kind is TableKind.BUFFER and held is not None:
+        left_out = tensor.kind is not TableKind.BUFFER or is_skipped(tensor.name, fqns_to_skip)
+        if held is not None and not left_out:
             content = held.detach().cpu().reshape(-1).view(torch.uint8)  # Of any type: a read refuses some.
             digest = hashlib.blake2b(content.numpy().tobytes(), digest_size=8).digest()
             digests[tensor.name] = int.from_bytes(digest, signed=True)

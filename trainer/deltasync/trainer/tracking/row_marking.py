@@ -99,7 +99,8 @@ class RowMarking:
             self._hooks.undo_with(self._dense_optimizers.listen())
         if any(table.compared for table in self._tables):
             listen_to_gradients(self._hooks, model, self._begin_updates)
-            listen_to_forwards(self._hooks, fused_collections(model), self._begin_updates)
+            fused = [collection for _, collection in fused_collections(model)]
+            listen_to_forwards(self._hooks, fused, self._begin_updates)
         if options.dense:
             listen_to_forwards(self._hooks, modules_with_buffers(model), self._begin_updates)
         listen_to_forwards(self._hooks, self._cached_kernels(), self._begin_updates)
