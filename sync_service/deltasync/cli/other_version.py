@@ -1,4 +1,4 @@
-"""Errors that come of a command and a service of different versions."""
+"""Errors that a command and a service of different versions cause."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

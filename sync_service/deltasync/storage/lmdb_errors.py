@@ -58,7 +58,7 @@ def not_open(failure: StorageFailed | None) -> StorageFailed:
 
 
 def refused_write_is_there(file: Path) -> VolumeFailed:
-    """The error that the log has a write that was said to be refused, so that it is not what the service knows."""
+    """The error that the log contains a write which was reported as refused: the service does not know of it."""
     what = "the log could not be opened again"
     refusal = refused(what, file, OSError(0, "it has a write that the disk had refused")).refusal
     remedy = f"restart the service, which reads it anew; {_NOTHING_LOST}"

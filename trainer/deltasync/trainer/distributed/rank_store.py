@@ -48,7 +48,7 @@ class RankStore:
             self._store = PrefixStore(f"{key}/{_MADE[key]}", world.get_group_store())
 
     def write(self, text: str) -> None:
-        """Write this rank's text. Takes microseconds: a TCPStore is not waited for. Nothing, where it is gone."""
+        """Write this rank's text; nothing if the store is gone. Takes microseconds: a TCPStore does not answer."""
         self._text = text
         if self._store:
             with suppress(RuntimeError):

@@ -21,9 +21,9 @@ from deltasync.trainer.distributed.waiting import named
 def begun_together(
     what: str, options: Mapping[str, Any] | None = None, ranks: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """At the end of the block, have all ranks raise an error if one has failed in it, or has other options.
+    """Raise the same error on all ranks at the end of the block if one of them fails in it, or has other options.
 
-    All ranks enter it, and wait for each other at its end.
+    All ranks enter the block, and wait for each other at its end.
 
     Args:
         what: ranks begin, in messages.
