@@ -59,15 +59,6 @@ def same_log_levels() -> Iterator[None]:
             logger.setLevel(level)
 
 
-@pytest.fixture(params=["a shared file", pytest.param("files of their own", marks=pytest.mark.nightly)])
-def shared_file(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether tables that are made share a file, as small ones do, or have files of their own."""
-    shared: bool = request.param == "a shared file"
-    if not shared:
-        monkeypatch.setattr("deltasync.storage.table_files.SMALL_BYTES", 0)
-    return shared
-
-
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[ServiceProcess]:
     """A service of its own process, on free ports, with consumer "predictors" of model "clicks"."""

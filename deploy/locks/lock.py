@@ -52,7 +52,7 @@ def _write(path: Path, entries: Entries, wanted: Callable[[str], bool] = bool) -
     path.write_text(HEADER + "".join(block for name, block in entries.items() if wanted(name)))
 
 
-# The log among brokers, and snapshots in object storage, are a matter of settings.
+# The log among brokers, and copies of checkpoints in object storage, are a matter of settings.
 _SERVICE = ("--extra", "service", "--extra", "jetstream", "--extra", "s3")
 
 

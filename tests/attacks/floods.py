@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 from tests.attacks.attack import Answers, Family, Outcome, until
 from tests.attacks.messages import PUBLISH, SUBSCRIBE, Stream, ask, opening, subscription
-from tests.attacks.target import MODEL, Target
+from tests.attacks.target import Target
 
-from deltasync.v1 import publish_pb2, subscribe_pb2
+from deltasync.v1 import subscribe_pb2
 
 FAMILY = Family()
 
@@ -52,13 +52,10 @@ def opens_of_no_consumer(target: Target) -> Outcome:
 @FAMILY.attack("calls without a token that would change something")
 def calls(target: Target) -> Outcome:
     answers = Answers()
-    made = (
-        ("SubscribeService/Leave", subscribe_pb2.LeaveRequest(consumer="predictors", replica="strange")),
-        ("PublishService/Wanted", publish_pb2.WantedRequest(model=MODEL, run="honest")),
-    )
+    method = "SubscribeService/Leave"
+    request = subscribe_pb2.LeaveRequest(consumer="predictors", replica="strange")
 
-    def call(channel: grpc.Channel, number: int) -> None:
-        method, request = made[number % len(made)]
+    def call(channel: grpc.Channel, _number: int) -> None:
         try:
             target.unary(channel, method)(request, metadata=target.metadata, timeout=10)
             answers.add(f"{method} answers")

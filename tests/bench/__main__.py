@@ -75,6 +75,10 @@ _add(
     "Bytes that a trainer publishes which restarts behind what is published, over those of the rows it lacks.",
 )
 _add("scale", "Time of a cut into a large table, and of /lag, against the same with a small table.")
+_add(
+    "checkpoint",
+    "Time of a cut while a checkpoint is written, bytes that checkpoints write, and time to load one.",
+)
 _add("serve", "Lookups of a quantised predictor while its rows are replaced, against the same without updates.")
 _add("quality", "AUC of replicas with different policies, and the bytes each is sent.")
 _add("consumers", "CPU time and memory of the service for eight consumers with different policies, against one.")

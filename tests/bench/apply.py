@@ -94,7 +94,7 @@ def _bare(table: TableSpec) -> Apply:
 
 
 def _service(table: TableSpec) -> Apply:
-    stamped, numbers = StampedTable.zeros(table), count(1)
+    stamped, numbers = StampedTable(table), count(1)
     return lambda batch: stamped.apply(batch, next(numbers))
 
 

@@ -84,11 +84,6 @@ class Sink(publish_pb2_grpc.PublishServiceServicer):
             if request.WhichOneof("message") == "close":
                 yield publish_pb2.PublishResponse(sealed=publish_pb2.CutSealed(step=request.close.step))
 
-    async def Wanted(  # noqa: N802  # likewise
-        self, request: publish_pb2.WantedRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> publish_pb2.WantedResponse:
-        return publish_pb2.WantedResponse()
-
 
 async def sink() -> None:
     """Serve until the end of the standard input."""

@@ -47,8 +47,3 @@ def resident_bytes(pid: int) -> int:
         elif field == "Rss" and not path.endswith(f"log{os.sep}data.mdb"):
             found += int(rest.split()[0]) * 1024
     return found
-
-
-def table_bytes(data_dir: Path) -> int:
-    """Bytes of the files of tables and views in a service's data directory."""
-    return sum(path.stat().st_size for path in (data_dir / "models").rglob("*") if path.is_file())

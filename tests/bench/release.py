@@ -1,8 +1,8 @@
 """Time of one release, against the bare NumPy gathers and norms without which there is no ranking.
 
 A release of the largest tenth of 1 M dirty rows: the view looks at every dirty row, ranks, encodes what it takes,
-writes that to the log and then to itself, and keeps its digests. It is done as the service does it, on the model's
-thread, but in this process. The bare figure is one line on the same arrays, in the same process and in turns:
+keeps that with its digests, and writes down in the log which rows these are. It is done as the service does it,
+on the model's thread, but in this process. The bare figure is one line on the same arrays, in turns:
 
     np.linalg.norm(table[ids] - view[ids], axis=1)
 
@@ -32,6 +32,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from tests.bench.timing import spread_of
 
+from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.policy import Policy
 from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import BLOCK_ROWS, Ids, RowBatch
@@ -48,15 +50,15 @@ TOP_K = 0.1
 POLICIES = {kind.value: Policy(top_k=TOP_K, value_type=kind) for kind in ValueType}
 # What the ratio of each of these types is called, and what it is to be at most.
 FIGURES = {"release": "fp32", "int8": "int8"}
-AIMS = {"fp32": 0.3, "int8": 0.5}
+AIMS = {"fp32": 0.4, "int8": 0.4}
 # The first rounds touch every page of tables and log for the first time.
 WARM_UP = 2
 _BARE, _BLOCKED, _BARE_CALLS = "bare", "blocked", 3
 # The parts of a release on the model's thread: the files and functions of `deltasync.views` that do them.
 _PARTS = {
-    "look": {("table.py", "advance"), ("table.py", "finish")},
-    "pick": {("ranking.py", "pick")},
-    "give": {("release_draft.py", "draw"), ("release_maker.py", "_apply")},
+    "look": {("making.py", "go_on"), ("making.py", "look")},
+    "pick": {("making.py", "dirty"), ("ranking.py", "pick")},
+    "give": {("making.py", "take")},
 }
 
 Floats = NDArray[Any]
@@ -110,7 +112,7 @@ async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, 
         changing = ChangingTable(model, rows, dim)
         await model.add_tables([changing.table])
         await changing.change()
-        views = {name: View(name, model, folder / name) for name in POLICIES}
+        views = {name: View(name, model) for name in POLICIES}
         for name, view in views.items():
             await view.prepare(POLICIES[name])
         seconds = [await _round(changing, views) for _ in range(WARM_UP + rounds)]
@@ -149,11 +151,11 @@ def _figures(
 @asynccontextmanager
 async def _model(folder: Path) -> AsyncIterator[tuple[Model, LogStore]]:
     log = LmdbStore(LogOptions(directory=folder / "log"))
-    model = Model("bench", log, folder)
+    model = Model("bench", log, CheckpointStore("bench", Place(str(folder / "checkpoints"))))
     try:
         yield model, log
     finally:
-        await model.close()
+        await model.stop()
         log.close()
 
 

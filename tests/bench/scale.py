@@ -94,7 +94,7 @@ class SizedTable:
         self._replica = replica
         self._generator = np.random.default_rng(0)
         self._step = 0
-        self._publish_whole()
+        self.change_all()
 
     def cut(self, ids: Ids) -> float:
         """Give some rows other values: seconds from publish to applied."""
@@ -114,7 +114,8 @@ class SizedTable:
     def cpu_seconds(self) -> float:
         return cpu_seconds(self._service)
 
-    def _publish_whole(self) -> None:
+    def change_all(self) -> None:
+        """Give all rows other values, in a cut of their own."""
         size, rows = _PUBLISHED_AT_ONCE, self.spec.rows
         values = self._generator.standard_normal((min(size, rows), self.spec.dim), np.float32)
         every = [np.arange(start, min(start + size, rows)) for start in range(0, rows, size)]

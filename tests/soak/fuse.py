@@ -25,16 +25,19 @@ SERVICE_STEPS = {
     "seal": "deltasync.storage.model_store:ModelStore.seal",
     "commit": "deltasync.storage.lmdb_store:LmdbStore._commit",
     "apply": "deltasync.feeds.model:Model._apply",
-    "release": "deltasync.views.release_maker:ReleaseMaker._apply",
+    "release": "deltasync.views.release_maker:ReleaseMaker._take",
+    "release record": "deltasync.views.log:ViewLog.write",
     "ack": "deltasync.consumers.registry:ConsumerRegistry.acknowledge",
-    "flush": "deltasync.storage.model_store:flush",
+    "checkpoint": "deltasync.checkpoints.store:CheckpointStore.write",
+    "checkpoint file": "deltasync.checkpoints.place:Place.put",
+    "checkpoint removal": "deltasync.checkpoints.place:Place.remove",
     "truncation": "deltasync.storage.lmdb_store:LmdbStore.truncate",
     "recovery": "deltasync.feeds.model:Model.recover",
-    "backup": "deltasync.service.backups:_others",
-    "table files": "deltasync.storage.files:reserve",
-    "table record": "deltasync.storage.model_store:ModelStore._describe",
+    "loading": "deltasync.checkpoints.store:CheckpointStore.load",
+    "backup": "deltasync.service.backup:BackupPlace.complete",
+    "table record": "deltasync.storage.model_store:ModelStore.describe",
 }
-RESTORE_STEPS = {"restore": "deltasync.service.restore:begin_epoch"}
+RESTORE_STEPS = {"restore": "deltasync.service.restore:_restore_model"}
 RANK_STEPS = {
     "publish": "deltasync.client.publisher:Publisher.publish",
     "journal": "tests.soak.journal:Journal.append",
@@ -51,7 +54,7 @@ _STEPS = {
 # For so long other threads go on before a process dies: what should have waited for the step is seen outside.
 _GOES_ON_SECONDS = 0.05
 # What puts something on the service's disk.
-_WRITES = {"commit", "flush"}
+_WRITES = {"commit", "checkpoint file"}
 
 
 def clock_file(fuse: Path) -> Path:

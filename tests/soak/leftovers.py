@@ -1,21 +1,17 @@
-"""What a soak leaves: files that nothing in the log of its service speaks of, and tracebacks in all logs."""
+"""What a soak leaves: files that nothing needs, and tracebacks in all logs."""
 
-import json
 import re
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.soak.fleet import CLICKS
 
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
+from deltasync.checkpoints.manifest import DATA, id_of
+from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.store import CheckpointStore, models_of
+from deltasync.service.fsck import unknown_files
+from deltasync.storage.data_directory import CHECKPOINTS
 
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(.*)", re.MULTILINE)
-
-
-# What the service itself keeps beside its log and its tables.
-_OWN = {"lock", "endpoints.json"}
-_LOG = "log"
 
 
 def tracebacks(folder: Path) -> list[str]:
@@ -30,23 +26,18 @@ def tracebacks(folder: Path) -> list[str]:
 
 
 def leftovers(data_dir: Path) -> list[str]:
-    """Files, relative to the data directory, that are neither the service's own nor in a folder of a table that a
-    model or a view has.
+    """Files, relative to the data directory, that no service has made, or that no checkpoint names although two
+    newer ones are complete.
     """
-    log = LmdbStore(LogOptions(directory=data_dir / _LOG))
-    try:
-        known = {folder for kind in ("model/", "view/") for folder in _folders(log.items(kind).values())}
-    finally:
-        log.close()
-    files = (path.relative_to(data_dir) for path in data_dir.rglob("*") if path.is_file())
-    return sorted(
-        str(file) for file in files if file.parts[0] not in {*_OWN, _LOG} and not known & set(file.parts)
-    )
-
-
-def _folders(records: Iterable[bytes]) -> Iterator[str]:
-    for record in records:
-        yield from (table["folder"] for table in json.loads(record)["tables"] if "folder" in table)
+    found = unknown_files(data_dir)
+    place = Place(str(data_dir / CHECKPOINTS))
+    for model in models_of(place):
+        manifests = CheckpointStore(model, place).manifests().manifests
+        named = {file.name for each in manifests for file in each.files}
+        before = manifests[1].id if len(manifests) > 1 else ""
+        files = (each.name for each in place.names(f"{model}/{DATA}"))
+        found += [f"{place.url}/{name}" for name in files if name not in named and id_of(name) < before]
+    return sorted(str(Path(each).relative_to(data_dir)) for each in found)
 
 
 def directory_bytes(folder: Path) -> int:

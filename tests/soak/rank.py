@@ -144,9 +144,8 @@ class PlainRank:
         asked, numbers = self._meet()
         updates = self._training.step(self.run, self.step, asked)
         rows = [each for shard in self._shards for each in rows_of_update(shard, updates[shard.table.name])]
-        # The service holds other bits than it was sent, or not what steps before this one have changed.
-        if others := [*self._publisher.wanted, *self._left]:
-            rows = self._with(others, updates)
+        if self._left:  # The service does not hold what steps before this one have changed.
+            rows = self._with(self._left, updates)
         try:
             self._publish_until_sealed(rows, updates, numbers)
         except Contradiction as error:

@@ -21,7 +21,7 @@ from tests.soak.world import SERVICE, World
 # How the names of replicas begin that are there only for a while, or at the end.
 _OTHERS = ("late-", "passing-")
 # What should not be, in words.
-_FINDINGS = ("mixed_versions", "steps_back", "not_recovered", "leftovers", "tracebacks", "troubles")
+_FINDINGS = ("mixed_versions", "steps_back", "not_recovered", "problems", "leftovers", "tracebacks", "troubles")
 
 
 def build_report(
@@ -30,6 +30,7 @@ def build_report(
     *,
     kinds: Sequence[str],
     differing: Mapping[str, Mapping[str, int]],
+    problems: Sequence[str],
     versions: int,
     late: Sequence[str],
     leftovers: Sequence[str],
@@ -71,6 +72,7 @@ def build_report(
         "memory": _by_role(world.crew.memory, world.fleet),
         "directory_bytes": directory[0],
         "directory_bytes_most": max(directory),
+        "problems": list(problems),
         "leftovers": list(leftovers),
         "tracebacks": tracebacks(world.crew.folder),
         "troubles": world.crew.troubles,

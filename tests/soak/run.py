@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from tests.soak.faults import backups
 from tests.soak.faults.kinds import kinds_of
 from tests.soak.fleet import CLICKS, Follower, fleet_of
 from tests.soak.leftovers import directory_bytes, leftovers
@@ -17,7 +18,7 @@ from tests.soak.play import Player
 from tests.soak.rank import stop_file
 from tests.soak.replica import held_file
 from tests.soak.report import build_report, sound
-from tests.soak.schedule import SoakOptions, schedule
+from tests.soak.schedule import Fault, SoakOptions, schedule
 from tests.soak.verdict import Trained, trained_clicks, trained_plain, unequal
 from tests.soak.world import REDIS, SERVICE, SoakFailed, World
 
@@ -25,6 +26,8 @@ from deltasync.trainer.example.compare import Tables
 
 _READY_SECONDS, _END_SECONDS, _SYNC_SECONDS = 300.0, 300.0, 300.0
 _POLL_SECONDS = 0.2
+# Of a model: the service then keeps none that were made before.
+_CHECKPOINTS = 3
 # Consumers that hold whole versions, one of each model: who follows them last shows what the service has.
 _WHOLE = ("whole", "lone", CLICKS)
 
@@ -56,6 +59,7 @@ class _Soak:
         self._folder = folder
         self._console = console
         self._fleet = fleet_of(small=options.small, redis=REDIS is not None)
+        self._problems: list[str] = []
         self._late = [
             Follower(f"late-{each.name}", each.name, each.stores[0])
             for each in self._fleet.subscriptions
@@ -84,6 +88,7 @@ class _Soak:
             player,
             kinds=kinds,
             differing=differing,
+            problems=self._problems,
             versions=versions,
             late=[each.name for each in self._late],
             leftovers=leftovers(world.data_dir),
@@ -92,7 +97,9 @@ class _Soak:
         )
 
     def _end(self, world: World) -> None:
-        """Have trainers publish their last step; replicas hold it, and the service after a last kill."""
+        """Have trainers publish their last step; replicas hold it, and so does the service after a last kill, and
+        after a backup of it was restored.
+        """
         self._say("no more faults: trainers publish their last steps")
         world.resume_all()
         for model in world.plain.values():
@@ -108,6 +115,14 @@ class _Soak:
             world.follow(follower)
         self._await(world, self._late_there, _SYNC_SECONDS, "new replicas")
         self._await(world, self._in_sync, _SYNC_SECONDS, "all consumers in sync after the last kill")
+        self._say("what was damaged is replaced by new checkpoints; the service goes on from a backup of itself")
+        self._check(world)  # No checkpoint is built upon what is known to be damaged.
+        for name in sorted({each.model for each in self._fleet.subscriptions}) * _CHECKPOINTS:
+            world.call(lambda admin, name=name: admin.make_checkpoint(name))  # type: ignore[misc]
+        self._problems += self._check(world)
+        backups.put_back(world, Fault(at=0, kind="backup restored", pick=0, seconds=0))
+        self._await(world, self._in_sync, _SYNC_SECONDS, "all consumers in sync after a backup was restored")
+        self._problems += self._check(world)
         world.crew.dismiss(name for name in world.crew.names() if name != SERVICE)
 
     def _await(self, world: World, there: Callable[[World], str], seconds: float, what: str) -> None:
@@ -118,6 +133,11 @@ class _Soak:
                 found = "; ".join(world.crew.troubles)
                 raise SoakFailed(f"{what}: not within {seconds:.0f} s: {missing}; {found}; see {self._folder}")
             time.sleep(_POLL_SECONDS)
+
+    def _check(self, world: World) -> list[str]:
+        """What `deltasync fsck` reports, in words."""
+        found = world.call(lambda admin: admin.fsck())
+        return [problem for each in found for problem in [*each["problems"], *each["unknown"]]]
 
     def _begun(self, world: World) -> str:
         for subscription in self._fleet.subscriptions:

@@ -45,7 +45,7 @@ SERVICE = "service"
 CONFIGURED = "configured"
 # Of what trainers publish, no norm ever grows by so much.
 _MOST_GROWTH = 1e6
-_FLUSH_BYTES = 40_000
+_CHECKPOINT_BYTES = 40_000
 _POLL_SECONDS = 0.1
 _LOOKS_PER_SIZE = 20
 _CALL_SECONDS, _CALLS_SECONDS = 5.0, 180.0
@@ -275,7 +275,7 @@ class World:
         fuse = self.fuse(SERVICE)
         ports = ["--grpc-port", self.grpc.rpartition(":")[2], "--http-port", self._http.rpartition(":")[2]]
         serve = ["serve", "--data-dir", str(self.data_dir), *ports]
-        settings = ["--flush-bytes", str(_FLUSH_BYTES), "--max-norm-growth", str(_MOST_GROWTH)]
+        settings = ["--checkpoint-bytes", str(_CHECKPOINT_BYTES), "--max-norm-growth", str(_MOST_GROWTH)]
         config = ["--config", str(self._configuration)]
         return ["tests.soak.fuse", str(fuse), "deltasync", *serve, *settings, *config]
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 from tests.support.brokers import Broker, Brokers
+from tests.support.fleet import Recorder
 from tests.support.process import ServiceProcess
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_for
@@ -168,9 +169,9 @@ class Cluster:
         self._closing.append(trainer)
         return trainer
 
-    def replica(self, name: str) -> tuple[Subscriber, NumpyTarget]:
-        target = NumpyTarget()
-        options = SubscriberOptions(service=self.address, consumer=CONSUMER, replica=name)
+    def replica(self, name: str, consumer: str = CONSUMER) -> tuple[Subscriber, Recorder]:
+        target = Recorder()
+        options = SubscriberOptions(service=self.address, consumer=consumer, replica=name)
         subscriber = Subscriber(options, target)
         self._closing.append(subscriber)
         return subscriber, target
@@ -206,8 +207,8 @@ class Cluster:
             *("--log-monitor", ",".join(self.brokers.monitors)),
             *("--log-replicas", str(min(3, self._brokers))),
             *(["--accept-log-risk"] if self._brokers < 3 else []),
-            *("--snapshots", str(self.folder / "snapshots")),
-            *("--snapshot-seconds", "1"),
+            *("--checkpoints", str(self.folder / "checkpoints")),
+            *("--checkpoint-seconds", "1"),
             *("--process", f"service-{number}"),
             *("--lease-seconds", str(self._lease_seconds)),
             *("--consumer", f"{CONSUMER}={MODEL}"),

@@ -1,6 +1,5 @@
 """Copies of a data directory at every point at which a process could end."""
 
-import os
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
@@ -8,45 +7,47 @@ from typing import Any
 
 import pytest
 
-from deltasync.storage import files
+from deltasync.checkpoints.place import UNFINISHED, Place
 from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.mapped_table import MappedTable
 
 
 class Crashes:
-    """What would be there if the process ended now: around each time that a file grows or a record is written."""
+    """What would be there if the process ended now: around each time that a small record or a file of a checkpoint
+    is written or removed.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, data_dir: Path, into: Path) -> None:
         self.copies: list[Path] = []
         self._data_dir = data_dir
         self._into = into
-        reserve, put, become = files.reserve, LmdbStore.put, MappedTable._become
+        record, put, remove = LmdbStore.put, Place.put, Place.remove
 
-        def reserving(file: Any, size: int, what: str, path: Path) -> None:
-            self._copy("before a file grows")
-            before = os.fstat(file.fileno()).st_size
-            os.ftruncate(file.fileno(), before + (size - before) // 2)
-            self._copy("while it grows")
-            reserve(file, size, what, path)
-            self._copy("after it has grown")
-
-        def putting(log: LmdbStore, name: str, value: bytes | None, **named: Any) -> Future[None]:
+        def recording(log: LmdbStore, name: str, value: bytes | None, **named: Any) -> Future[None]:
             self._copy(f"before {name.replace('/', ' ')} is written")
-            written = put(log, name, value, **named)
+            written = record(log, name, value, **named)
             written.result(20)
             self._copy(f"after {name.replace('/', ' ')} is written")
             return written
 
-        def becoming(table: MappedTable, *arguments: Any) -> None:
-            self._copy("before a table has more rows")
-            become(table, *arguments)
-            self._copy("after a table has more rows")
+        def putting(place: Place, name: str, content: bytes | memoryview) -> None:
+            copy = self._copy("while a file is written")
+            half = copy / Path(f"{place.url}/{name}{UNFINISHED}").relative_to(data_dir)
+            half.parent.mkdir(parents=True, exist_ok=True)
+            half.write_bytes(content[: len(content) // 2])
+            put(place, name, content)
+            self._copy("after a file is written")
 
-        patch.setattr(files, "reserve", reserving)
-        patch.setattr(LmdbStore, "put", putting)
-        patch.setattr(MappedTable, "_become", becoming)
+        def removing(place: Place, name: str) -> None:
+            self._copy("before a file is removed")
+            remove(place, name)
+            self._copy("after a file is removed")
 
-    def _copy(self, when: str) -> None:
-        folder = self._into / f"{len(self.copies):02} {when}"
+        patch.setattr(LmdbStore, "put", recording)
+        patch.setattr(Place, "put", putting)
+        patch.setattr(Place, "remove", removing)
+
+    def _copy(self, when: str) -> Path:
+        folder = self._into / f"{len(self.copies):03} {when}"
         shutil.copytree(self._data_dir, folder)
         self.copies.append(folder)
+        return folder

@@ -28,13 +28,13 @@ class Content:
 
 
 def write(folder: Path) -> Content:
-    """Write one: tables flushed at one version and in the log at later ones, replicas at both, views likewise."""
+    """Write one: a checkpoint of one version, and later ones in the log; replicas at both, of views too."""
     service = ServiceProcess(folder, "--consumer", "plain=clicks")
     with service, Trainer(service.grpc) as trainer:
         for name, policy in POLICIES.items():
             admin_of(service).create_consumer(name, "clicks", policy)
         trainer.publish_all()
-        held, rows = _follow(service, "early", trainer, service.terminate)
+        held, rows = _follow(service, "early", trainer, service.terminate, checkpoint=True)
         service.start()
         later, later_rows = _follow(service, "late", trainer, service.kill)
         model = {name: values.copy() for name, values in trainer.rows.items()}
@@ -42,7 +42,12 @@ def write(folder: Path) -> Content:
 
 
 def _follow(
-    service: ServiceProcess, replica: str, trainer: Trainer, stop: Callable[[], object]
+    service: ServiceProcess,
+    replica: str,
+    trainer: Trainer,
+    stop: Callable[[], object],
+    *,
+    checkpoint: bool = False,
 ) -> tuple[dict[str, Position], Rows]:
     """Publish a few cuts while replicas of every consumer are there, and stop the service before they could say
     goodbye, after which it would know nothing of them.
@@ -56,6 +61,8 @@ def _follow(
             each.wait_for(head, WAIT)
     for name in followers:  # Of acknowledgements that the service has taken, the log has all but the last few.
         wait_for_lag(service, name, lambda lag: _has_acknowledged(lag, replica))
+    if checkpoint:
+        admin_of(service).make_checkpoint("clicks")
     stop()
     for each in followers.values():
         each.close()

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +15,33 @@ from tests.support.local_service import join, opened, send
 from tests.support.releases import deleted_rows, live_rows
 from tests.support.wire import WHOLE, full_part, part, random_rows
 
-from deltasync.core.damage import DamagedRows
 from deltasync.core.errors import StorageFailed
-from deltasync.core.events import Event, EventKind
+from deltasync.core.events import Event
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.feed import Feed
-from deltasync.feeds.repair import NO_REPAIR
 from deltasync.service.service import Service
 from deltasync.views.view import View
 
-VERSIONS = 4
-VIEW_IS_LOST = "its view cannot be read"
+VERSIONS = 5
 
 
-def write(folder: Path, *, flushed: bool) -> None:
-    """A model of two tables, some of whose rows were deleted, its view, and consumers; newer rows, and a
-    newer release of the view, are in the log alone unless all is `flushed`.
+def write(folder: Path, checkpoints: Sequence[int] = ()) -> None:
+    """A model of two tables, some of whose rows were deleted, its view, and consumers; with checkpoints of some
+    versions.
     """
-    asyncio.run(_write(folder, flushed=flushed))
+    asyncio.run(write_in_loop(folder, checkpoints))
 
 
-async def _write(folder: Path, *, flushed: bool) -> None:
+async def write_in_loop(folder: Path, checkpoints: Sequence[int] = ()) -> None:
+    """The same in the event loop that runs."""
     async with opened(folder.with_suffix(".open")) as service:
         await service.create_consumer("plain", "clicks", Policy())
         await service.create_consumer("small", "clicks", Policy(value_type=ValueType.INT8))
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].drain()
+        await service.coordinators["clicks"].settled()
         rng = np.random.default_rng(0)
         for step in range(2, VERSIONS + 1):
             requests = part(step, [(0, [step, 9, 20 + step], rng.random((3, 4), np.float32))])
@@ -50,16 +49,14 @@ async def _write(folder: Path, *, flushed: bool) -> None:
                 requests = part(step, [(0, [3, 11], np.zeros((2, 4), "<f4"))])
                 requests[0].chunk.rows.deleted, requests[0].chunk.rows.values = True, b""
             await send(session, requests)
-            await service.coordinators["clicks"].drain()
+            await service.coordinators["clicks"].settled()
             _acknowledge(service, step)
-            if step == 2 or flushed:
-                service.models["clicks"].flush()
             view = service.views.get(service.registry.get("small"))
             assert view
-            if step >= VERSIONS - 1:
+            if step >= VERSIONS - 2:
                 await _release(view)
-            if step == VERSIONS - 1 or flushed:
-                view.flush()
+            if step in checkpoints:
+                await service.checkpoints.make("clicks")
         shutil.copytree(folder.with_suffix(".open"), folder)
 
 
@@ -80,8 +77,9 @@ def outcome(folder: Path) -> dict[str, Any]:
     reading, writing = os.pipe()
     if not (child := os.fork()):
         try:
+            signal.alarm(20)
             with os.fdopen(writing, "w") as pipe:
-                json.dump(_started(folder), pipe)
+                json.dump(started(folder), pipe)
         finally:
             os._exit(0)
     os.close(writing)
@@ -94,8 +92,8 @@ def outcome(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _started(folder: Path) -> dict[str, Any]:
-    signal.alarm(20)
+def started(folder: Path) -> dict[str, Any]:
+    """The same, in this process."""
     try:
         return asyncio.run(_given(folder))
     except BaseException as error:  # noqa: BLE001  # told to the test
@@ -108,9 +106,8 @@ def _started(folder: Path) -> dict[str, Any]:
 
 
 async def _given(folder: Path) -> dict[str, Any]:
-    async with opened(folder) as service:
-        said = list[str]()
-        service.events._listeners = (lambda event: said.append(_line(event)),)
+    said = list[str]()
+    async with opened(folder, listener=lambda event: said.append(_line(event))) as service:
         consumers = {
             name: [
                 each.model,
@@ -119,43 +116,26 @@ async def _given(folder: Path) -> dict[str, Any]:
             ]
             for name, each in service.registry.consumers.items()
         }
-        model = service.models.get("clicks")
-        if model is None:
-            return {"refused": "", "consumers": consumers}
-        given = {f"model {after}": await _of(model, after) for after in range(VERSIONS)}
-        view = service.views.get(service.registry.get("small"))
-        if view is not None:
-            if not view.position.number:  # It was made anew: as its loop does once a replica is there.
-                await _release(view)
-            given["view 0"] = await _of(view, 0)
-        return {
-            "consumers": consumers,
-            "position": [model.position.number, model.history],
-            "given": given,
-            "view": view.history if view else "",
-            "said": said,
-        }
+        found: dict[str, Any] = {"consumers": consumers, "said": said, "position": None, "view": None, "given": {}}
+        if model := service.models.get("clicks"):
+            found["position"] = [model.position.number, model.history]
+            found["given"] = {f"model {after}": await _of(model, after) for after in range(VERSIONS)}
+            if view := service.views.get(service.registry.get("small")):
+                found["given"]["view 0"] = await _of(view, 0)
+                found["view"] = [view.position.number, view.history]
+        return found
 
 
 async def _of(feed: Feed, after: int) -> Any:
-    for _ in range(2):
-        try:
-            release = await feed.release(after, NO_REPAIR)
-        except DamagedRows as error:
-            found = str(error)
-            await feed.damage.mend()  # type: ignore[attr-defined]
-            continue
-        live = {
-            f"{slot}": {
-                f"{row}": values.tobytes().hex() for row, values in zip(each.ids, each.values, strict=True)
-            }
-            for slot, each in live_rows(release).items()
-        }
-        for slot, each in deleted_rows(release).items():
-            live.setdefault(f"{slot}", {}).update({f"{row}": None for row in each.ids})
-        return live
-    return found
+    release = await feed.release(after)
+    live = {
+        f"{slot}": {f"{row}": values.tobytes().hex() for row, values in zip(each.ids, each.values, strict=True)}
+        for slot, each in live_rows(release).items()
+    }
+    for slot, each in deleted_rows(release).items():
+        live.setdefault(f"{slot}", {}).update({f"{row}": None for row in each.ids})
+    return live
 
 
 def _line(event: Event) -> str:
-    return f"{event.kind.value} {event.text}" if event.kind is not EventKind.FAILED else f"failed {event.text}"
+    return f"{event.kind.value} {event.text} {event.error or ''}"

@@ -79,7 +79,8 @@ class KeyedModel:
             everything = resync or table.name in whole
             since = 0 if everything else held
             rows = sorted(row for (name, row), at in self._changed.items() if name == table.name and at > since)
-            batches += self._batches(table, rows, with_deletes=not everything)
+            # A large release names rows of whole tables, too, that were deleted while it was made.
+            batches += self._batches(table, rows, with_deletes=not everything or self.version % 2 == 0)
         position = Position("h", self.version)
         event = self.version * 10 if self.version % 2 else None
         return Release(

@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import uvicorn
 from tests.support.http import HttpStatus
@@ -29,11 +29,8 @@ from deltasync.ownership.member import Member
 from deltasync.ownership.options import OwnershipOptions
 from deltasync.ownership.ownership import Ownership
 from deltasync.service.hosting import Hosting
-from deltasync.service.model_files import ModelFiles
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.service.snapshots import SnapshotLoop, SnapshotOptions
-from deltasync.snapshots.place import SnapshotPlace
 from deltasync.status.answers import Answers
 from deltasync.status.sampler import Sampler
 
@@ -150,12 +147,9 @@ class LocalCluster:
     async def _process(self, name: str) -> AsyncIterator[LocalProcess]:
         async with asyncio.TaskGroup() as tasks:
             logs, bucket = ManyLogs(self.folder / "logs"), MemoryBucket(self._store)
-            service = Service(ServiceOptions(data_dir=self.folder / name), tasks, logs)
-            place = SnapshotPlace(str(self.folder / "snapshots"))
-            service.snapshots = snapshots = SnapshotLoop(service, SnapshotOptions(url=place.url), place)
-            call: Callable[..., Any] = asyncio.get_running_loop().call_soon_threadsafe
-            files = ModelFiles(place, service.models_directory, service.events, call)
-            service.hosting = hosting = Hosting(service, logs, files, snapshots)
+            url = str(self.folder / "checkpoints")
+            service = Service(ServiceOptions(data_dir=self.folder / name, checkpoints=url), tasks, logs)
+            service.hosting = hosting = Hosting(service, logs)
             listener = listening_socket("127.0.0.1", 0)
             me = Member(name, "127.0.0.1:1", f"http://127.0.0.1:{listener.getsockname()[1]}", run=name)
             options = OwnershipOptions(lease_seconds=self._lease_seconds)

@@ -8,51 +8,65 @@ from typing import Any
 import numpy as np
 from tests.support.seals import sealed
 
+from deltasync.checkpoints.manifest import Manifest
+from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
+from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds.model import Model
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions, LogStore
-from deltasync.storage.model_records import recorded_models
-from deltasync.views.records import recorded_view
+from deltasync.storage.model_store import recorded_models
+from deltasync.storage.records import pack_layout
+from deltasync.views.log import ViewLog
 from deltasync.views.view import View
 
 Rows = Mapping[int, Values]
 
 
 class LocalModel:
-    """A model and its log in a folder, and a view of it: another one of the same folder is a restart."""
+    """A model, its log and its checkpoints in a folder, and views of it: another one of the same folder is a
+    restart.
+
+    Attributes:
+        views: the views that are used, by consumer.
+        lost: why a view could not come back, by consumer.
+    """
 
     def __init__(self, directory: Path, log_max_bytes: int = 1 << 28) -> None:
-        self._directory = directory
+        self.directory = directory
         self.log: LogStore = LmdbStore(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
-        self.model = Model("clicks", self.log, directory / "model")
+        checkpoints = CheckpointStore("clicks", Place(str(directory / "checkpoints")))
+        self.model = Model("clicks", self.log, checkpoints)
+        self.views, self.lost = dict[str, View](), dict[str, str]()
 
     @classmethod
     async def opened(cls, directory: Path, **settings: Any) -> "LocalModel":
         """What there was in a folder, if anything."""
         local = cls(directory, **settings)
+        names = local.log.items("view/")
+        views = [View(name, local.model, ViewLog(local.log, name).view()) for name in names]
         if record := recorded_models(local.log).get("clicks"):
-            await local.model.recover(record)
+            await local.model.recover(record, views)
+            local.lost = {view.owner: lost for view in views if (lost := await view.recovered())}
+            local.views = {view.owner: view for view in views if view.owner not in local.lost}
         return local
 
-    @property
-    def view_directory(self) -> Path:
-        return self._directory / "view"
+    def view(self, name: str = "top") -> View:
+        """The view of a consumer; a new one if there is none."""
+        return self.views.get(name) or self.views.setdefault(name, View(name, self.model))
 
-    def view(self) -> View:
-        """A view, or the one there was."""
-        view = View("top", self.model, self.view_directory)
-        if record := recorded_view(self.log, "top"):
-            view.recover(record)
-        return view
-
-    async def prepared_view(self, policy: Policy) -> View:
+    async def prepared_view(self, policy: Policy, name: str = "top") -> View:
         """A view that has the tables that the policy follows."""
-        view = self.view()
+        view = self.view(name)
         await view.prepare(policy)
         return view
+
+    async def checkpoint(self) -> Manifest:
+        """Write a checkpoint of the model and its views."""
+        return await self.model.checkpoint(lambda: list(self.views.values()), dict)
 
     async def cut(self, changes: Mapping[str, Rows]) -> None:
         """Publish some rows, by table and id, as the next version."""
@@ -60,7 +74,7 @@ class LocalModel:
 
     def batches(self, changes: Mapping[str, Rows]) -> list[RowBatch]:
         """Some rows, by table and id."""
-        tables = {mapped.spec.name: mapped.spec for mapped in self.model.tables}
+        tables = {table.spec.name: table.spec for table in self.model.tables}
         return [
             RowBatch(
                 Shard.whole(tables[name]), np.array(sorted(some)), np.stack([some[row] for row in sorted(some)])
@@ -76,24 +90,33 @@ class LocalModel:
 
         `resync`: they are of a run that does not go on from the one before.
         """
-        version = self.model.seals.newest_version + 1
-        seal = replace(sealed(version), sealed_unix_ns=version, whole=tuple(whole), resync=resync)
-        seal = seal.after(self.model.seals.newest)
+        seal = self.seal_of_cut(rows, whole, resync=resync)
         self.model.store.seal(seal).result()
         self.model.seals.append(seal)
-        self.model.published |= {mapped.spec.name: mapped.spec.rows for mapped in self.model.tables}
+        self.model.published |= {table.spec.name: table.spec.rows for table in self.model.tables}
         await self.model.apply_cut(seal, rows)
-        self.model.flush()  # So that it needs no records of its cuts to come back.
+
+    def seal_of_cut(self, rows: Sequence[RowBatch], whole: Sequence[str] = (), *, resync: bool = False) -> Seal:
+        """Write the rows of the next version into the log; returns the seal that makes them one."""
+        store, version = self.model.store, self.model.seals.newest_version + 1
+        shards = [batch.shard for batch in rows]
+        layout = store.use_layout(
+            pack_layout([table.spec for table in self.model.tables], shards), shards, version
+        )
+        for slot, batch in enumerate(rows):
+            store.append(version, 0, slot, slot, batch, layout.number)
+        seal = replace(sealed(version), sealed_unix_ns=version, whole=tuple(whole), resync=resync)
+        return replace(seal, rows=sum(map(len, rows))).after(self.model.seals.newest)
 
     async def cut_all(self, rows: Sequence[Values]) -> None:
         """Publish every row."""
-        names = [mapped.spec.name for mapped in self.model.tables]
+        names = [table.spec.name for table in self.model.tables]
         await self.cut({name: dict(enumerate(some)) for name, some in zip(names, rows, strict=True)})
 
     async def add(self, *tables: TableSpec) -> None:
         await self.model.add_tables(list(tables))
 
     async def close(self) -> None:
-        """End, with nothing of the view flushed."""
-        await self.model.close()
+        """End as a crash does: what is only in memory is lost."""
+        await self.model.stop()
         self.log.close()

@@ -11,6 +11,7 @@ import pytest
 from tests.support.log import log_of
 from tests.support.wire import TABLES, part, publish_open, random_rows
 
+from deltasync.core.events import Event
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard
 from deltasync.publish.opening import check_open
@@ -23,9 +24,14 @@ Scenario = Callable[[Service], Coroutine[Any, Any, None]]
 
 
 @asynccontextmanager
-async def opened(data_dir: Path, **settings: Any) -> AsyncIterator[Service]:
+async def opened(
+    data_dir: Path, listener: Callable[[Event], None] | None = None, **settings: Any
+) -> AsyncIterator[Service]:
+    """A service that has recovered; all that happens from its beginning on is told to `listener`."""
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir, **settings), tasks)
+        if listener:
+            service.events._listeners = (*service.events._listeners, listener)
         try:
             await service.recover()
         except BaseException:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltasync.core.durations import Durations
-from deltasync.core.errors import StorageFailed
 from deltasync.storage.log_store import LAST_NUMBER, Buffer, LogFull, Record
 from deltasync.storage.volume import Volume
 from deltasync.storage.write_queue import WriteQueue
@@ -47,7 +46,7 @@ class MemoryStore:
         record = b"".join(payload)
         if self.used_bytes() + len(record) > self._max_bytes:
             self.refusing = True
-            return _done(LogFull("the log is full until the tables are flushed: raise --log-max-bytes"))
+            return _done(LogFull("the log is full until a checkpoint is written: raise --log-max-bytes"))
         self._disk.streams.setdefault(stream, {})[number, part, index] = record
         return _done()
 
@@ -82,9 +81,6 @@ class MemoryStore:
 
     def streams(self) -> list[str]:
         return sorted(name for name, records in self._disk.streams.items() if records)
-
-    def copy(self, directory: Path) -> None:
-        raise StorageFailed("a log in memory has no files")
 
     def used_bytes(self) -> int:
         records = [record for stream in self._disk.streams.values() for record in stream.values()]

@@ -35,9 +35,9 @@ EVENT_METRICS: dict[str, set[str]] = {
 # Those that exist only where TLS is spoken.
 TLS_METRICS: dict[str, set[str]] = {"deltasync_certificate_expires_seconds": {"setting"}}
 
-# Those that exist only where snapshots are made, and where the service probes itself.
-SNAPSHOT_METRICS: dict[str, set[str]] = {
-    "deltasync_snapshot_age_seconds": {"model"},
+# Those that exist only where there is a checkpoint, and where the service probes itself.
+CHECKPOINT_METRICS: dict[str, set[str]] = {
+    "deltasync_checkpoint_age_seconds": {"model"},
     "deltasync_probe_seconds": set(),
     "deltasync_probe_age_seconds": set(),
     "deltasync_probe_failures_total": set(),
@@ -76,14 +76,14 @@ METRICS: dict[str, set[str]] = {
     "deltasync_released_bytes_total": _CONSUMER,
     "deltasync_table_rows": {"model", "table"},
     "deltasync_table_bytes": {"model", "table"},
-    "deltasync_spilled_bytes": {"model"},
     "deltasync_publishing_ranks": {"model", "state"},
     "deltasync_log_bytes": set(),
     "deltasync_log_risks": set(),
     "deltasync_lease_confirmed": set(),
     "deltasync_processes_alive": set(),
     "deltasync_models_without_owner": set(),
-    "deltasync_snapshot_failures_total": set(),
+    "deltasync_checkpoint_failures_total": set(),
+    "deltasync_log_bytes_since_checkpoint": {"model"},
     "deltasync_log_commit_seconds_bucket": {"le"},
     "deltasync_log_commit_seconds_count": set(),
     "deltasync_log_commit_seconds_sum": set(),
@@ -99,7 +99,7 @@ METRICS: dict[str, set[str]] = {
     "deltasync_limit_refused_total": {"limit"},
     **EVENT_METRICS,
     **TLS_METRICS,
-    **SNAPSHOT_METRICS,
+    **CHECKPOINT_METRICS,
     **POLICY_METRICS,
 }
 

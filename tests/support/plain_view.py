@@ -101,13 +101,13 @@ class PlainModel:
             for row, values in changes.get(each.table.name, {}).items():
                 each.rows[row], each.versions[row] = values, self.version
 
-    def prepare(self, policy: Policy) -> None:
+    def prepare(self, policy: Policy, overdue: int) -> tuple[PlainRelease, list[PlainHeld]]:
+        """The release that has the tables that a policy follows: what it takes, and the new tables, whole."""
         have = {each.delivery: each for each in self.held}
-        begins = not self.held and not self.compared_version
         followed = [each for each in self.tables if policy.follows(each.table)]
         wanted = [policy.delivery_of(each.table) for each in followed]
         self.held = [have.get(one) or _whole(each, one) for each, one in zip(followed, wanted, strict=True)]
-        self.compared_version = self.version if begins else self.compared_version
+        return self.release(policy, overdue), [each for each in self.held if each.delivery not in have]
 
     def release(self, policy: Policy, overdue: int) -> PlainRelease:
         rows = self.find_dirty(policy, overdue)

@@ -22,15 +22,6 @@ from tests.support.programs import cleaned
 from tests.support.waiting import wait_for
 
 _DEADLINE_SECONDS = 30.0
-_WITH_SHARED_FILES = """
-import runpy
-from deltasync.storage import mapping
-from deltasync.storage.private_memory import PrivateMemory
-mapping.PRIVATE = PrivateMemory(0)
-runpy.run_module("deltasync", run_name="__main__")
-"""
-
-
 _WITH_ANOTHER_CLOCK = """
 import runpy, time
 right = time.time_ns
@@ -62,10 +53,10 @@ class ServiceProcess(HttpStatus):
 
     Its admin token is `ADMIN_TOKEN`.
 
-    Unless its tables are `private`, as if there were too little memory for that. It may have so many `files`
-    open, if that is said. It is a fork of a process that has imported what it needs, unless it is `fresh`.
-    What it logs goes into the file `log`, if there is one. Its `environment` has these variables besides: of those
-    that the system looks at first, only a fresh one takes notice. It may be `started_by` another command.
+    It may have so many `files` open, if that is said. It is a fork of a process that has imported what it needs,
+    unless it is `fresh`. What it logs goes into the file `log`, if there is one. Its `environment` has these
+    variables besides: of those that the system looks at first, only a fresh one takes notice. It may be
+    `started_by` another command.
 
     Attributes:
         ahead_seconds: by so much its clock is ahead of this process's, from its next start on.
@@ -75,7 +66,6 @@ class ServiceProcess(HttpStatus):
         self,
         data_dir: Path,
         *arguments: str,
-        private: bool = True,
         files: int = 0,
         fresh: bool = False,
         log: Path | None = None,
@@ -86,7 +76,7 @@ class ServiceProcess(HttpStatus):
         self.data_dir = data_dir
         self.log = log
         self.ahead_seconds = 0
-        self.program = ["-m", "deltasync"] if private else ["-c", _WITH_SHARED_FILES]
+        self.program = ["-m", "deltasync"]
         self._environment = cleaned() | {"DELTASYNC_ADMIN_TOKEN": ADMIN_TOKEN} | dict(environment)
         self.arguments = arguments
         self._started_by = [*started_by, *(["prlimit", f"--nofile={files}"] if files else [])]

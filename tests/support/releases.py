@@ -1,43 +1,99 @@
-"""What a release brings, by table."""
+"""Releases: what they bring, by table, and tables that change while replicas are sent them."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
-from deltasync.feeds.frozen_release import FrozenRelease, Head, freeze
-from deltasync.feeds.lack import Lack
-from deltasync.feeds.repair import NO_REPAIR, Repair
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.feeds.frozen_release import NO_TABLES, Chunk, FrozenRelease, Head
+from deltasync.feeds.releases import LargeRelease, Release, Releases
+
+MEMORY_BYTES = 1 << 20
 
 
-def frozen_at(
-    tables: Sequence[StampedTable],
-    after: int,
-    head: Head | None,
-    scratch: Path,
-    memory_bytes: int,
-    repair: Repair = NO_REPAIR,
-) -> FrozenRelease:
-    """What a replica at `after` lacks: in a file if it takes more than `memory_bytes`."""
-    lack = Lack.of(tables, after, repair)
-    return freeze(lack, head, scratch if lack.nbytes > memory_bytes else None)
+class ChangingTables:
+    """Tables of which releases are made, in the event loop: whoever awaits something lets others change them.
+
+    Attributes:
+        tables: the tables.
+        past: of each number, the rows of all tables.
+        open: whether replicas may be given the tables.
+        releases: what replicas are sent.
+    """
+
+    def __init__(self, specs: Sequence[TableSpec], memory_bytes: int = MEMORY_BYTES) -> None:
+        self.tables = [StampedTable(spec) for spec in specs]
+        self.past = [self.rows()]
+        self.open = True
+        self.releases = Releases(self._run, self._state, memory_bytes)
+
+    def rows(self) -> list[bytes]:
+        """The rows of each table."""
+        return [table.rows.tobytes() for table in self.tables]
+
+    @property
+    def head(self) -> int:
+        return len(self.past) - 1
+
+    def change(self, *batches: RowBatch) -> None:
+        """Make the next number of some rows."""
+        by_name = {table.spec.name: table for table in self.tables}
+        for batch in batches:
+            by_name[batch.table.name].apply(batch, self.head + 1)
+        self.past.append(self.rows())
+        self.releases.have(None, self.head)
+
+    def write(self, slot: int, ids: Sequence[int], value: float = 0) -> None:
+        """Make the next number: rows of a table become a value, or the number."""
+        spec = self.tables[slot].spec
+        values = np.full((len(ids), spec.dim), value or self.head + 1, spec.dtype)
+        self.change(RowBatch.of_table(spec, ids, values))
+
+    def delete(self, slot: int, ids: Sequence[int]) -> None:
+        """Make the next number: rows of a table are deleted."""
+        self.change(RowBatch.deletes(Shard.whole(self.tables[slot].spec), ids))
+
+    async def get(self, after: int, whole: frozenset[int] = NO_TABLES) -> Release:
+        return await self.releases.get(after, whole, self.head)
+
+    async def small(self, after: int, whole: frozenset[int] = NO_TABLES) -> FrozenRelease:
+        return frozen(await self.get(after, whole))
+
+    async def large(self, after: int, whole: frozenset[int] = NO_TABLES) -> LargeRelease:
+        release = await self.get(after, whole)
+        assert isinstance(release, LargeRelease)
+        return release
+
+    async def _run(self, function: Callable[..., Any], *arguments: object) -> Any:
+        return function(*arguments)
+
+    def _state(self) -> tuple[list[StampedTable], Head] | None:
+        number = self.head
+        return (self.tables, Head(number, number, 0, 0)) if self.open else None
 
 
-def live_rows(release: FrozenRelease) -> dict[int, RowBatch]:
+def frozen(release: Release) -> FrozenRelease:
+    """A release that fits into the memory for releases."""
+    assert isinstance(release, FrozenRelease)
+    return release
+
+
+def live_rows(release: Release) -> dict[int, RowBatch]:
     """The rows that are there, by slot."""
-    return _by_slot(release, deleted=False)
+    return _by_slot(frozen(release).chunks, deleted=False)
 
 
-def deleted_rows(release: FrozenRelease) -> dict[int, RowBatch]:
+def deleted_rows(release: Release) -> dict[int, RowBatch]:
     """The rows that are no more, by slot."""
-    return _by_slot(release, deleted=True)
+    return _by_slot(frozen(release).chunks, deleted=True)
 
 
-def _by_slot(release: FrozenRelease, *, deleted: bool) -> dict[int, RowBatch]:
+def _by_slot(chunks: Sequence[Chunk], *, deleted: bool) -> dict[int, RowBatch]:
     found: dict[int, list[RowBatch]] = {}
-    for chunk in release.chunks:
+    for chunk in chunks:
         if chunk.rows.deleted == deleted:
             found.setdefault(chunk.slot, []).append(chunk.rows)
     return {slot: _joined(batches) for slot, batches in found.items()}

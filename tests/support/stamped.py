@@ -1,18 +1,19 @@
-"""Stamped tables in memory."""
+"""Stamped tables that hold given rows."""
 
 import numpy as np
 
 from deltasync.core.change_counts import Stamps
+from deltasync.core.digests import row_digests
 from deltasync.core.rows import Values
-from deltasync.core.stamps import StampedTable, has_norm
+from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 
 
 def stamped_table(spec: TableSpec, rows: Values, stamps: Stamps) -> StampedTable:
-    """A table with these rows, which fit their digests."""
-    digests = np.zeros((spec.rows, 1), np.uint64)
-    squares = np.zeros((spec.rows if has_norm(spec) else 0, 1), np.float32)
-    table = StampedTable(spec, rows, stamps, digests, squares)
-    table.make_digests()
-    table.make_tags()
+    """A table with these rows and stamps, as it is once a checkpoint is loaded."""
+    table = StampedTable(spec)
+    live, deleted = np.flatnonzero(stamps > 0), np.flatnonzero(stamps < 0)
+    table.load(live, stamps[live], row_digests(rows[live]), rows[live])
+    table.load(deleted, stamps[deleted], np.zeros(len(deleted), np.uint64), None)
+    table.recount()
     return table

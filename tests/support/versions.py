@@ -1,4 +1,4 @@
-"""Many small versions, as the log and the files of a model have them: how large they become.
+"""Many small versions, as the log of a model has them: how large it becomes.
 
 python -m tests.support.versions FOLDER 1000000
 """
@@ -39,12 +39,12 @@ class Size:
 
 
 def publish(folder: Path, count: int, looks: int) -> Iterator[Size]:
-    """Publish so many versions of a row each, as many offsets and, with every thousandth, another layout; flush as
-    the service does. What there is, so many times.
+    """Publish so many versions of a row each, as many offsets and, with every thousandth, another layout; cut the
+    log as often as the service does at least. What there is, so many times.
     """
     log = LmdbStore(LogOptions(directory=folder / "log", max_bytes=1 << 30))
-    store, before = ModelStore(log, "clicks", folder / "models" / "clicks"), None
-    store.change([TABLE], {})
+    store, before = ModelStore(log, "clicks"), None
+    store.describe({TABLE.name: TABLE})
     writes = list[Future[None]]()
     run = uuid.uuid4().hex
     for version in range(1, count + 1):
@@ -54,8 +54,8 @@ def publish(folder: Path, count: int, looks: int) -> Iterator[Size]:
             for write in writes:
                 write.result()
             writes.clear()
-        if version - store.flushed >= model_store.KEPT_SEALS // 2:
-            store.flush(version)
+        if version - store.dropped >= model_store.KEPT_SEALS // 2:
+            store.cut(version)
         if version % (count // looks) == 0:
             yield _size(folder, version)
     log.close()

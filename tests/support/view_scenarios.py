@@ -2,19 +2,25 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
 from tests.support.wire import random_rows
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
+from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
+from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.views.pacing import Situation, due
+from deltasync.views.state import NewestRelease, ViewState
+from deltasync.views.table import ViewTable
 from deltasync.views.view import View
 
 # Of both, int8 is shorter.
@@ -41,7 +47,7 @@ def run(folder: Path, scenario: Scenario, **settings: Any) -> None:
 
 
 def run_again(folder: Path, scenario: Scenario) -> None:
-    """After a crash: nothing of the view was flushed at the end."""
+    """After a crash."""
 
     async def main() -> None:
         local = await LocalModel.opened(folder)
@@ -61,6 +67,7 @@ def changed(seed: int, table: TableSpec, *ids: int) -> dict[str, dict[int, Value
 async def held_by_a_replica(view: View) -> dict[str, Values]:
     """What who held nothing before is given, as it stands for."""
     release = await view.release(0)
+    assert isinstance(release, FrozenRelease)
     held: dict[str, Values] = {}
     for slot, rows in live_rows(release).items():
         given = view.deliveries[slot]
@@ -89,5 +96,49 @@ def is_due(view: View, policy: Policy) -> bool:
     return due(policy, situation, 10**18).seconds is not None
 
 
+def small_blocks(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Have releases made in small blocks, each in a call of its own."""
+    for name, value in (("_TURN_SECONDS", 0), ("_COPIED_BYTES", nbytes), ("_COMPARED_BYTES", nbytes)):
+        patch.setattr(f"deltasync.views.making.{name}", value)
+
+
 def refuse(*_: object) -> None:
     raise StorageFailed("the disk is full")
+
+
+@dataclass(frozen=True)
+class Bits:
+    """All that a view knows, except of tables that its model does not have any more."""
+
+    position: Position
+    newest: NewestRelease | None
+    compared_version: int
+    versions: list[int]
+    tables: dict[str, tuple[Any, ...]]
+
+
+async def bits_of(view: View) -> Bits:
+    """A view as it is now."""
+    state = view.state
+    numbers = range(1, state.head.number + 1 if state.head else 1)
+    tables = await view.model.on_thread(lambda: {each.name: _bits_of(each, state) for each in _there(state)})
+    return Bits(view.position, state.newest, state.compared_version, [*map(view.version_of, numbers)], tables)
+
+
+def _there(state: ViewState) -> list[ViewTable]:
+    return [table for table in state.tables if not table.source.removed]
+
+
+def _bits_of(table: ViewTable, state: ViewState) -> tuple[Any, ...]:
+    dirty, backlog = table.dirty, state.backlog[table.name]
+    # How far rows are that have changed since they were compared is found by the next look.
+    same = table.source.numbers(dirty.ids) <= table.compared
+    found = [
+        (each.rows.tobytes(), each.stamps.tobytes(), each.digests.tobytes(), each.checksum)
+        for each in table.stamped
+    ]
+    whole = table.delivery, table.born, table.stamp, table.compared, table.sent.removed_before
+    lacking = [table.lacking(number) for number in range(state.head.number if state.head else 0)]
+    rows = dirty.ids.tolist(), dirty.since.tolist(), dirty.norms[same].tolist(), dirty.flags[same].tolist()
+    left = backlog.amount.rows, backlog.amount.bytes, backlog.oldest_version
+    return found, whole, rows, lacking, left, backlog.amount.norm if same.all() else None

@@ -373,7 +373,6 @@ class PublishOpened(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     DELETES_FIELD_NUMBER: _builtins.int
-    WANTED_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     continues: _builtins.bool
     """continues says whether this run continues the published history. If not, its next cut must be full. A
@@ -399,10 +398,6 @@ class PublishOpened(_message.Message):
     def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeleteRequest]:
         """deletes are rows to be deleted: as CutSealed.deletes."""
 
-    @_builtins.property
-    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.WantedRows]:
-        """wanted are rows to be published again: as CutSealed.wanted."""
-
     def __init__(
         self,
         *,
@@ -411,12 +406,11 @@ class PublishOpened(_message.Message):
         reason: _builtins.str = ...,
         tables: _builtins.int = ...,
         deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
-        wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
         since: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "deletes", b"deletes", "head", b"head", "reason", b"reason", "since", b"since", "tables", b"tables", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "deletes", b"deletes", "head", b"head", "reason", b"reason", "since", b"since", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -517,7 +511,6 @@ class CutSealed(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     DELETES_FIELD_NUMBER: _builtins.int
-    WANTED_FIELD_NUMBER: _builtins.int
     QUARANTINE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """step is the optimizer step of the cut."""
@@ -533,80 +526,18 @@ class CutSealed(_message.Message):
         meet the same requests after the same step, at the latest for the cut after the one for which all have them.
         """
 
-    @_builtins.property
-    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.WantedRows]:
-        """wanted are rows of which the service holds other bits than it was sent, about 1 MiB of ids at most. Each rank
-        publishes those that it holds again, with its next part, and need not wait for others. Whoever does not is asked
-        again.
-        """
-
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         position: _tables_pb2.Position | None = ...,
         deletes: _abc.Iterable[Global___DeleteRequest] | None = ...,
-        wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
         quarantine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "position", b"position", "quarantine", b"quarantine", "step", b"step", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletes", b"deletes", "position", b"position", "quarantine", b"quarantine", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CutSealed: _TypeAlias = CutSealed  # noqa: Y015
-
-@_typing.final
-class WantedRequest(_message.Message):
-    """WantedRequest names a rank, which has a stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    RUN_FIELD_NUMBER: _builtins.int
-    RANK_FIELD_NUMBER: _builtins.int
-    model: _builtins.str
-    """model is as PublishOpen.model."""
-    run: _builtins.str
-    """run is as PublishOpen.run."""
-    rank: _builtins.int
-    """rank is as PublishOpen.rank."""
-    def __init__(
-        self,
-        *,
-        model: _builtins.str = ...,
-        run: _builtins.str = ...,
-        rank: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "rank", b"rank", "run", b"run"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WantedRequest: _TypeAlias = WantedRequest  # noqa: Y015
-
-@_typing.final
-class WantedResponse(_message.Message):
-    """WantedResponse names rows."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WANTED_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.WantedRows]:
-        """wanted are the rows: as CutSealed.wanted. None for a rank that has no stream."""
-
-    def __init__(
-        self,
-        *,
-        wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["wanted", b"wanted"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WantedResponse: _TypeAlias = WantedResponse  # noqa: Y015

@@ -40,11 +40,6 @@ class PublishServiceStub:
                 request_serializer=deltasync_dot_v1_dot_publish__pb2.PublishRequest.SerializeToString,
                 response_deserializer=deltasync_dot_v1_dot_publish__pb2.PublishResponse.FromString,
                 _registered_method=True)
-        self.Wanted = channel.unary_unary(
-                '/deltasync.v1.PublishService/Wanted',
-                request_serializer=deltasync_dot_v1_dot_publish__pb2.WantedRequest.SerializeToString,
-                response_deserializer=deltasync_dot_v1_dot_publish__pb2.WantedResponse.FromString,
-                _registered_method=True)
 
 
 class PublishServiceServicer:
@@ -59,13 +54,6 @@ class PublishServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Wanted(self, request, context):
-        """Wanted names the rows that a rank is asked to publish again, for one that has published nothing for a while.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_PublishServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,11 +61,6 @@ def add_PublishServiceServicer_to_server(servicer, server):
                     servicer.Publish,
                     request_deserializer=deltasync_dot_v1_dot_publish__pb2.PublishRequest.FromString,
                     response_serializer=deltasync_dot_v1_dot_publish__pb2.PublishResponse.SerializeToString,
-            ),
-            'Wanted': grpc.unary_unary_rpc_method_handler(
-                    servicer.Wanted,
-                    request_deserializer=deltasync_dot_v1_dot_publish__pb2.WantedRequest.FromString,
-                    response_serializer=deltasync_dot_v1_dot_publish__pb2.WantedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -108,33 +91,6 @@ class PublishService:
             '/deltasync.v1.PublishService/Publish',
             deltasync_dot_v1_dot_publish__pb2.PublishRequest.SerializeToString,
             deltasync_dot_v1_dot_publish__pb2.PublishResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Wanted(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/deltasync.v1.PublishService/Wanted',
-            deltasync_dot_v1_dot_publish__pb2.WantedRequest.SerializeToString,
-            deltasync_dot_v1_dot_publish__pb2.WantedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,8 +37,6 @@ class PublishServiceStub:
     """Publish carries one rank's parts. The first request is an open; then, for every cut, chunks and
     one close. The service answers the open, and every close once the whole cut is durable.
     """
-    Wanted: _grpc.UnaryUnaryMultiCallable[_publish_pb2.WantedRequest, _publish_pb2.WantedResponse]
-    """Wanted names the rows that a rank is asked to publish again, for one that has published nothing for a while."""
 
 @_typing.type_check_only
 class PublishServiceAsyncStub(PublishServiceStub):
@@ -49,8 +47,6 @@ class PublishServiceAsyncStub(PublishServiceStub):
     """Publish carries one rank's parts. The first request is an open; then, for every cut, chunks and
     one close. The service answers the open, and every close once the whole cut is durable.
     """
-    Wanted: _aio.UnaryUnaryMultiCallable[_publish_pb2.WantedRequest, _publish_pb2.WantedResponse]  # type: ignore[assignment]
-    """Wanted names the rows that a rank is asked to publish again, for one that has published nothing for a while."""
 
 class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
     """PublishService takes cuts from the ranks of a training run. Every rank holds one stream."""
@@ -64,13 +60,5 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
         """Publish carries one rank's parts. The first request is an open; then, for every cut, chunks and
         one close. The service answers the open, and every close once the whole cut is durable.
         """
-
-    @_abc_1.abstractmethod
-    def Wanted(
-        self,
-        request: _publish_pb2.WantedRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_publish_pb2.WantedResponse, _abc.Awaitable[_publish_pb2.WantedResponse]]:
-        """Wanted names the rows that a rank is asked to publish again, for one that has published nothing for a while."""
 
 def add_PublishServiceServicer_to_server(servicer: PublishServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -122,7 +122,6 @@ class Ack(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     APPLIED_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
-    WANTED_FIELD_NUMBER: _builtins.int
     UNBOUND_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     READ_AGAIN_FIELD_NUMBER: _builtins.int
@@ -164,12 +163,6 @@ class Ack(_message.Message):
         """
 
     @_builtins.property
-    def wanted(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.WantedRows]:
-        """wanted are rows that the replica knows to hold other bits of, of tables whose sums differ: they are sent again, and
-        not the whole table, unless that did not help. May be empty.
-        """
-
-    @_builtins.property
     def unbound(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """unbound are the slots of the tables that the replica does not hold, and does not follow."""
 
@@ -179,7 +172,6 @@ class Ack(_message.Message):
         received_bytes: _builtins.int = ...,
         applied: _tables_pb2.Position | None = ...,
         sums: _abc.Iterable[_tables_pb2.Checksum] | None = ...,
-        wanted: _abc.Iterable[_tables_pb2.WantedRows] | None = ...,
         unbound: _abc.Iterable[_builtins.int] | None = ...,
         token: _builtins.int = ...,
         read_again: _builtins.int = ...,
@@ -189,7 +181,7 @@ class Ack(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "goodbye", b"goodbye", "read_again", b"read_again", "received_bytes", b"received_bytes", "rows_left", b"rows_left", "stopped", b"stopped", "sums", b"sums", "token", b"token", "unbound", b"unbound", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "goodbye", b"goodbye", "read_again", b"read_again", "received_bytes", b"received_bytes", "rows_left", b"rows_left", "stopped", b"stopped", "sums", b"sums", "token", b"token", "unbound", b"unbound"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -314,7 +306,9 @@ class ReleaseChunk(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rows(self) -> _tables_pb2.Rows:
-        """rows are rows of one table, current as of the release."""
+        """rows are rows of one table. A row may come several times in a large release, also deleted once and there again: the
+        last one counts. Until the release ends, rows are of any versions up to that of the release.
+        """
 
     def __init__(
         self,
@@ -351,7 +345,7 @@ class ReleaseEnd(_message.Message):
     step_end_unix_ns: _builtins.int
     """step_end_unix_ns is when that step ended on the last of the ranks, nanoseconds since 1970."""
     rows: _builtins.int
-    """rows is the number of rows in this release's chunks, as a check."""
+    """rows is the number of rows in this release's chunks, as a check: a row that comes twice counts twice."""
     version: _builtins.int
     """version is the model's version that the release was made of."""
     event_time_unix_ns: _builtins.int
@@ -472,7 +466,7 @@ class Progress(_message.Message):
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
-        """head is what was sent last, or the newest position where there is no room for a release yet; its history is empty
+        """head is what was sent last, or the newest position where a release of it cannot be made yet; its history is empty
         while the model has no tables yet.
         """
 

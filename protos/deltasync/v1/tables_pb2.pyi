@@ -302,34 +302,6 @@ class Rows(_message.Message):
 Global___Rows: _TypeAlias = Rows  # noqa: Y015
 
 @_typing.final
-class WantedRows(_message.Message):
-    """WantedRows are rows that are to be sent again, since whoever asks holds other bits of them than it was sent."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TABLE_FIELD_NUMBER: _builtins.int
-    IDS_FIELD_NUMBER: _builtins.int
-    table: _builtins.int
-    """table is the index of the table in PublishOpen.tables, or in SubscribeOpened.tables."""
-    @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """ids are global row ids, strictly ascending."""
-
-    def __init__(
-        self,
-        *,
-        table: _builtins.int = ...,
-        ids: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "table", b"table"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WantedRows: _TypeAlias = WantedRows  # noqa: Y015
-
-@_typing.final
 class Checksum(_message.Message):
     """Checksum shows which bits a table holds."""
 

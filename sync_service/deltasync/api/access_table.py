@@ -34,7 +34,6 @@ _ANYONE, _READ, _ADMIN = Need(None), Need(Role.READ), Need(Role.ADMIN)
 
 CALLS: Mapping[str, Need] = {
     "/deltasync.v1.PublishService/Publish": Need(Role.PUBLISH, "open.model"),
-    "/deltasync.v1.PublishService/Wanted": Need(Role.PUBLISH, "model"),
     "/deltasync.v1.SubscribeService/Subscribe": Need(Role.SUBSCRIBE, "open.consumer"),
     "/deltasync.v1.SubscribeService/Leave": Need(Role.SUBSCRIBE, "consumer"),
     "/grpc.health.v1.Health/Check": Need(None, "service"),
@@ -62,7 +61,7 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("GET", "/log-levels"): _READ,
     ("GET", "/models"): _READ,
     ("GET", "/processes"): _READ,
-    ("GET", "/snapshots"): _READ,
+    ("GET", "/checkpoints"): _READ,
     ("GET", "/tables"): _READ,
     ("GET", "/tables/{name:path}"): _READ,
     ("GET", "/deletes"): _READ,
@@ -75,13 +74,13 @@ ROUTES: Mapping[tuple[str, str], Need] = {
     ("DELETE", "/consumers/{name}/pause"): _ADMIN,
     ("DELETE", "/consumers/{name}/replicas/{replica}"): _ADMIN,
     ("POST", "/consumers/{name}/replicas/{replica}/verify"): _ADMIN,
-    ("POST", "/models/{name}/snapshot"): _ADMIN,
+    ("POST", "/models/{name}/checkpoint"): _ADMIN,
     ("POST", "/models/{name}/move"): _ADMIN,
     ("DELETE", "/models/{name}"): _ADMIN,
     ("DELETE", "/models/{name}/tables/{table:path}"): _ADMIN,
     ("POST", "/deletes"): _ADMIN,
     ("PUT", "/log-levels"): _ADMIN,
-    ("POST", "/inspect"): _ADMIN,
+    ("POST", "/fsck"): _ADMIN,
     ("POST", "/backup"): _ADMIN,
     ("POST", "/drain"): _ADMIN,
 }

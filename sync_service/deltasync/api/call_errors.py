@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from deltasync.api.caller import current_call, may_read
 from deltasync.core.errors import DeltasyncError, InvalidInput, NotOwner, StorageFailed
 from deltasync.core.words import printable
-from deltasync.wire.error_codes import error_metadata, grpc_code, http_status
+from deltasync.wire.error_codes import error_metadata, error_name, grpc_code, http_status
 
 # gRPC sends all metadata of an answer in at most 8 kB, and what is not ASCII in three bytes for each of its own.
 _LONGEST_BYTES = 1_900
@@ -48,7 +48,7 @@ def error_response(error: DeltasyncError, path: str = "") -> JSONResponse:
     owner = error.owner if isinstance(error, NotOwner) else None
     location = {"Location": owner.http + path} if owner and path else {}
     status = http_status(error) if location or not isinstance(error, NotOwner) else 503
-    return JSONResponse({"error": type(error).__name__, "message": told(error)}, status, location)
+    return JSONResponse({"error": error_name(error), "message": told(error)}, status, location)
 
 
 def as_stream(handler: Any, answer: Callable[..., Awaitable[None]]) -> Any:

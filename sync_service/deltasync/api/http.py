@@ -4,6 +4,7 @@ from fastapi import FastAPI
 
 from deltasync.api.access import Access
 from deltasync.api.access_routes import AccessMiddleware
+from deltasync.api.checkpoint_routes import checkpoint_routes
 from deltasync.api.consumer_routes import consumer_routes
 from deltasync.api.delete_routes import delete_routes
 from deltasync.api.documentation import documentation_routes
@@ -19,7 +20,6 @@ from deltasync.api.overview_routes import overview_routes
 from deltasync.api.page import page_routes
 from deltasync.api.process_routes import process_routes
 from deltasync.api.route_inputs import EncodedPathMiddleware, take_inputs
-from deltasync.api.snapshot_routes import snapshot_routes
 from deltasync.api.table_routes import table_routes
 from deltasync.api.trainer_routes import trainer_routes
 from deltasync.core.build import built_version
@@ -67,7 +67,7 @@ def create_app(service: Service, access: Access, sampler: Sampler | None = None)
         event_routes(service),
         delete_routes(service),
         process_routes(service),
-        snapshot_routes(service),
+        checkpoint_routes(service),
         log_routes(service),
         operation_routes(service),
     )

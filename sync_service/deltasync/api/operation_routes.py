@@ -1,7 +1,6 @@
 """What operators have a service do that takes long: look, copy, verify, move. All of it needs role admin."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,13 +8,11 @@ from fastapi import APIRouter, Request
 from deltasync.api.caller import author
 from deltasync.api.json_body import json_object, text_of
 from deltasync.api.long_requests import while_wanted
-from deltasync.core.errors import InvalidInput
 from deltasync.core.verified import VerifiedLine
-from deltasync.service.backups import Backups
-from deltasync.service.inspection import InspectedTable, inspect
+from deltasync.service.backup import Backups
+from deltasync.service.fsck import Checked, check_service
 from deltasync.service.processes import drain_process
 from deltasync.service.service import Service
-from deltasync.service.snapshots import snapshots_of
 from deltasync.service.verification import verify_replica
 
 
@@ -31,7 +28,8 @@ def _body(key: str, words: str, example: str, *, required: bool) -> dict[str, An
     return {"requestBody": {"required": required, "content": content}}
 
 
-_BACKUP = _body("directory", "Absolute path on the service's machine.", "/var/backups/deltasync", required=True)
+_PLACE = "A folder, as an absolute path on the service's machine, or a URL; new or empty."
+_BACKUP = _body("url", _PLACE, "s3://bucket/backups/monday", required=True)
 _MOVE = _body("process", "The process that is to own the model.", "sync-1", required=True)
 _DRAIN = _body("process", "The process to drain; this one unless given.", "sync-0", required=False)
 
@@ -45,8 +43,8 @@ class BackupLine:
 
 
 @dataclass(frozen=True)
-class MadeSnapshot:
-    """A snapshot that is complete: its version, all of its bytes, and those that no snapshot before it had."""
+class MadeCheckpoint:
+    """A complete checkpoint: its version, its bytes, and those that the checkpoint before it does not have."""
 
     version: int
     bytes: int
@@ -72,18 +70,16 @@ def operation_routes(service: Service) -> APIRouter:
     """The routes. A request stays open until the work is done; a client that hangs up cancels it."""
     router, backups = APIRouter(), Backups(service)
 
-    @router.post("/inspect")
-    async def inspect_rows(request: Request) -> list[InspectedTable]:
-        """Look at all rows of this process, mend what can be mended, and say what is left. Needs role admin."""
-        return await while_wanted(request, service, inspect(service, author()))
+    @router.post("/fsck")
+    async def fsck(request: Request) -> list[Checked]:
+        """Read everything that this process keeps, and report what is damaged. Needs role admin."""
+        return await while_wanted(request, service, check_service(service, author()))
 
     @router.post("/backup", openapi_extra=_BACKUP)
     async def backup(request: Request) -> BackupLine:
-        """Copy everything that the service keeps to a new or empty folder of its machine. Needs role admin."""
-        directory = text_of(await json_object(request, ("directory",)), "directory")
-        if "\0" in directory:
-            raise InvalidInput(f"directory {directory!r}: no path has a null character")
-        made = await while_wanted(request, service, backups.make(Path(directory), author()))
+        """Copy everything that the service keeps to a new or empty folder or URL. Needs role admin."""
+        url = text_of(await json_object(request, ("url",)), "url")
+        made = await while_wanted(request, service, backups.make(url, author()))
         return BackupLine(made.files, made.bytes)
 
     @router.post("/drain", openapi_extra=_DRAIN)
@@ -92,15 +88,15 @@ def operation_routes(service: Service) -> APIRouter:
         process = text_of(await json_object(request, ("process",), optional=True), "process", "")
         return DrainedProcess(await while_wanted(request, service, drain_process(service, process)))
 
-    @router.post("/models/{name}/snapshot")
-    async def snapshot(name: str, request: Request) -> MadeSnapshot:
-        """Make a snapshot of a model now. Needs role admin."""
-        made = await while_wanted(request, service, snapshots_of(service).make(name))
-        return MadeSnapshot(made.version, made.bytes, made.new_bytes())
+    @router.post("/models/{name}/checkpoint")
+    async def checkpoint(name: str, request: Request) -> MadeCheckpoint:
+        """Write a checkpoint of a model now. Needs role admin."""
+        made = await while_wanted(request, service, service.checkpoints.make(name))
+        return MadeCheckpoint(made.version, made.bytes, made.new_bytes)
 
     @router.post("/models/{name}/move", status_code=204, openapi_extra=_MOVE)
     async def move(name: str, request: Request) -> None:
-        """Give a model to another process, after a snapshot of it. Needs role admin."""
+        """Give a model to another process, after a checkpoint of it. Needs role admin."""
         process = text_of(await json_object(request, ("process",)), "process")
         service.model(name)
         await while_wanted(request, service, service.owners.move(name, process))

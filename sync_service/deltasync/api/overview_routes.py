@@ -12,11 +12,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from deltasync.api.access import Access
 from deltasync.api.caller import may_read
 from deltasync.api.event_stream import MEDIA_TYPE, event_stream, message, wants_stream
+from deltasync.checkpoints.manifest import FORMAT as CHECKPOINT_FORMAT
 from deltasync.core.build import built_commit, built_version
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.words import printable, utc
 from deltasync.service.service import Service
-from deltasync.snapshots.manifest import FORMAT as SNAPSHOT_FORMAT
 from deltasync.status.answers import Answers
 from deltasync.status.overview import Overview, troubles
 from deltasync.status.readiness import Check, checks, not_ready
@@ -67,7 +67,7 @@ def overview_routes(service: Service, access: Access, answers: Answers, sampler:
     @router.get("/version", response_model_exclude_none=True)
     async def version() -> VersionInfo:
         """Which deltasync this is, and since when it runs."""
-        formats = {"protocol": PROTOCOL, "log": LOG_FORMAT, "snapshot": SNAPSHOT_FORMAT}
+        formats = {"protocol": PROTOCOL, "log": LOG_FORMAT, "checkpoint": CHECKPOINT_FORMAT}
         me, started = service.owners.me, utc(service.started_unix_ns)
         python = platform.python_version()
         return VersionInfo(built_version(), python, me.name, me.grpc, started, formats, built_commit() or None)

@@ -1,7 +1,7 @@
 """The gRPC side of publishing."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import grpc.aio
@@ -9,15 +9,14 @@ import grpc.aio
 from deltasync.api.answers import answer
 from deltasync.api.call_errors import abort
 from deltasync.api.caller import caller, current_call
-from deltasync.core.errors import DeltasyncError, InvalidInput, NotPermitted
+from deltasync.core.errors import DeltasyncError, InvalidInput
 from deltasync.core.events import EventKind
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids
 from deltasync.publish.coordinator import CutCoordinator
 from deltasync.publish.opening import check_counts, check_open
 from deltasync.publish.session import PublishSession, open_session
 from deltasync.service.service import Service
-from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
+from deltasync.v1 import publish_pb2, publish_pb2_grpc
 from deltasync.wire.id_messages import changed_to_messages
 from deltasync.wire.messages import position_to_message
 
@@ -42,18 +41,6 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
             await abort(context, error)
         finally:
             stream.end(refusal)
-
-    async def Wanted(
-        self, request: publish_pb2.WantedRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> publish_pb2.WantedResponse:
-        """Name the rows that are wanted from a rank that is here."""
-        coordinator = self._service.coordinators.get(request.model)
-        session = coordinator.sessions.get(request.rank) if coordinator else None
-        if not isinstance(session, PublishSession) or session.ended or session.run.id != request.run:
-            return publish_pb2.WantedResponse()
-        if session.run.by not in (None, caller().name):
-            raise NotPermitted("the run is another identity's")
-        return publish_pb2.WantedResponse(wanted=_wanted(session.wanted))
 
 
 class _RankStream:
@@ -118,7 +105,6 @@ def _opened(session: PublishSession) -> publish_pb2.PublishResponse:
         reason=decision.reason,
         tables=len(session.tables),
         deletes=_deletes(session),
-        wanted=_wanted(session.wanted),
         since=session.changed.since if session.changed else 0,
     )
     return publish_pb2.PublishResponse(opened=opened)
@@ -136,7 +122,6 @@ def _sealed(session: PublishSession, step: int, position: Position) -> publish_p
         step=step,
         position=position_to_message(position),
         deletes=_deletes(session),
-        wanted=_wanted(session.ask()),
         quarantine=session.quarantine,
     )
     return publish_pb2.PublishResponse(sealed=sealed)
@@ -147,7 +132,3 @@ def _deletes(session: PublishSession) -> list[publish_pb2.DeleteRequest]:
         publish_pb2.DeleteRequest(number=each.number, table=session.slots[each.table], ids=each.ids.tolist())
         for each in session.deletes
     ]
-
-
-def _wanted(rows: Sequence[tuple[int, Ids]]) -> list[tables_pb2.WantedRows]:
-    return [tables_pb2.WantedRows(table=slot, ids=ids.tolist()) for slot, ids in rows]

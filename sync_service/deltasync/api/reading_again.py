@@ -2,14 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from deltasync.api.acks import rows_of
 from deltasync.consumers.verification import Verification, Verified
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
-from deltasync.core.rows import Ids
-from deltasync.core.verified import MOST_NAMED, VerifiedStatus, VerifiedTable
+from deltasync.core.verified import VerifiedStatus, VerifiedTable
 from deltasync.v1 import subscribe_pb2
 
 
@@ -57,12 +53,9 @@ class ReadingAgain:
 
     def _ever(self, now: VerifiedTable) -> VerifiedTable:
         """What was found of a table since the replica was asked."""
-        before = self._differing.get(now.table)
-        if now.status is not VerifiedStatus.DIFFERS:
-            return before or now
-        if before is None or before.differing < now.differing:
-            self._differing[now.table] = now
-        return self._differing[now.table]
+        if now.status is VerifiedStatus.DIFFERS:
+            self._differing.setdefault(now.table, now)
+        return self._differing.get(now.table, now)
 
 
 def compared(
@@ -71,15 +64,14 @@ def compared(
     """How what a replica has found of each table compares with what it was sent.
 
     Args:
-        ack: its sums, and the rows of which it knows that they differ.
+        ack: its sums.
         deliveries: the tables, by slot.
         checksums: what the sums should be, by slot; 0 from the end on.
     """
     sums = {each.slot: each.sum for each in ack.sums}
-    wanted = {each.table: rows_of(each, deliveries) for each in ack.wanted}
     expected = [*checksums, *[0] * (len(deliveries) - len(checksums))]
     return [
-        _compared(delivery, expected[slot], sums.get(slot), wanted.get(slot), _lacking(slot, ack, sums))
+        _compared(delivery, expected[slot], sums.get(slot), _lacking(slot, ack, sums))
         for slot, delivery in enumerate(deliveries)
     ]
 
@@ -89,15 +81,9 @@ def _lacking(slot: int, ack: subscribe_pb2.Ack, sums: Mapping[int, int]) -> Veri
     return VerifiedStatus.NOT_HELD if sums or slot in ack.unbound else VerifiedStatus.NOT_SHOWN
 
 
-def _compared(
-    delivery: Delivery, checksum: int, held: int | None, ids: Ids | None, lacking: VerifiedStatus
-) -> VerifiedTable:
+def _compared(delivery: Delivery, checksum: int, held: int | None, lacking: VerifiedStatus) -> VerifiedTable:
     name, rows = delivery.spec.name, delivery.spec.rows
     if held is None:
         return VerifiedTable(name, 0, lacking, checksum)
-    if held == checksum:
-        return VerifiedTable(name, rows, VerifiedStatus.EQUAL, checksum, held)
-    found = np.empty(0, np.int64) if ids is None else ids
-    return VerifiedTable(
-        name, rows, VerifiedStatus.DIFFERS, checksum, held, ids=found[:MOST_NAMED], differing=len(found)
-    )
+    status = VerifiedStatus.EQUAL if held == checksum else VerifiedStatus.DIFFERS
+    return VerifiedTable(name, rows, status, checksum, held)

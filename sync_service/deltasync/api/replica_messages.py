@@ -52,7 +52,7 @@ def no_news(
 
 
 def goes_whole(release: FrozenRelease, budget: int) -> bool:
-    """Whether a release has rows, and so few that they go with its end, to a replica of such a budget."""
+    """Whether a release still has rows to send, and so few that they go with its end within such a budget."""
     return bool(release.chunks) and release.nbytes <= budget and fits_message(release.nbytes)
 
 

@@ -19,10 +19,10 @@ class SentRelease:
     """A release that was sent whole.
 
     Attributes:
-        number: what a replica holds that has applied it. What repairs a release has the number of that.
+        number: what a replica holds that has applied it. A release that repairs another one has its number.
         version: the model's version that its rows are of.
         checksums: of the tables as they are then, by slot.
-        repaired: slots of the tables that it repairs.
+        whole: slots of the tables that it has all rows of.
         end_bytes: bytes of ids and values that the stream has carried with it, from its beginning.
         sent_ns: when it was sent, by `steady_ns`.
     """
@@ -30,7 +30,7 @@ class SentRelease:
     number: int
     version: int
     checksums: tuple[int, ...]
-    repaired: frozenset[int]
+    whole: frozenset[int]
     end_bytes: int
     sent_ns: int
 
@@ -62,9 +62,9 @@ class SentReleases:
         return self._room.changed()
 
     @property
-    def repaired(self) -> frozenset[int]:
-        """Slots of the tables that what is under way repairs."""
-        return frozenset[int]().union(*(each.repaired for each in self._sent))
+    def whole(self) -> frozenset[int]:
+        """Slots of the tables of which all rows are under way."""
+        return frozenset[int]().union(*(each.whole for each in self._sent))
 
     @property
     def checksums(self) -> tuple[int, ...]:
@@ -74,8 +74,7 @@ class SentReleases:
 
     def note(self, release: FrozenRelease, head: Head, end_bytes: int) -> None:
         """Note that a release was sent, with which the stream has carried so many bytes."""
-        repaired = release.repair.slots
-        sent = SentRelease(head.number, head.version, release.checksums, repaired, end_bytes, steady_ns())
+        sent = SentRelease(head.number, head.version, release.checksums, release.whole, end_bytes, steady_ns())
         self._sent.append(sent)
         self._replica.sent_number = head.number
         self._note_unacked()

@@ -41,8 +41,6 @@ from deltasync.ownership.member import Member
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.probe_consumers import have_probe_consumers
 from deltasync.service.service import Service
-from deltasync.service.snapshots import SnapshotLoop
-from deltasync.snapshots.place import SnapshotPlace
 from deltasync.status.answers import Answers
 from deltasync.status.sampler import Sampler
 from deltasync.storage.jetstream_logs import JetStreamLogs
@@ -135,7 +133,7 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
     exposure = _checked_exposure(options)
     roles = RolesFile(options.roles) if options.roles else None
     certificates = CertificateFiles(options.tls) if options.tls else None
-    logs = await open_logs(options.shared) if options.shared else None
+    logs = await open_logs(options.shared, options.service.data_dir) if options.shared else None
     async with asyncio.TaskGroup() as tasks:
         service = Service(options.service, tasks, logs)
         keep_in(options.service.data_dir / "kernels")
@@ -145,10 +143,7 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
         if recovery.done():  # Who has failed need not listen.
             await recovery
         access = _access(options, service, roles, exposure)
-        also = [tasks.create_task(housekeeping(service))]
-        if options.snapshots:
-            service.snapshots = SnapshotLoop(service, options.snapshots, SnapshotPlace(options.snapshots.url))
-            also.append(tasks.create_task(service.snapshots.run()))
+        also = [tasks.create_task(housekeeping(service)), tasks.create_task(service.checkpoints.run())]
         if roles:
             also.append(tasks.create_task(roles.follow(access, service.events)))
         if certificates:
@@ -159,6 +154,7 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
         await _listen(service, options, tasks, stopping, recovery, access, certificates)
         for each in also:
             each.cancel()
+        await asyncio.wait(also)  # Some write files of the data directory, in threads.
         await service.drain()
     logger.info("stopped")
 
@@ -248,11 +244,10 @@ async def _probing(service: Service, options: ServerOptions, where: Addresses) -
 @contextlib.asynccontextmanager
 async def _among_others(service: Service, options: ServerOptions, where: Addresses) -> AsyncIterator[None]:
     """While the block runs, the process owns models with those that share its log, if others do."""
-    logs, snapshots = service.logs, service.snapshots
-    if options.shared is None or not isinstance(logs, JetStreamLogs) or snapshots is None:
+    if options.shared is None or not isinstance(service.logs, JetStreamLogs):
         yield
         return
-    async with member(service, options.shared, logs, snapshots, where):
+    async with member(service, options.shared, service.logs, where):
         yield
 
 

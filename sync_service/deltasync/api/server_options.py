@@ -13,7 +13,6 @@ from deltasync.core.addresses import listening_host
 from deltasync.core.errors import InvalidInput
 from deltasync.core.probe_status import ProbeStatus
 from deltasync.service.options import ServiceOptions
-from deltasync.service.snapshots import SnapshotOptions
 
 
 class Probe(Protocol):
@@ -40,7 +39,6 @@ class ServerOptions:
         read_settings: reads what it takes of the configuration on SIGHUP; None where there is no file.
         tls: what TLS is spoken with on both ports; None = plain text.
         shared: brokers that keep the log, which other processes can go on with; None = it is this one's own.
-        snapshots: which snapshots are made; None = none.
         probe: begins to probe the service, by where it answers gRPC; None = nobody does.
     """
 
@@ -56,10 +54,11 @@ class ServerOptions:
     read_settings: Reader | None = None
     tls: TlsOptions | None = None
     shared: SharedLogOptions | None = None
-    snapshots: SnapshotOptions | None = None
     probe: "Callable[[str, ProbeStatus], Probe] | None" = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", listening_host(self.host))
-        if self.shared and not self.snapshots:
-            raise InvalidInput("--log: name --snapshots too, from which another process begins with a model")
+        if self.shared and not self.service.checkpoints:
+            raise InvalidInput(
+                "--log: give --checkpoints too, where another process finds a model that it takes over"
+            )

@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from deltasync.api.endpoints_file import Addresses
 from deltasync.api.shared_options import SharedLogOptions
@@ -13,22 +14,26 @@ from deltasync.core.errors import InvalidInput
 from deltasync.ownership.member import Member
 from deltasync.ownership.ownership import Ownership
 from deltasync.service.hosting import Hosting
-from deltasync.service.model_files import ModelFiles
 from deltasync.service.service import Service
-from deltasync.service.snapshots import SnapshotLoop
 from deltasync.storage.brokers import connect
 from deltasync.storage.jetstream_logs import JetStreamLogs
 
 logger = logging.getLogger(__name__)
 
 
-async def open_logs(options: SharedLogOptions) -> JetStreamLogs:
+async def open_logs(options: SharedLogOptions, data_dir: Path) -> JetStreamLogs:
     """The logs, once it is known whether brokers could lose what they have acknowledged.
 
     Raises:
-        InvalidInput: they could, and that is not accepted.
+        InvalidInput: they could, and that is not accepted; or the data directory has a log of its own, whose
+            checkpoints would be removed as those of models that others own.
         StorageFailed: no broker can be used.
     """
+    if (own := data_dir / "log" / "data.mdb").exists():
+        raise InvalidInput(
+            f"{data_dir} is the data directory of a service with a log of its own, {own}: a process whose log is "
+            "among brokers removes checkpoints there of models that it does not own: give it another --data-dir"
+        )
     logs = await asyncio.to_thread(JetStreamLogs, options.brokers, options.process)
     try:
         logs.accepted_risks = await asyncio.to_thread(logs.risks)
@@ -44,7 +49,7 @@ async def open_logs(options: SharedLogOptions) -> JetStreamLogs:
 
 @contextlib.asynccontextmanager
 async def member(
-    service: Service, options: SharedLogOptions, logs: JetStreamLogs, snapshots: SnapshotLoop, where: Addresses
+    service: Service, options: SharedLogOptions, logs: JetStreamLogs, where: Addresses
 ) -> AsyncIterator[None]:
     """While the block runs, the process owns models with the others; at its end they have all of them.
 
@@ -57,9 +62,7 @@ async def member(
     bucket = NatsBucket(
         client, BucketOptions(name=f"{options.brokers.prefix}_owners", replicas=options.brokers.replicas)
     )
-    call = asyncio.get_running_loop().call_soon_threadsafe
-    files = ModelFiles(snapshots.place, service.models_directory, service.events, lambda do: call(do))
-    hosting = service.hosting = Hosting(service, logs, files, snapshots)
+    hosting = service.hosting = Hosting(service, logs)
     me = Member(
         options.process,
         options.grpc or where.grpc,

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any, TypeAlias
 
-from deltasync.api.acks import check_ack, rows_of, unbound
+from deltasync.api.acks import check_ack, unbound
 from deltasync.api.caller import caller, current_call
 from deltasync.api.credit import Credit
 from deltasync.api.delivery_times import DeliveryTimes
@@ -16,16 +16,16 @@ from deltasync.api.replica_messages import goes_whole, no_news, opened, release_
 from deltasync.api.sending import Sending
 from deltasync.api.sent_releases import SentReleases
 from deltasync.consumers.consumer import Consumer, Replica, Rewind
-from deltasync.core.damage import ranges
+from deltasync.core.damage import DamagedRows
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput, NotFound, ServiceUnavailable, Superseded
 from deltasync.core.events import EventKind
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids
 from deltasync.core.signals import first_of
 from deltasync.core.steady_clock import steady_ns
 from deltasync.feeds.feed import Feed
 from deltasync.feeds.frozen_release import FrozenRelease, Head
+from deltasync.feeds.releases import BLOCK_BYTES, LargeRelease, Release
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import position_from_message, position_to_message
@@ -83,6 +83,11 @@ class ReplicaStream:
                 yield response
         except StreamEnded as error:
             self._leave(error)  # All of its acks were taken; there is nothing more to say.
+        except DamagedRows as damaged:
+            text = f"model {self._consumer.model!r} has damaged rows and is reloaded; reconnect"
+            unavailable = ServiceUnavailable(text, detail=f" ({damaged})")
+            self._leave(unavailable)
+            raise unavailable from damaged
         except BaseException as error:
             self._leave(error)
             raise
@@ -107,7 +112,7 @@ class ReplicaStream:
             self._say(left.kind, left.reason)
 
     async def _watch(self, stream: asyncio.Task[Any] | None) -> None:
-        """End a stream that holds the room of a release for too long; it may be waiting in gRPC itself."""
+        """End a stream whose replica takes nothing of a release for too long; it may be waiting in gRPC itself."""
         while stream:
             await asyncio.sleep(_WATCH_SECONDS)
             if not (decision := self._sending.decision).yes:
@@ -135,14 +140,14 @@ class ReplicaStream:
                 if self._holds_back:
                     yield self._no_news()
                 continue
-            repair = self._audit.due_repair(time.monotonic())
-            if self._feed.position == self._sent and not repair.slots and self._asked:
+            whole = self._audit.due(time.monotonic())
+            if self._feed.position == self._sent and not whole and self._asked:
                 asked = self._replica.verification.signal.changed()
                 await self._wait(acks, self._feed.changed(), self._damaged.wait(), asked)
                 if self._feed.position == self._sent and not (self._audit.damaged or self._reading_again.due):
                     yield self._no_news()
                 continue
-            async for response in self._send(self._feed.release(self._sent.number, repair), acks):
+            async for response in self._send(self._feed.release(self._sent.number, whole), acks):
                 yield response
 
     @property
@@ -201,59 +206,77 @@ class ReplicaStream:
             text = f"it held {held.number} of history {held.history}, which was discarded, and is given {given}"
             self._say(EventKind.REPLICA_REWOUND, text)
 
-    async def _send(self, frozen: asyncio.Future[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
+    async def _send(self, found: asyncio.Future[Release], acks: asyncio.Task[None]) -> Responses:
         # Waited for only here, so that no release is kept in memory while there is nothing to send.
-        async for progress in self._until_done(frozen, acks):
+        async for progress in self._until_done(found, acks):
             yield progress
-        release = frozen.result()
+        release = found.result()
         self._check_deliveries()
         if self._kept_from(release):  # It is dropped, and with its rows comes again what it repairs.
             if self._feed.position == self._sent:  # Or the feed has changed already, and the pause is waited for.
                 await self._wait(acks, self._feed.changed(), self._consumer.brake.changed())
             return
         self._asked = True
-        with self._sending.of(release):
+        with self._sending.going_on():
+            if isinstance(release, LargeRelease):
+                copying = release.begin()
+                while not isinstance(release, FrozenRelease):
+                    await self._room_for(min(BLOCK_BYTES, self._credit.budget // 4), release, acks)
+                    copied = asyncio.ensure_future(copying.next())
+                    async for progress in self._until_done(copied, acks):
+                        yield progress
+                    self._check_deliveries()
+                    if isinstance(block := copied.result(), FrozenRelease):
+                        release = block
+                    else:
+                        for chunk in block:
+                            await self._take_credit(chunk.nbytes, release, acks)
+                            yield chunk.message
             if release.head and goes_whole(release, self._credit.budget):
                 await self._take_credit(release.nbytes, release, acks)
                 end = self._end(release, release.head)
-                yield whole_release([chunk.sent()[0] for chunk in release.chunks], end)
+                yield whole_release([chunk.message for chunk in release.chunks], end)
                 return
             for chunk in release.chunks:
-                message, size = chunk.sent()
-                await self._take_credit(size, release, acks)
-                yield message
+                await self._take_credit(chunk.nbytes, release, acks)
+                yield chunk.message
             if release.head:
                 self._check_running(release)
                 yield subscribe_pb2.SubscribeResponse(release_end=self._end(release, release.head))
 
-    async def _until_done(self, frozen: asyncio.Future[FrozenRelease], acks: asyncio.Task[None]) -> Responses:
-        """Progress, until there is a release: there may be no room for it for a while."""
+    async def _until_done(self, reading: asyncio.Future[Any], acks: asyncio.Task[None]) -> Responses:
+        """Progress, until rows were read: nobody may be given those of a release before it is durable."""
         try:
-            while not frozen.done():
-                self._replica.waits = True
-                await self._wait(acks, asyncio.shield(frozen))
+            while not reading.done():
+                await self._wait(acks, asyncio.shield(reading))
                 self._check_fed()
-                if not frozen.done() and self._feed.position != self._sent:
+                self._sending.note_moved()
+                if not reading.done() and self._feed.position != self._sent:
                     head = position_to_message(self._feed.position)  # Which the replica does not hold.
                     yield subscribe_pb2.SubscribeResponse(progress=subscribe_pb2.Progress(head=head))
         finally:
-            self._replica.waits = False
+            if isinstance(reading, asyncio.Task):  # It is this stream's own; others may wait for a future.
+                reading.cancel()
 
-    async def _take_credit(self, size: int, release: FrozenRelease, acks: asyncio.Task[None]) -> None:
+    async def _take_credit(self, size: int, release: Release, acks: asyncio.Task[None]) -> None:
         """Wait until so many bytes of a release may be sent, and count them as sent."""
+        await self._room_for(size, release, acks)
+        self._sending.note_moved()
+        self._credit.sent_bytes += size
+        self._consumer.released_bytes += size
+
+    async def _room_for(self, size: int, release: Release, acks: asyncio.Task[None]) -> None:
+        """Wait until so many bytes of a release may be sent."""
         while not self._credit.allows(size):
             await self._wait(acks, self._credit.returned())
             self._check_fed()
         self._check_running(release)
-        self._sending.note_moved()
-        self._credit.sent_bytes += size
-        self._consumer.released_bytes += size
 
     def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
         """The end of a release whose rows are sent, or are sent with it."""
         self._sent = Position(self._feed.history, head.number, head.seal)
         self._under_way.note(release, head, self._credit.sent_bytes)
-        self._audit.note_repair(release.repair, time.monotonic())
+        self._audit.note_sent(release.whole, time.monotonic())
         self._consumer.released_rows += release.rows
         return release_end(self._feed, self._consumer, release, head, self._token)
 
@@ -289,11 +312,10 @@ class ReplicaStream:
         if self._replica.stream is not self._ended or applied.number < self._replica.applied.number:
             return
         checksums = {each.slot: each.sum for each in ack.sums}
-        rows = {each.table: ids for each in ack.wanted if len(ids := rows_of(each, self._deliveries))}
         sent = self._under_way.take(applied.number, self._credit.taken_bytes)
-        damaged = self._audit.check(applied.number, sent, checksums, rows)
+        damaged = self._audit.check(applied.number, sent, checksums)
         if damaged:
-            self._report(damaged, rows, sent.repaired if sent else frozenset())
+            self._report(damaged, helpless=bool(sent and damaged & sent.whole))
             return
         if sent and (model := self._service.models.get(self._consumer.model)):
             self._times.note_held(sent, model)
@@ -314,15 +336,14 @@ class ReplicaStream:
             self._replica.damaged = ()
         self._replica.checked, self._replica.unbound = bool(ack.sums), unbound(ack, self._deliveries)
 
-    def _report(self, damaged: frozenset[int], rows: Mapping[int, Ids], repaired: frozenset[int]) -> None:
-        """Have damaged tables sent again. They are told of once, and of each repair that did not help."""
-        names = {slot: self._deliveries[slot].spec.name for slot in sorted(damaged)}
-        more = set(names.values()) - set(self._replica.damaged)
+    def _report(self, damaged: frozenset[int], *, helpless: bool) -> None:
+        """Have damaged tables sent again. They are told of once, and each time that this did not help."""
+        names = tuple(self._deliveries[slot].spec.name for slot in sorted(damaged))
+        more = set(names) - set(self._replica.damaged)
         self._consumer.damages += len(more)
-        self._replica.note_damage(tuple(names.values()))
-        if more or damaged & repaired:
-            found = (f"{name} ({ranges(rows[slot])})" if slot in rows else name for slot, name in names.items())
-            self._say(EventKind.REPLICA_DAMAGED, f"holds other rows than it was sent in {', '.join(found)}")
+        self._replica.note_damage(names)
+        if more or helpless:
+            self._say(EventKind.REPLICA_DAMAGED, f"holds other rows than it was sent in {', '.join(names)}")
         self._damaged.set()
 
     async def _wait(self, acks: asyncio.Task[None], *events: Awaitable[object]) -> None:
@@ -361,18 +382,23 @@ class ReplicaStream:
     def _check_fed(self) -> None:
         """Check that this stream is still the replica's, and fed from what the consumer is fed from."""
         self._check_current()
+        self._service.reloading.check(self._consumer.model)
         if self._service.feed(self._consumer) is not self._feed:
             raise Superseded(f"consumer {self._consumer.name!r} has a policy now; reconnect")
 
-    def _check_running(self, release: FrozenRelease) -> None:
+    def _check_running(self, release: Release) -> None:
         """Check that no pause has come while a release is sent: the replica drops what it has of it."""
         if (pause := self._consumer.pause) and self._kept_from(release):
             text = f"consumer {self._consumer.name!r} is paused: reconnect"
             raise Superseded(text, detail=f" ({pause.words})")
 
-    def _kept_from(self, release: FrozenRelease) -> bool:
+    def _kept_from(self, release: Release) -> bool:
         """Whether a pause keeps the replica from a release, which would bring it further."""
-        return bool(self._consumer.pause and release.head and release.head.number != self._sent.number)
+        if isinstance(release, LargeRelease):
+            leads_to = self._feed.position.number
+        else:
+            leads_to = release.head.number if release.head else self._sent.number
+        return bool(self._consumer.pause and leads_to != self._sent.number)
 
     def _check_current(self) -> None:
         if self._consumer.moved:

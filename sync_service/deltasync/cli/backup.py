@@ -19,50 +19,50 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 @click.command(context_settings=CONTEXT)
-@click.argument("directory", metavar="DIR", type=_FOLDER)
+@click.argument("url")
 @click.option(
     "--data-dir",
     type=_FOLDER,
     default=None,
     show_default=False,
     allow_from_autoenv=False,  # There it names the data directory of the service that is asked.
-    help="Copy this data directory, of a service that is stopped, instead of asking one.",
+    help="Back up this data directory, of a service that is stopped, instead of asking one.",
 )
 @operator_options(changes=True)
-def backup(directory: Path, data_dir: Path | None, service: Endpoint) -> None:
-    """Copy all that a running service keeps to DIR: an absolute path on the service's machine, of a folder that is
-    new or empty. With --data-dir, DIR is on this machine, and may be relative.
+def backup(url: str, data_dir: Path | None, service: Endpoint) -> None:
+    """Copy everything that a running service keeps to URL: a folder, as an absolute path on the service's machine,
+    or object storage, s3://BUCKET/PATH. It must be new or empty. With --data-dir, a folder is on this machine.
 
-    Trainers and replicas go on meanwhile. It is complete once this says so: backup.json in it is written last.
+    Trainers and replicas go on meanwhile. The backup is complete once this command says so.
     """
-    if data_dir is None and not directory.is_absolute():
+    if data_dir is None and "://" not in url and not Path(url).is_absolute():
         raise click.UsageError(
-            f"DIR {str(directory)!r}: give an absolute path on the service's machine; on this machine it would "
-            f"be {directory.absolute()}"
+            f"URL {url!r}: give an absolute path on the service's machine; on this machine it would be "
+            f"{Path(url).absolute()}"
         )
     if data_dir is None:
         with waiting_for(service):
-            made = Admin(service).backup(str(directory))
+            made = Admin(service).backup(url)
         files, size = made["files"], made["bytes"]
     else:  # Imported only now: a call of a service needs none of it.
-        from deltasync.service.offline import back_up_offline
+        from deltasync.service.backup import back_up_offline
 
-        copied = back_up_offline(data_dir, directory)
+        copied = back_up_offline(data_dir, url)
         files, size = copied.files, copied.bytes
-    say(f"backup {directory} is complete: {counted(files, 'file')}, {counted(size, 'byte')}")
+    say(f"backup {url} is complete: {counted(files, 'file')}, {counted(size, 'byte')}")
 
 
 @click.command(context_settings=CONTEXT)
-@click.argument("source", metavar="FROM")
+@click.argument("url")
 @click.option("--data-dir", type=_FOLDER, required=True, help="The data directory to make: new, or empty.")
-def restore(source: str, data_dir: Path) -> None:
-    """Make a data directory of a backup's folder; or, of a folder or URL that a service's snapshots are in, from
-    the newest of each model. All that is read is compared with its checksum.
+def restore(url: str, data_dir: Path) -> None:
+    """Make a data directory of a backup; or of the folder or URL of `serve --checkpoints`, from the newest
+    checkpoint of each model. Every file that is read is compared with its checksums.
 
-    It begins a new epoch of every history: replicas and trainers that hold something later are told so.
+    It begins a new epoch of every history: replicas and trainers that hold something later learn of it.
     """
     from deltasync.service import restore as restoring
 
-    made = restoring.restore(source, data_dir)
+    made = restoring.restore(url, data_dir)
     models = ", ".join(f"{name} at version {version}" for name, version in made.models.items()) or "no model"
-    say(f"{data_dir} has what {source} has: {models}, {counted(made.bytes, 'byte')}")
+    say(f"{data_dir} has what {url} has: {models}, {counted(made.bytes, 'byte')}")

@@ -1,8 +1,7 @@
 """`deltasync fsck`."""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from deltasync.core.words import counted
 
 check_needs(*SERVICE)
 
-_CLEAN, _DAMAGED, _COULD_NOT_LOOK = 0, 1, 2
-Tables = Sequence[dict[str, Any]]
+_CLEAN, _DAMAGED, _COULD_NOT_READ = 0, 1, 2
 
 
 @click.command(context_settings=CONTEXT)
@@ -32,84 +30,50 @@ Tables = Sequence[dict[str, Any]]
     default=None,
     show_default=False,
     allow_from_autoenv=False,  # There it names the data directory of the service that is asked.
-    help="Look at this data directory, of a service that is stopped, instead of asking one. Nothing is changed.",
+    help="Read this data directory, of a service that is stopped, instead of asking a running one.",
 )
-@click.option("--mend", is_flag=True, help="With --data-dir: mend from the log what it has, as a service does.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @operator_options(changes=True)
-def fsck(data_dir: Path | None, mend: bool, as_json: bool, service: Endpoint) -> None:
-    """Look at everything that a service keeps: every row and every stamp; with --data-dir every record of the log
-    too.
+def fsck(data_dir: Path | None, as_json: bool, service: Endpoint) -> None:
+    """Read everything that a service keeps, and report what is damaged: every checkpoint file and every record of
+    the log; of a running service also every row in memory.
 
-    A running service mends what it can, and asks the trainer for the rest. The exit status is 0 if nothing is
-    damaged, or all was mended; 1 if damage is left; 2 if it could not look.
+    Nothing is repaired or removed. A running service reloads a model whose rows in memory are damaged. The exit
+    status is 0 if nothing is damaged, 1 if something is, 2 if something could not be read.
     """
-    if mend and data_dir is None:
-        raise click.UsageError("--mend is for a --data-dir: a running service mends by itself")
     try:
         with naming_versions(service):
-            found = _found(data_dir, service, mend=mend)
+            found = _checked(data_dir, service)
     except DeltasyncError as error:
         say(f"Error: {error}", err=True)
-        sys.exit(_COULD_NOT_LOOK)
+        sys.exit(_COULD_NOT_READ)
+    clean = not any(each["problems"] for each in found)
     if as_json:
-        say(*json_lines({"clean": found.clean, **asdict(found)}))
+        say(*json_lines({"clean": clean, "checked": found}))
     else:
         _print(found)
-    sys.exit(_CLEAN if found.clean else _DAMAGED)
+        say("nothing is damaged" if clean else "something is damaged")
+    sys.exit(_CLEAN if clean else _DAMAGED)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What was found: of tables, and in a data directory what else. Of files that nothing uses, those that are
-    `removed` are no more.
-    """
-
-    tables: Tables
-    problems: Sequence[str] = ()
-    unused: Sequence[Path] = ()
-    removed: Sequence[Path] = ()
-    foreign: Sequence[Path] = ()
-
-    @property
-    def clean(self) -> bool:
-        """Whether no damage is left."""
-        return not self.problems and not any(each["left"] for each in self.tables)
-
-
-def _found(data_dir: Path | None, service: Endpoint, *, mend: bool) -> _Found:
+def _checked(data_dir: Path | None, service: Endpoint) -> list[dict[str, Any]]:
     if data_dir is None:
         with waiting_for(service):
-            return _Found(Admin(service).inspect())
+            return Admin(service).fsck()
     # Imported only now: a call of a service needs none of it.
-    if mend:
-        from deltasync.service.mending import mend_data_directory
+    from deltasync.service.fsck import check_data_directory
 
-        mended = mend_data_directory(data_dir)
-        tables = [asdict(each) for each in mended.tables]
-        return _Found(tables, removed=mended.removed, foreign=mended.foreign)
-    from deltasync.service.stored_state import check_data_directory
-
-    found = check_data_directory(data_dir)
-    return _Found([asdict(each) for each in found.tables], found.problems, found.unused, foreign=found.foreign)
+    return [asdict(each) for each in check_data_directory(data_dir)]
 
 
-def _print(found: _Found) -> None:
-    for each in found.tables:
-        whose = f"consumer {each['consumer']}" if each["consumer"] else f"model {each['model']}"
-        say(f"{whose}, table {each['table']}: {counted(each['rows'], 'row')}, {_words(each)}")
-    for problem in found.problems:
-        say(problem)
-    for path in found.unused:
-        say(f"{path} is used by nothing, and is removed by the next service")
-    for path in found.removed:
-        say(f"{path} was used by nothing, and is removed")
-    for path in found.foreign:
-        say(f"{path} is nothing that a service has made, and is left alone")
-    say("nothing is damaged" if found.clean else "damage is left")
-
-
-def _words(table: dict[str, Any]) -> str:
-    kinds = {"damaged": "damaged", "restamped": "with another stamp or digest", "left": "left"}
-    found = [f"{table[kind]} {words}" for kind, words in kinds.items() if table[kind]]
-    return ", ".join(found or ["all right"]) + (f": {table['reason']}" if table["reason"] else "")
+def _print(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        whose = f"model {each['model']}" if each["model"] else "other"
+        read = [counted(each["checkpoints"], "checkpoint")] if each["model"] else []
+        read.append(f"{counted(each['records'], 'record')} of the log")
+        read += [f"{counted(each['rows'], 'row')} in memory"] if each["rows"] else []
+        say(f"{whose}: {', '.join(read)} read; {counted(len(each['problems']), 'problem')}")
+        for problem in each["problems"]:
+            say(f"  {problem}")
+        for path in each["unknown"]:
+            say(f"  {path} was not made by a service; it is left alone")

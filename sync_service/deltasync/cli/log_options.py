@@ -1,4 +1,4 @@
-"""Where the log is kept: with the process, or by brokers that several processes share; and snapshots of models."""
+"""Where the log is kept: with the process, or by brokers that several processes share."""
 
 import socket
 from collections.abc import Callable
@@ -9,7 +9,6 @@ import click
 
 if TYPE_CHECKING:
     from deltasync.api.shared_options import SharedLogOptions
-    from deltasync.service.snapshots import SnapshotOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -17,7 +16,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def log_options(command: F) -> F:
-    """`--log` and what belongs to it, `--snapshots` and what belongs to those; see `take_log_options`."""
+    """`--log` and the options that belong to it; see `take_log_options`."""
     for option in reversed(
         (
             click.option(
@@ -58,40 +57,10 @@ def log_options(command: F) -> F:
                 default=6.0,
                 help="After so long without a word of a process, others take its models.",
             ),
-            click.option(
-                "--snapshots",
-                default=None,
-                metavar="URL",
-                help="Where snapshots go: a folder, or s3://BUCKET/PATH.",
-            ),
-            click.option(
-                "--snapshot-seconds",
-                type=click.FloatRange(1),
-                default=600.0,
-                help="How often one is made of a model that has changed.",
-            ),
-            click.option(
-                "--keep-snapshots", type=click.IntRange(1), default=3, help="How many of a model are kept."
-            ),
-            click.option(
-                "--keep-snapshots-seconds",
-                type=click.FloatRange(0),
-                default=0.0,
-                help="Younger ones are kept, too.",
-            ),
         )
     ):
         command = option(command)
     return command
-
-
-def take_snapshot_options(settings: dict[str, Any]) -> "SnapshotOptions | None":
-    """Take what says where snapshots go out of a command's settings; None where there are to be none."""
-    from deltasync.service.snapshots import SnapshotOptions
-
-    url, seconds = settings.pop("snapshots"), settings.pop("snapshot_seconds")
-    keep, keep_seconds = settings.pop("keep_snapshots"), settings.pop("keep_snapshots_seconds")
-    return SnapshotOptions(url=url, seconds=seconds, keep=keep, keep_seconds=keep_seconds) if url else None
 
 
 def take_log_options(settings: dict[str, Any], max_bytes: int) -> "SharedLogOptions | None":

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from deltasync.cli.access_options import access_options, admin_token_of_file, ta
 from deltasync.cli.config import CONTEXT, config_option, from_config, reader_of_config
 from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flags, merged
 from deltasync.cli.limit_settings import limits_of_file, limits_of_flags
-from deltasync.cli.log_options import log_options, take_log_options, take_snapshot_options
+from deltasync.cli.log_options import log_options, take_log_options
 from deltasync.cli.needs import SERVICE, check_needs
 from deltasync.cli.probe_options import probe_options, take_probe_options
 from deltasync.cli.tls_options import take_tls_options, tls_options
@@ -63,11 +64,51 @@ check_needs(*SERVICE)
     help="Hard cap of the log's file, which grows only as needed.",
 )
 @click.option(
-    "--flush-bytes",
+    "--checkpoints",
+    default=None,
+    metavar="URL",
+    show_default="only in --data-dir",
+    help="Copy every checkpoint to this folder or object storage, too: s3://BUCKET/PATH.",
+)
+@click.option(
+    "--checkpoint-seconds",
+    type=click.FloatRange(1),
+    default=600.0,
+    help="Write a checkpoint of a model that has changed at least this often.",
+)
+@click.option(
+    "--checkpoint-bytes",
     type=click.IntRange(1),
     default=None,
-    show_default="1 GiB, or half of --log-max-bytes",
-    help="Flush the tables and cut the log once it holds this many bytes of newer rows.",
+    show_default="256 MiB, at most a quarter of --log-max-bytes",
+    help="Write a checkpoint once the log has this many bytes of newer rows of a model.",
+)
+@click.option(
+    "--keep-checkpoints",
+    type=click.IntRange(2),
+    default=3,
+    help="Number of checkpoints of a model to keep. The log reaches back to the second newest.",
+)
+@click.option(
+    "--keep-checkpoints-seconds",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Also keep every checkpoint that is younger than this.",
+)
+@click.option(
+    "--table-memory",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    show_default="memory",
+    metavar="DIR",
+    help="Keep tables in scratch files in this folder, on a fast disk: for tables that are larger than memory.",
+)
+@click.option(
+    "--release-memory",
+    type=click.IntRange(1 << 20),
+    default=64 << 20,
+    metavar="BYTES",
+    help="Memory for the rows that replicas are being sent. Larger releases are copied block by block.",
 )
 @click.option(
     "--replica-retention-seconds",
@@ -132,15 +173,16 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
     from deltasync.publish.norm_guard import NormLimit
     from deltasync.service.options import ServiceOptions
 
-    kept = ("data_dir", "log_max_bytes", "flush_bytes", "replica_retention_seconds")
     try:
         growth, quarantine = settings.pop("max_norm_growth"), settings.pop("poisoned") == "quarantine"
         norm_limit = NormLimit(growth, quarantine) if growth else None
         found, read = _reloaded(consumer, limit, from_config), reader_of_config()
-        of_service = {name: settings.pop(name) for name in kept}
+        settings["release_memory_bytes"] = settings.pop("release_memory")
+        of_service = {
+            each.name: settings.pop(each.name) for each in fields(ServiceOptions) if each.name in settings
+        }
         service = ServiceOptions(norm_limit=norm_limit, limits=found.limits, **of_service)
         tls = take_tls_options(settings)
-        settings["snapshots"] = take_snapshot_options(settings)
         settings["probe"] = take_probe_options(settings, guarded=tls is not None or settings["roles"] is not None)
         settings["shared"] = take_log_options(settings, service.log_max_bytes)
         settings["admin_token"] = take_admin_token(settings)

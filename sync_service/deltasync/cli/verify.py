@@ -16,7 +16,7 @@ from deltasync.cli.text_table import say, text_table
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.status import fetch_lag
-from deltasync.client.stored_copy import StoredCopy, compare, snapshot_copy
+from deltasync.client.stored_copy import StoredCopy, compare, stored_checkpoint
 from deltasync.core.errors import DeltasyncError, NotFound, NotPermitted
 from deltasync.core.verified import VerifiedLine, VerifiedStatus
 from deltasync.core.words import counted
@@ -28,14 +28,14 @@ _TITLES = ("what", "version", "table", "rows", "status", "checksum", "held", "wh
 @click.argument("consumer")
 @click.option("--replica", "replicas", metavar="NAME", multiple=True, help="Only this replica; may be repeated.")
 @click.option(
-    "--snapshot",
+    "--checkpoint",
     metavar="URL",
     default=None,
     show_default=False,
-    help="Compare the newest snapshot of the consumer's model at this folder or URL instead.",
+    help="Compare the newest checkpoint of the consumer's model at this folder or URL instead.",
 )
 @click.option(
-    "--checkpoint",
+    "--torch-checkpoint",
     type=click.Path(exists=True, path_type=Path),
     default=None,
     show_default=False,
@@ -45,14 +45,14 @@ _TITLES = ("what", "version", "table", "rows", "status", "checksum", "held", "wh
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, help="Seconds it may take.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @either_options(
-    lambda settings: bool(settings.get("snapshot") or settings.get("checkpoint")),
-    "With --snapshot or --checkpoint",
+    lambda settings: bool(settings.get("checkpoint") or settings.get("torch_checkpoint")),
+    "With --checkpoint or --torch-checkpoint",
 )
 def verify(
     consumer: str,
     replicas: Sequence[str],
-    snapshot: str | None,
-    checkpoint: Path | None,
+    checkpoint: str | None,
+    torch_checkpoint: Path | None,
     timeout: float,
     as_json: bool,
     service: Endpoint,
@@ -62,8 +62,8 @@ def verify(
     Without an option each replica, one after the other: it reads all of its rows again, and goes on to apply what
     comes meanwhile. Rows that differ are sent again. Guests are not asked. Needs role admin.
 
-    With --snapshot or --checkpoint the service's rows are fetched, which takes the role of a replica. Rows that
-    have changed since the version that was stored are left out.
+    With --checkpoint or --torch-checkpoint the service's rows are fetched, which takes the role of a replica. Rows
+    that have changed since the version that was stored are left out.
 
     \b
     version   the model's, of which the service's rows are
@@ -75,12 +75,12 @@ def verify(
     The exit status is 0 if all are equal, and 3 if something differs, is not held or is not shown: a replica that
     is away or goes meanwhile shows nothing.
     """
-    if (snapshot is not None) + (checkpoint is not None) + bool(replicas) > 1:
-        raise click.UsageError("--replica, --snapshot and --checkpoint: give one of them")
-    if snapshot is not None:
-        found = _of_copy(service, consumer, snapshot_copy(snapshot, consumer), timeout)
-    elif checkpoint is not None:
-        found = _of_copy(service, consumer, _checkpoint(checkpoint), timeout)
+    if (checkpoint is not None) + (torch_checkpoint is not None) + bool(replicas) > 1:
+        raise click.UsageError("--replica, --checkpoint and --torch-checkpoint: give one of them")
+    if checkpoint is not None:
+        found = _of_copy(service, consumer, stored_checkpoint(checkpoint, consumer), timeout)
+    elif torch_checkpoint is not None:
+        found = _of_copy(service, consumer, _torch_checkpoint(torch_checkpoint), timeout)
     else:
         found = _of_replicas(service, consumer, replicas, timeout)
     say(*(json_lines(found) if as_json else text_table(_TITLES, map(_line, found))))
@@ -88,11 +88,13 @@ def verify(
         sys.exit(BEHIND)
 
 
-def _checkpoint(path: Path) -> StoredCopy:
+def _torch_checkpoint(path: Path) -> StoredCopy:
     try:
         from deltasync.client.torch_checkpoint import checkpoint_copy
     except ModuleNotFoundError as error:
-        raise click.UsageError(f"--checkpoint needs {error.name}: pip install 'deltasync[trainer]'") from error
+        raise click.UsageError(
+            f"--torch-checkpoint needs {error.name}: pip install 'deltasync[trainer]'"
+        ) from error
     return checkpoint_copy(path)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from deltasync.client.assembler import ReleaseAssembler
-from deltasync.client.checksums import TargetChecksums
 from deltasync.client.targets import PartialTarget, Target
 from deltasync.core.position import Position
 from deltasync.core.steady_clock import steady_ns
@@ -22,11 +21,9 @@ class Acks:
 
     Attributes:
         target: the target.
-        checksums: of what it holds; None if it cannot be read.
     """
 
     target: Target
-    checksums: TargetChecksums | None
 
     def held(
         self, assembler: ReleaseAssembler, applied: Position | None, checksums: Mapping[str, int]
@@ -39,7 +36,6 @@ class Acks:
             sums=checksums_to_message(assembler.by_slot(checksums)),
             token=steady_ns(),
             unbound=assembler.unbound(target.bound()) if isinstance(target, PartialTarget) else [],
-            wanted=assembler.wanted(self.checksums.damaged) if self.checksums and checksums else [],
         )
 
 

@@ -146,33 +146,35 @@ class Admin:
         """The deletes that are asked for and not done, of all processes; each with what it waits for."""
         return self._lines("/deletes", "model", "asked_unix_ns")
 
-    def backup(self, directory: str, timeout_seconds: float = _WEEK_SECONDS) -> dict[str, Any]:
-        """Copy all that the service keeps, while it goes on; its log says how far it has come.
+    def backup(self, url: str, timeout_seconds: float = _WEEK_SECONDS) -> dict[str, Any]:
+        """Copy everything that the service keeps, while it goes on. Its log shows the progress.
 
         Args:
-            directory: absolute path of a folder on the service's machine: empty, or to be made.
+            url: a folder, as an absolute path on the service's machine, or a URL of object storage: new or empty.
             timeout_seconds: how long it may take.
 
         Returns:
             Files and bytes of the backup, once it is complete.
 
         Raises:
-            InvalidInput: the path is relative or inside of the data directory, or the folder has something.
+            InvalidInput: the path is relative or inside the data directory, or the place is not empty.
             Contradiction: another backup is being made.
             StorageFailed: something could not be read or written.
         """
-        return self._object("POST", "/backup", {"directory": directory}, timeout_seconds)
+        return self._object("POST", "/backup", {"url": url}, timeout_seconds)
 
-    def inspect(self, timeout_seconds: float = _WEEK_SECONDS) -> list[dict[str, Any]]:
-        """Look at all rows that the service keeps, at full speed; each process logs how far it has come.
+    def fsck(self, timeout_seconds: float = _WEEK_SECONDS) -> list[dict[str, Any]]:
+        """Read everything that the service keeps: checkpoints, log and rows in memory.
+
+        Each process logs its progress.
 
         Args:
             timeout_seconds: how long it may take.
 
         Returns:
-            What was found of each table, and what is left once the service has mended what it can.
+            For each model what was read and what is damaged; last, with an empty name, what belongs to no model.
         """
-        return [each for tables in self._of_each("POST", "/inspect", timeout_seconds) for each in tables]
+        return [each for lines in self._of_each("POST", "/fsck", timeout_seconds) for each in lines]
 
     def verify_replica(self, consumer: str, replica: str, timeout_seconds: float = _DAY_SECONDS) -> dict[str, Any]:
         """Make a replica read again all rows that it holds; the service sends those that differ again.
@@ -191,22 +193,21 @@ class Admin:
         """
         return self._object("POST", f"{_replica(consumer, replica)}/verify", None, timeout_seconds)
 
-    def make_snapshot(self, model: str, timeout_seconds: float = _DAY_SECONDS) -> dict[str, Any]:
-        """Make a snapshot of a model now, where the service's snapshots go.
+    def make_checkpoint(self, model: str, timeout_seconds: float = _DAY_SECONDS) -> dict[str, Any]:
+        """Write a checkpoint of a model now, and copy it to the service's URL for checkpoints if it has one.
 
         Args:
             model: the model.
             timeout_seconds: how long it may take.
 
         Returns:
-            Version, bytes and new bytes of the snapshot.
+            Version, bytes and new bytes of the checkpoint.
 
         Raises:
             NotFound: no such model, or nothing of it is published.
-            Contradiction: the service has no place for snapshots.
-            StorageFailed: it could not be made.
+            StorageFailed: it could not be written, or not copied.
         """
-        return self._object("POST", f"{_model(model)}/snapshot", None, timeout_seconds)
+        return self._object("POST", f"{_model(model)}/checkpoint", None, timeout_seconds)
 
     def move_model(self, model: str, process: str, timeout_seconds: float = _DAY_SECONDS) -> None:
         """Give a model to another process of the service.
@@ -214,7 +215,7 @@ class Admin:
         Args:
             model: the model.
             process: the name of that process.
-            timeout_seconds: how long it may take: a snapshot is made first.
+            timeout_seconds: how long it may take: a checkpoint is written first.
 
         Raises:
             NotFound: no such model, or no such process.

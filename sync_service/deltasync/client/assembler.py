@@ -5,12 +5,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from deltasync.client.latest_rows import latest_rows
 from deltasync.client.targets import Release
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
 from deltasync.core.mode import Mode
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.messages import (
@@ -20,9 +21,6 @@ from deltasync.wire.messages import (
     position_from_message,
 )
 from deltasync.wire.row_messages import CHUNK_BYTES, decode_rows
-
-# Of a table, and of all of them, which one message has to hold. Where more are damaged, a table is sent whole.
-_WANTED_ROWS, _WANTED_IN_ALL = 10_000, 131_072
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +45,8 @@ class ReleaseAssembler:
         # What is not acked yet must leave room for a chunk, or the service and this replica wait for each other.
         self._ack_bytes = min(max_outstanding_bytes // 4, max_outstanding_bytes - CHUNK_BYTES)
         self._resync = self._in_parts = False
-        self._waiting_bytes = self._given_rows = 0  # For a part, and in the parts that were given.
+        self._waiting_bytes = 0  # For a part.
+        self._arrived_rows, self._continues = 0, False  # Of the release under way; whether a part of it was given.
         self._deliveries: list[Delivery] = []
         self._shards: list[Shard] = []
         self._rows: list[RowBatch] = []
@@ -70,6 +69,7 @@ class ReleaseAssembler:
         """
         batch = decode_rows(rows, self._shards)
         self._rows.append(_decoded(batch, self._deliveries[rows.slot]))
+        self._arrived_rows += len(batch)
         self._waiting_bytes += self._rows[-1].nbytes if _goes_ahead(self._rows[-1]) else 0
         self.received_bytes += batch.nbytes
         due = self.received_bytes - self._acked_bytes >= self._ack_bytes
@@ -78,23 +78,22 @@ class ReleaseAssembler:
         return due
 
     def part(self) -> Release | None:
-        """The next part of a first copy, once enough of it has arrived: its rows are not in any later one."""
+        """The next part of a first copy, once enough of it has arrived. Its rows may come again in later parts."""
         if not self._in_parts or self._waiting_bytes < self._part_bytes:
             return None
-        rows = [each for each in self._rows if _goes_ahead(each)]
         part = Release(
             Position(),
             step=0,
             step_end_unix_ns=0,
             resync=True,
             tables=self.tables,
-            rows=rows,
+            rows=latest_rows([each for each in self._rows if _goes_ahead(each)]),
             model=self._model,
             more=True,
-            continues=bool(self._given_rows),
+            continues=self._continues,
         )
         self._rows = [each for each in self._rows if not _goes_ahead(each)]
-        self._waiting_bytes, self._given_rows = 0, self._given_rows + sum(map(len, rows))
+        self._waiting_bytes, self._continues = 0, True
         return part
 
     def end(self, end: subscribe_pb2.ReleaseEnd) -> Release:
@@ -103,26 +102,27 @@ class ReleaseAssembler:
         Raises:
             InvalidInput: rows are missing.
         """
-        rows = self._given_rows + sum(map(len, self._rows))
-        if rows != end.rows:
-            raise InvalidInput(f"release of version {end.position.version}: {rows} of {end.rows} rows arrived")
+        if self._arrived_rows != end.rows:
+            arrived = f"{self._arrived_rows} of {end.rows} rows arrived"
+            raise InvalidInput(f"release of version {end.position.version}: {arrived}")
+        rows, self._rows = self._rows, []
         release = Release(
             position=position_from_message(end.position),
             step=end.step,
             step_end_unix_ns=end.step_end_unix_ns,
             resync=self._resync,
             tables=self.tables,
-            rows=self._rows,
+            rows=latest_rows(rows),
             whole=self._whole(end),
             version=end.version,
             bytes=self.received_bytes - self._ended_bytes,
             event_time_unix_ns=event_time_from_message(end),
             model=self._model,
-            continues=bool(self._given_rows),
+            continues=self._continues,
         )
-        self._resync = self._in_parts = False
-        self._rows, self._ended_bytes = [], self.received_bytes
-        self._waiting_bytes = self._given_rows = 0
+        self._resync = self._in_parts = self._continues = False
+        self._waiting_bytes = self._arrived_rows = 0
+        self._ended_bytes = self.received_bytes
         self._checksums = {self._deliveries[each.slot].spec.name: each.sum for each in end.sums}
         self._known.clear()
         self._known.update(delivery.spec.name for delivery in self._deliveries)
@@ -147,16 +147,6 @@ class ReleaseAssembler:
         """Checksums of tables by slot instead of by name."""
         slots = {delivery.spec.name: slot for slot, delivery in enumerate(self._deliveries)}
         return {slots[name]: checksum for name, checksum in checksums.items()}
-
-    def wanted(self, damaged: Mapping[str, Ids]) -> list[tables_pb2.WantedRows]:
-        """The messages that ask for damaged rows, ids by the table's name; none of those with many."""
-        slots = {delivery.spec.name: slot for slot, delivery in enumerate(self._deliveries)}
-        room, wanted = _WANTED_IN_ALL, list[tables_pb2.WantedRows]()
-        for name, ids in damaged.items():
-            if name in slots and len(ids) <= min(_WANTED_ROWS, room):
-                wanted.append(tables_pb2.WantedRows(table=slots[name], ids=ids.tolist()))
-                room -= len(ids)
-        return wanted
 
     def unbound(self, bound: frozenset[str]) -> list[int]:
         """Slots of the tables that are not among the bound ones."""

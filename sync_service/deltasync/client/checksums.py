@@ -2,14 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from deltasync.client.table_digests import TableDigests
 from deltasync.client.targets import ReadableTarget, Release
-from deltasync.core.digests import RowDigests, row_digests
-from deltasync.core.rows import BLOCK_ROWS, Ids, RowBatch
+from deltasync.core.digests import row_digests
+from deltasync.core.rows import BLOCK_ROWS, Ids
 from deltasync.core.tables import TableSpec
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -18,9 +18,9 @@ _NO_ROWS = np.empty(0, np.int64)
 class TargetChecksums:
     """The checksum of each table of a target, at the cost of the rows that change, and 8 bytes for each row.
 
-    What a release brings is read back from the target and compared, row by row, with what was received. With
-    every release, and now and then without one, one more block of rows is read again, table by table: rows that
-    something else has changed are found in the end, even if no release touches them.
+    What a release brings is read back from the target. With every release, and now and then without one, one more
+    block of rows is read again, table by table: rows that something else has changed are found in the end, even if
+    no release touches them.
     """
 
     def __init__(self, target: ReadableTarget) -> None:
@@ -31,22 +31,14 @@ class TargetChecksums:
         self._question = 0
         self._unread = deque[tuple[str, int]]()  # Blocks that are to be read again for it: table, first row.
 
-    @property
-    def damaged(self) -> Mapping[str, Ids]:
-        """Rows that were found to be others than had been sent, by table: int64 [n] each, ascending.
-
-        They are, until they come again, or their table is reset. What a target held before the first release is
-        taken as it was: where that was wrong, the checksum says so, and not which rows.
-        """
-        return {name: damaged for name, held in self._held.items() if len(damaged := held.damaged)}
-
     def after(self, release: Release) -> dict[str, int]:
         """Read back a release that the target has applied: the checksum of each table that it keeps, by name."""
         if release.tables != self._tables or release.resync or release.whole:
             self._follow(release)
         for rows in release.rows:
-            for block in rows.blocks(BLOCK_ROWS):
-                self._read_back(block)
+            if held := self._held.get(rows.table.name):
+                for start in range(0, len(rows), BLOCK_ROWS):
+                    self._read(held, rows.ids[start : start + BLOCK_ROWS])
         return self.look()
 
     @property
@@ -102,16 +94,8 @@ class TargetChecksums:
         """What the target holds of a table that it held before."""
         held = TableDigests(table)
         for start in range(0, table.rows, BLOCK_ROWS):
-            ids = np.arange(start, min(start + BLOCK_ROWS, table.rows))
-            held.read(ids, self._digests(table, ids))
+            self._read_block(held, start)
         return held
-
-    def _read_back(self, rows: RowBatch) -> None:
-        held = self._held.get(rows.table.name)
-        if held:
-            received = rows.digested().digests  # Deleted rows have none.
-            none = np.zeros(len(rows), np.uint64)
-            held.read_back(rows.ids, self._digests(held.table, rows.ids), none if received is None else received)
 
     def _sweep(self, held: TableDigests) -> None:
         """Read the next block of a table again."""
@@ -121,12 +105,12 @@ class TargetChecksums:
             self._sweeping += 1
 
     def _read_block(self, held: TableDigests, start: int) -> int:
-        """Read a block of rows again; how many there are."""
+        """Read a block of rows; how many there are."""
         ids = np.arange(start, min(start + BLOCK_ROWS, held.table.rows))
-        held.read_again(ids, self._digests(held.table, ids))
+        self._read(held, ids)
         return len(ids)
 
-    def _digests(self, table: TableSpec, ids: Ids) -> RowDigests:
-        """Of some rows as the target holds them; of a table that it has ceased to keep, as of zeros."""
-        rows = self._target.read(table, ids)
-        return np.zeros(len(ids), np.uint64) if rows is None else row_digests(rows)
+    def _read(self, held: TableDigests, ids: Ids) -> None:
+        """Read rows as the target holds them; of a table that it has ceased to keep, as zeros."""
+        rows = self._target.read(held.table, ids)
+        held.read(ids, np.zeros(len(ids), np.uint64) if rows is None else row_digests(rows))

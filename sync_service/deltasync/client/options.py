@@ -53,7 +53,7 @@ class SubscriberOptions:
         consumer: name of an existing consumer.
         replica: name of this process inside the consumer's fleet; by default one of its own.
         held: the position the target's rows are at, where they outlived the process.
-        snapshots: folder or URL of the service's snapshots: where nothing is held, the newest is read first, and
+        checkpoints: folder or URL of the service's checkpoints. A replica that holds nothing reads the newest, and
             the service sends only what has changed since. Where none can be used it sends everything.
         max_outstanding_bytes: bound of the bytes under way to this replica. Of a large first copy four times as
             many are written at a time, where the target takes parts.
@@ -68,7 +68,7 @@ class SubscriberOptions:
     consumer: str
     replica: str = field(default_factory=lambda: f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
     held: Position = field(default_factory=Position)
-    snapshots: str = ""
+    checkpoints: str = ""
     max_outstanding_bytes: int = 16 << 20
     guest: bool = False
     on_readiness: Callable[[Decision], None] | None = None

@@ -3,7 +3,7 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TypeAlias
 
@@ -16,7 +16,6 @@ from deltasync.client.forks import Home, check_process
 from deltasync.client.options import PublisherOptions
 from deltasync.client.part import Part
 from deltasync.client.route import Route
-from deltasync.client.wanted_rows import ASK_SECONDS, ask_wanted
 from deltasync.core.arguments import check_items, check_type
 from deltasync.core.backoff import backoff
 from deltasync.core.delete_request import DeleteRequest
@@ -25,7 +24,7 @@ from deltasync.core.position import Position
 from deltasync.core.process import this_process
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
-from deltasync.v1 import publish_pb2, tables_pb2
+from deltasync.v1 import publish_pb2
 from deltasync.wire.error_codes import is_final
 from deltasync.wire.id_messages import changed_from_message, joined
 from deltasync.wire.messages import position_from_message, position_to_message, shard_to_message, table_to_message
@@ -50,8 +49,6 @@ class Publisher:
     Attributes:
         deletes: what operators want deleted and no sealed cut has met, oldest first, as of the service's last
             answer; replaced as a whole, by the publisher's thread. All ranks meet the same of it with a cut.
-        wanted: rows of which the service holds other bits than it was sent: names of tables, and ids of each;
-            likewise. The next part is to have those of them that this rank holds.
         quarantine: why the service keeps replicas from the last version; empty if it does not.
     """
 
@@ -83,7 +80,6 @@ class Publisher:
             raise InvalidInput(f"{twice} is announced twice: name each shard once")
         self._continues = options.continues
         self.deletes: tuple[DeleteRequest, ...] = ()
-        self.wanted: tuple[tuple[str, Ids], ...] = ()
         self.quarantine = ""
         self._connectivity = Connectivity(f"rank {options.rank} of model {options.model!r}")
         self._parts: queue.SimpleQueue[tuple[Part, Future[Position]] | None] = queue.SimpleQueue()
@@ -190,7 +186,7 @@ class Publisher:
     # The publisher's thread.
 
     def _run(self) -> None:
-        while (item := self._next()) is not None:
+        while (item := self._parts.get()) is not None:
             part, done = item
             try:
                 position = self._deliver(part)
@@ -204,18 +200,6 @@ class Publisher:
                 self._busy = False
                 done.set_result(position)
         self._drop_stream()
-
-    def _next(self) -> tuple[Part, Future[Position]] | None:
-        """The next part. While there is none, the service is asked which rows it wants."""
-        while True:
-            try:
-                return self._parts.get(timeout=ASK_SECONDS)
-            except queue.Empty:
-                if (stream := self._stream) and (wanted := stream.ask_wanted()) is not None:
-                    self.wanted = self._named(wanted)
-
-    def _named(self, rows: Iterable[tables_pb2.WantedRows]) -> tuple[tuple[str, Ids], ...]:
-        return tuple((self._tables[each.table].name, np.array(each.ids, ID_TYPE)) for each in rows)
 
     def _deliver(self, part: Part) -> Position:
         pauses = backoff()
@@ -281,7 +265,6 @@ class Publisher:
             DeleteRequest(each.number, self._tables[each.table].name, np.array(each.ids, ID_TYPE))
             for each in answer.deletes
         )
-        self.wanted = self._named(answer.wanted)
         if isinstance(answer, publish_pb2.CutSealed):
             self._note_quarantine(answer.quarantine)
 
@@ -336,10 +319,6 @@ class _Stream:
         if self._call.is_active() or not isinstance(self._call, grpc.RpcError):
             return None
         return self._endpoint.error_of(self._call)
-
-    def ask_wanted(self) -> Sequence[tables_pb2.WantedRows] | None:
-        """The rows that the service wants; None where nobody knows."""
-        return ask_wanted(self._channel, self._message) if self._opened else None
 
     def begin(self, part: Part) -> None:
         """Begin to send a part that `send` is called with next, if the service has let this rank in."""

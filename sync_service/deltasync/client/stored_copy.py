@@ -7,9 +7,9 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.client.checkpoint_start import newest_start
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
-from deltasync.client.snapshot_start import newest_start
 from deltasync.client.subscriber import Subscriber
 from deltasync.client.targets import Release
 from deltasync.core.digests import RowDigests, checksum, row_digests
@@ -60,8 +60,8 @@ class Comparison:
     tables: Sequence[VerifiedTable]
 
 
-def snapshot_copy(url: str, consumer: str) -> StoredCopy:
-    """The newest snapshot of a consumer's model at a folder or URL.
+def stored_checkpoint(url: str, consumer: str) -> StoredCopy:
+    """The newest checkpoint of a consumer's model at a folder or URL.
 
     Raises:
         InvalidInput: there is no file system for such a URL, or what it needs is not installed.
@@ -76,7 +76,7 @@ def snapshot_copy(url: str, consumer: str) -> StoredCopy:
         batches = [each for each in start.release.rows if each.table.name == table.name]
         return ((each.ids, each.values) for each in batches) if table.name in held else None
 
-    return StoredCopy(f"snapshot {name}", start.position, rows, made_of=consumer)
+    return StoredCopy(f"checkpoint {name}", start.position, rows, made_of=consumer)
 
 
 def compare(service: Endpoint | str, consumer: str, copy: StoredCopy, timeout_seconds: float) -> Comparison:

@@ -12,6 +12,7 @@ import grpc
 
 from deltasync.client.acks import Acks, Requests, hang_up, return_credit, say
 from deltasync.client.assembler import ReleaseAssembler
+from deltasync.client.checkpoint_start import CheckpointStart, read_start
 from deltasync.client.checksums import TargetChecksums
 from deltasync.client.connection import Connection, Connectivity
 from deltasync.client.endpoint import Endpoint
@@ -20,7 +21,6 @@ from deltasync.client.goodbye import say_goodbye, say_why
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
 from deltasync.client.route import Route
-from deltasync.client.snapshot_start import SnapshotStart, read_start
 from deltasync.client.targets import GradualTarget, PartialTarget, ReadableTarget, Release, Target, check_target
 from deltasync.core.arguments import check_type
 from deltasync.core.backoff import backoff
@@ -92,10 +92,10 @@ class Subscriber:
         self.event_time_unix_ns: int | None = None
         self._instance = uuid.uuid4().hex
         self._checksums = TargetChecksums(target) if isinstance(target, ReadableTarget) else None
-        self._acks = Acks(target, self._checksums)
+        self._acks = Acks(target)
         self._tables: set[str] = set()
         self._applied: list[TableSpec] = []  # Those of the last release.
-        self._start: SnapshotStart | None = None  # What the first one goes on top of.
+        self._start: CheckpointStart | None = None  # What the first one goes on top of.
         self._bound = set[str]()  # All tables that the target has ever held.
         self._opened_ns = 0
         self._moved = threading.Condition()
@@ -218,8 +218,8 @@ class Subscriber:
 
     def _run(self) -> None:
         try:
-            if self._options.snapshots and not self.held.number:
-                self._start = read_start(self._options.snapshots, self._options.consumer)
+            if self._options.checkpoints and not self.held.number:
+                self._start = read_start(self._options.checkpoints, self._options.consumer)
             self._follow()
         except Exception as error:  # noqa: BLE001  # kept for check() and wait_for()
             logger.error("replica %s has stopped: %s", self._options.replica, error)
@@ -370,10 +370,10 @@ class Subscriber:
         self._take_over(assembler, release, end, requests)
 
     def _on_top(self, release: Release | None) -> Release:
-        """A release that has the rows of the snapshot it goes on top of, too."""
+        """A release that has the rows of the checkpoint it goes on top of, too."""
         self._start = None
         if release is None:
-            raise ServiceUnavailable("it has begun with a snapshot of other tables: it begins with nothing")
+            raise ServiceUnavailable("it has begun with a checkpoint of other tables: it begins with nothing")
         return release
 
     @property

@@ -6,7 +6,7 @@ import numpy as np
 
 from deltasync.core.digests import RowDigests
 from deltasync.core.errors import Contradiction
-from deltasync.core.rows import Ids, Mask
+from deltasync.core.rows import Ids
 from deltasync.core.tables import TableSpec
 from deltasync.core.words import counted
 from deltasync.kernels.digests import exchange
@@ -26,7 +26,6 @@ class TableDigests:
         self.table = table
         self.checksum = self.swept = 0
         self._digests = np.zeros(table.rows, np.uint64)
-        self._damaged: Mask | None = None  # [rows]; a table that was never damaged needs none.
 
     def grown_to(self, table: TableSpec) -> "TableDigests | None":
         """The same of a table that may have got more rows, zeros; None if its rows come in another form."""
@@ -36,11 +35,10 @@ class TableDigests:
         if more:
             self.table = table
             self._digests = np.concatenate([self._digests, np.zeros(more, np.uint64)])
-            self._damaged = None if self._damaged is None else np.pad(self._damaged, (0, more))
         return self
 
     def read(self, ids: Ids, digests: RowDigests) -> None:
-        """Rows `ids` [n] were read, and had these digests [n]: as damage they are not known.
+        """Rows `ids` [n], each once, were read, and had these digests [n].
 
         Raises:
             Contradiction: the table has no such rows.
@@ -52,32 +50,3 @@ class TableDigests:
             )
         change = exchange(self._digests, ids, digests)
         self.checksum = (self.checksum + int(change)) % 2**64
-
-    def read_back(self, ids: Ids, digests: RowDigests, received: RowDigests) -> None:
-        """The same of rows that have just been written; `received` [n] are their digests as they came."""
-        self.read(ids, digests)
-        damaged: Mask = digests != received
-        if self._damaged is not None or damaged.any():
-            self._marks()[ids] = damaged
-            self._forget_marks()
-
-    def read_again(self, ids: Ids, digests: RowDigests) -> None:
-        """The same of rows that nothing should have changed since they were read."""
-        damaged = ids[digests != self._digests[ids]]
-        if len(damaged):
-            self.read(ids, digests)
-            self._marks()[damaged] = True
-
-    @property
-    def damaged(self) -> Ids:
-        """Numbers of the rows that were found to be others than had been sent, int64 [n], ascending."""
-        return np.empty(0, np.int64) if self._damaged is None else np.flatnonzero(self._damaged)
-
-    def _forget_marks(self) -> None:
-        if self._damaged is not None and not self._damaged.any():
-            self._damaged = None
-
-    def _marks(self) -> Mask:
-        if self._damaged is None:
-            self._damaged = np.zeros(self.table.rows, np.bool_)
-        return self._damaged

@@ -25,7 +25,8 @@ class Release:
         resync: the release holds everything, or is a part of it. Ask `resets` whether to reset a table first.
         tables: every table the consumer follows, changed or not: as a target holds it, a `HeldSpec` where rows are
             sent in another type than the table's own.
-        rows: the changed rows; a table may appear several times, with different rows each time.
+        rows: the changed rows; a table may appear several times, with different rows each time. A part of a first
+            copy may have rows again that an earlier part had: the later ones count.
         whole: names of the tables of which it holds all rows, where it is no resync. Ask `resets`.
         version: the model's version that the release was made of.
         bytes: what ids and values took on the wire.

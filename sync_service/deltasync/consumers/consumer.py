@@ -39,10 +39,9 @@ class Replica:
         stream: ends its open stream when set; None while it is away.
         since_ns: since when it is connected, or away, by `steady_ns`: at most since the service started.
         left: why its last stream ended; empty if it has had none since the service started.
-        waits: whether it waits for a release to be made.
         checked: whether its last ack had checksums of what it holds, and they were right.
         unbound: tables that the consumer follows and that it does not hold.
-        damaged: tables of which it holds other bits than it was sent; to be sent again, the rows or all.
+        damaged: tables of which it holds other bits than it was sent; they are sent again.
         rewind: until it holds what it is given instead of rows of a discarded past; None if it came with none.
         damages: how often it was found to hold other bits than it was sent, since it is known here.
         damaged_ns: when that was last, by `steady_ns`.
@@ -63,7 +62,6 @@ class Replica:
     stream: asyncio.Event | None = None
     since_ns: int = field(default_factory=steady_ns)
     left: str = ""
-    waits: bool = False
     checked: bool = False
     unbound: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()

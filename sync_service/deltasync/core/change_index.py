@@ -37,9 +37,9 @@ class ChangeIndex:
 
     def extend(self, stamps: Stamps) -> None:
         """Go on with the stamps of the table once it has more rows, which never changed."""
-        self._stamps = np.asarray(stamps)
         more = _blocks(len(stamps)) - len(self._largest)
         self._largest = np.concatenate([self._largest, np.zeros(more, np.int64)])
+        self._stamps = np.asarray(stamps)
 
     def note(self, ids: Ids, number: int) -> None:
         """Note that the rows `ids` ([n], strictly ascending) are about to be stamped with `number`."""
@@ -57,7 +57,21 @@ class ChangeIndex:
         """Sorted unique ids ([n] int64) of the rows stamped after `number`, deleted ones among them."""
         if number >= self._newest:
             return np.zeros(0, np.int64)
-        return self._of_notes(number) if number >= self._known_since else self._of_blocks(number)
+        if number >= self._known_since:
+            return self._of_notes(number)
+        return self.changed_in(0, len(self._stamps), number)
+
+    def changed_in(self, first: int, last: int, number: int) -> Ids:
+        """Sorted unique ids ([n] int64) of the rows from `first` to before `last` that are stamped after `number`.
+
+        It reads the stamps of those blocks only that may have a newer one. The number is 0 or more.
+        """
+        last = min(last, len(self._stamps))
+        start = first // kernels.BLOCK_ROWS
+        largest, stamps = self._largest[start : _blocks(last)], self._stamps[start * kernels.BLOCK_ROWS : last]
+        found = np.empty(kernels.rows_in_newer_blocks(largest, number), np.int64)
+        ids = found[: kernels.rows_after(stamps, largest, number, found)] + start * kernels.BLOCK_ROWS
+        return ids[np.searchsorted(ids, first) :]
 
     def _add(self, ids: Ids, number: int) -> None:
         """Keep some ids, and forget the oldest where there are too many of them."""
@@ -80,10 +94,6 @@ class ChangeIndex:
             ids.sort()
         found = np.empty_like(ids)
         return found[: kernels.rows_of_after(ids, self._stamps, number, found)]
-
-    def _of_blocks(self, number: int) -> Ids:
-        found = np.empty(kernels.rows_in_newer_blocks(self._largest, number), np.int64)
-        return found[: kernels.rows_after(self._stamps, self._largest, number, found)].copy()
 
 
 def _blocks(rows: int) -> int:

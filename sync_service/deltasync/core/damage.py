@@ -11,17 +11,15 @@ _NAMED_RANGES = 5
 
 
 class DamagedRows(Damaged):
-    """Rows of a table that do not fit their digests, and are handed to nobody.
+    """Rows of a table that do not fit their digests. No caller is given them.
 
     Attributes:
-        owner: whoever keeps the table.
         table: the table's name.
         ids: [n], strictly ascending.
     """
 
-    def __init__(self, owner: object, table: str, ids: Ids) -> None:
+    def __init__(self, table: str, ids: Ids) -> None:
         super().__init__(f"table {table!r}: other bits than were stored in {ranges(ids)}")
-        self.owner = owner
         self.table = table
         self.ids = ids
 

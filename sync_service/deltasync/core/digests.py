@@ -10,7 +10,7 @@ generators", 2014). A digest is multilinear hashing (Lemire and Kaser, "Strongly
 about 2**-32. A row whose digest is 0 adds nothing: a table that was never written has the checksum 0.
 
 The order in which rows came does not matter to a sum, and of a row that is overwritten no more is needed than the
-digest it had.
+digest it had. Where only some of its columns are overwritten, what these words added to the digest is taken out.
 """
 
 from functools import lru_cache
@@ -63,6 +63,12 @@ def squared_norms(rows: NDArray[Any]) -> Squares:
     squares = np.empty(len(rows), np.float32)
     norms.squared_norms(wide, squares)
     return squares
+
+
+def sum_of_squares(rows: NDArray[Any]) -> float:
+    """The sum of the squares of floats [n, D]."""
+    wide: NDArray[Any] = np.ascontiguousarray(rows, np.float64 if rows.itemsize == 8 else np.float32)
+    return float(norms.sum_of_squares(wide))
 
 
 @lru_cache(256)  # Shards of a few widths come with every cut.

@@ -65,11 +65,10 @@ class EventKind(Enum):
     PROCESS_UNCONFIRMED = "process_unconfirmed", logging.ERROR
     PROCESS_DRAINING = "process_draining", logging.WARNING
     ROWS_DAMAGED = "rows_damaged", logging.ERROR
-    ROWS_MENDED = "rows_mended", logging.INFO
-    ROWS_INSPECTED = "rows_inspected", logging.INFO
+    MODEL_RELOADED = "model_reloaded", logging.WARNING
+    CHECKED = "checked", logging.INFO
     BACKED_UP = "backed_up", logging.INFO
-    SNAPSHOT_MADE = "snapshot_made", logging.INFO
-    FLUSHED = "flushed", logging.DEBUG
+    CHECKPOINTED = "checkpointed", logging.DEBUG
     VOLUME_FAILED = "volume_failed", logging.ERROR
     VOLUME_RECOVERED = "volume_recovered", logging.INFO
     FAILED = "failed", logging.ERROR

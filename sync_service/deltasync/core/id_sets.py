@@ -21,21 +21,11 @@ def distinct(numbers: NDArray[T]) -> NDArray[T]:
     return ordered[first]
 
 
-def union(ids: Ids, others: Ids) -> Ids:
-    """The ids of both."""
-    return distinct(np.concatenate([ids, others]))
-
-
 def members(ids: Ids, others: Ids) -> Mask:
     """Which of the `ids` [n] are among the others [m]."""
     found = np.empty(len(ids), np.bool_)
     dirty_rows.members(ids, others, found)
     return found
-
-
-def difference(ids: Ids, others: Ids) -> Ids:
-    """The ids that are not among the others."""
-    return ids[~members(ids, others)]
 
 
 def contiguous(ids: Ids) -> slice | None:

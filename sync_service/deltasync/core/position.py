@@ -56,7 +56,9 @@ def resume(
     text = f"the replica holds {unit} {held.number}"
     if held.seal and held.seal == seal:  # The same past, whatever the history is called.
         return Decision(True, text)
-    if seal == 0 and acknowledged.history == history and held.is_sealed_as(acknowledged):
+    # A log that went back has offsets that are beyond its head: nobody has their rows any more.
+    is_there = acknowledged.history == history and held.number <= head
+    if seal == 0 and is_there and held.is_sealed_as(acknowledged):
         return Decision(True, text)
     if held.seal and seal and line_of(held.history) == line_of(history):
         return Decision(False, f"{text}, of a past that this history does not have")

@@ -1,4 +1,4 @@
-"""What is written down of tables, in the log and in snapshots."""
+"""What is written down of tables, in the log and in checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import replace

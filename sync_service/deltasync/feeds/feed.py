@@ -8,8 +8,8 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Decision, Position
 from deltasync.core.steady_clock import Moment
-from deltasync.feeds.frozen_release import FrozenRelease
-from deltasync.feeds.repair import Repair
+from deltasync.feeds.frozen_release import NO_TABLES
+from deltasync.feeds.releases import Release
 from deltasync.feeds.standing import Standing
 
 
@@ -69,8 +69,11 @@ class Feed(Protocol):
         None where it is not known.
         """
 
-    def release(self, after: int, repair: Repair) -> "Future[FrozenRelease]":
-        """What a replica at `after` lacks, and what is to be repaired."""
+    def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> "Future[Release]":
+        """What a replica at `after` lacks, with every row of the tables in the slots `whole`.
+
+        It fails with `DamagedRows` where some do not fit their digests.
+        """
 
     def standing(self, policy: Policy) -> Standing:
         """Where it stands to a consumer with this policy, for those who ask how far replicas are behind."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from deltasync.core.policy import Policy
-from deltasync.storage.mapped_table import MappedTable
+from deltasync.core.stamps import StampedTable
 
 # So many patterns are remembered; operators may change them as often as they like.
 _MOST = 4096
@@ -11,9 +11,9 @@ _MOST = 4096
 
 @dataclass(frozen=True)
 class _Known:
-    tables: list[MappedTable]
+    tables: list[StampedTable]
     count: int
-    followed: dict[tuple[str, ...], tuple[MappedTable, ...]] = field(default_factory=dict)
+    followed: dict[tuple[str, ...], tuple[StampedTable, ...]] = field(default_factory=dict)
 
 
 class FollowedTables:
@@ -22,7 +22,7 @@ class FollowedTables:
     def __init__(self) -> None:
         self._known = _Known([], 0)
 
-    def of(self, policy: Policy, tables: list[MappedTable]) -> tuple[MappedTable, ...]:
+    def of(self, policy: Policy, tables: list[StampedTable]) -> tuple[StampedTable, ...]:
         """The tables that a policy follows, of a list that is only appended to, or replaced."""
         known = self._known
         if known.tables is not tables or known.count != len(tables) or len(known.followed) >= _MOST:

@@ -1,23 +1,17 @@
 """A release: what a replica lacks, frozen at one point of a history."""
 
-import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from pathlib import Path
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.stamps import StampedTable
-from deltasync.core.tables import Shard, TableSpec
-from deltasync.feeds.lack import Lack, LackOfTable, replacing
-from deltasync.feeds.repair import NO_REPAIR, Repair
-from deltasync.feeds.scratch import Room
+from deltasync.core.tables import Shard
 from deltasync.wire.row_messages import chunk_rows, chunked, release_chunk, rows_in_chunk
+
+NO_TABLES: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -55,101 +49,93 @@ class Chunk:
 
     Attributes:
         slot: of the table.
-        rows: the rows; views of the message where there is one.
-        message: what is sent to every replica; None where it is written for each, so that it takes no memory.
+        rows: the rows, as views of the message.
+        message: what is sent to every replica.
     """
 
     slot: int
     rows: RowBatch
-    message: bytes | None = None
+    message: bytes
 
     @classmethod
-    def written(cls, slot: int, rows: RowBatch) -> "Chunk":
-        """A chunk whose message is kept, instead of the rows."""
+    def of(cls, slot: int, rows: RowBatch) -> "Chunk":
+        """A chunk of some rows, which are copied into its message."""
         message = release_chunk(slot, rows)
         return cls(slot, rows_in_chunk(message, rows), message)
 
-    def sent(self) -> tuple[bytes, int]:
-        """The message, and its bytes of ids and values."""
-        return self.message or release_chunk(self.slot, self.rows), self.rows.nbytes
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and values."""
+        return self.rows.nbytes
 
 
 @dataclass
 class FrozenRelease:
-    """Sorted ids and current values of every row that some replica lacks.
-
-    Values are absolute: whoever holds a number that it `serves`, and so lacks fewer rows, may be sent all of them.
+    """Ids and current values of rows that a replica lacks, at one moment: all of them, or those still to be sent.
 
     Attributes:
         head: what a replica holds once it has applied this; None when nothing is published yet.
-        chunks: the rows, each once, of tables in any order; those that are no more among them.
-        repair: of which this holds all.
+        chunks: the rows, deleted ones too, of tables in any order. Of a row that comes twice the last one counts.
         whole: slots of the tables of which this holds every row, and that are reset before.
         checksums: of every table, by slot, as a replica at `head` holds it.
-        memory_bytes: how much memory these take; 0 when they are in unlinked files.
-        spilled_bytes: how much they take there.
-        serves: the numbers at which a replica lacks no other rows up to `head`.
-        specs: of the tables, by slot; () of one that is in memory.
-        wanted_back: others have waited for its room for long: who is sent it for long is to give it up.
-        made: when, seconds by `time.monotonic`.
+        rows_before: rows that were sent before as a part of this release.
     """
 
     head: Head | None
     chunks: list[Chunk] = field(default_factory=list)
-    repair: Repair = NO_REPAIR
-    whole: frozenset[int] = frozenset()
+    whole: frozenset[int] = NO_TABLES
     checksums: tuple[int, ...] = ()
-    memory_bytes: int = 0
-    spilled_bytes: int = 0
-    serves: range = range(0)
-    specs: Sequence[TableSpec] = ()
-    wanted_back: bool = False
-    made: float = field(default_factory=time.monotonic)
+    rows_before: int = 0
 
     @property
     def rows(self) -> int:
-        """Rows of all tables together."""
-        return sum(len(chunk.rows) for chunk in self.chunks)
+        """Rows of all tables together, with those that were sent before."""
+        return self.rows_before + sum(len(chunk.rows) for chunk in self.chunks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ids and values, as they are sent."""
-        return sum(chunk.rows.nbytes for chunk in self.chunks)
+        """Bytes of ids and values of its chunks: they take as much memory."""
+        return sum(chunk.nbytes for chunk in self.chunks)
 
 
 def freeze(
-    lack: Lack, head: Head | None, scratch: Path | None = None, freed: Callable[[int], None] | None = None
+    tables: Sequence[StampedTable], after: int, head: Head | None, whole: frozenset[int] = NO_TABLES
 ) -> FrozenRelease:
-    """Copy every row of a lack. Not while any row changes.
+    """Copy every row that a replica lacks. On the thread that changes the tables.
 
     Args:
-        lack: the rows.
-        head: what who has them holds.
-        scratch: the folder where an unlinked file keeps them; None = they are kept in memory.
-        freed: called in a thread, with its bytes, once such a file is free again.
+        tables: the tables, by slot.
+        after: the number that the replica is at.
+        head: what it holds then.
+        whole: slots of tables of which it lacks every row.
+
+    Raises:
+        DamagedRows: some do not fit their digests.
     """
-    room = _spilling_room(lack, scratch) if scratch and lack.nbytes else None
     chunks = [
         chunk
-        for slot, each in enumerate(lack.tables)
-        for chunk in (_spilled(slot, each, room) if room else _written(slot, each))
+        for slot, (table, number) in enumerate(zip(tables, numbers_after(tables, after, whole), strict=True))
+        # A replica that holds nothing of a table need not know which rows are gone.
+        for chunk in copied(slot, table, table.changed_since(number), 0 if number else table.counts.newest)
     ]
-    tables = [each.table for each in lack.tables]
-    checksums, whole = checksums_of(tables), lack.repair.whole | replacing(tables, lack.after)
-    if room is None:
-        return FrozenRelease(head, chunks, lack.repair, whole, checksums, lack.nbytes)
-    release = FrozenRelease(
-        head,
-        chunks,
-        lack.repair,
-        whole,
-        checksums,
-        spilled_bytes=lack.nbytes,
-        serves=lack.serves(head.number if head else 0),
-        specs=[table.spec for table in tables],
-    )
-    weakref.finalize(release, _free_elsewhere, chunks, lack.nbytes, freed).atexit = False
-    return release
+    return FrozenRelease(head, chunks, whole | replacing(tables, after), checksums_of(tables))
+
+
+def copied(slot: int, table: StampedTable, ids: Ids, told_after: int) -> Iterator[Chunk]:
+    """The rows `ids` ([n], ascending) of a table as they are now: first those that are there, then those that were
+    deleted after the number `told_after`.
+
+    Raises:
+        DamagedRows: some do not fit their digests.
+    """
+    spec, deleted = table.spec, table.deleted(ids)
+    live, gone = ids[~deleted], ids[deleted]
+    size = chunk_rows(spec.row_bytes)
+    for start in range(0, len(live), size):
+        some = live[start : start + size]
+        yield Chunk.of(slot, table.read(some, np.empty((len(some), spec.dim), spec.dtype)))
+    told = gone[table.numbers(gone) > told_after]
+    yield from (Chunk.of(slot, piece) for piece in chunked(RowBatch.deletes(Shard.whole(spec), told)))
 
 
 def checksums_of(tables: Sequence[StampedTable]) -> tuple[int, ...]:
@@ -157,47 +143,21 @@ def checksums_of(tables: Sequence[StampedTable]) -> tuple[int, ...]:
     return tuple(table.checksum for table in tables)
 
 
-def _written(slot: int, lack: LackOfTable) -> Iterator[Chunk]:
-    """The rows of a table that are there, as they are now, and those that are no more, in memory."""
-    table, spec, size = lack.table, lack.table.spec, chunk_rows(lack.table.spec.row_bytes)
-    for start in range(0, len(lack.ids), size):
-        some = lack.ids[start : start + size]
-        yield Chunk.written(slot, table.read(some, np.empty((len(some), spec.dim), spec.dtype)))
-    yield from (Chunk.written(slot, piece) for piece in chunked(RowBatch.deletes(Shard.whole(spec), lack.gone)))
+def numbers_after(tables: Sequence[StampedTable], after: int, whole: Collection[int]) -> list[int]:
+    """The number after which a replica at `after` lacks rows, by slot: 0 for the tables `whole`."""
+    return [0 if slot in whole else after for slot in range(len(tables))]
 
 
-def _spilling_room(lack: Lack, scratch: Path) -> Room:
-    """Room in an unlinked file for the rows of a lack: those that are there, and the ids of others."""
-    sizes = [
-        (each.ids.nbytes, len(each.ids) * each.table.spec.dim * each.table.spec.dtype.itemsize, each.gone.nbytes)
-        for each in lack.tables
-    ]
-    return Room(chain(*sizes), scratch, f"a release of {len(sizes)} tables")
+def replacing(tables: Sequence[StampedTable], after: int) -> frozenset[int]:
+    """Slots of the tables in the place of which a replica at `after` may hold others that were removed: it lacks
+    all of their rows, and is to reset them.
+    """
+    return frozenset(slot for slot, table in enumerate(tables) if 0 < after <= table.removed_before)
 
 
-def _spilled(slot: int, lack: LackOfTable, room: Room) -> Iterator[Chunk]:
-    """As `_written`, with the next of the room."""
-    spec, ids, gone = lack.table.spec, lack.ids, lack.gone
-    if len(ids):
-        rows = lack.table.read(ids, room.array((len(ids), spec.dim), spec.dtype))
-        yield from (Chunk(slot, piece) for piece in chunked(replace(rows, ids=_spilled_ids(ids, room))))
-    if len(gone):
-        deletes = RowBatch.deletes(Shard.whole(spec), _spilled_ids(gone, room))
-        yield from (Chunk(slot, piece) for piece in chunked(deletes))
-
-
-def _spilled_ids(ids: Ids, room: Room) -> Ids:
-    spilled = room.array(ids.shape, ids.dtype)
-    spilled[:] = ids
-    return spilled
-
-
-def _free_elsewhere(chunks: list[Chunk], size: int, freed: Callable[[int], None] | None) -> None:
-    """Free what nobody uses any more in a thread: the event loop does not wait while gigabytes are unmapped."""
-
-    def free() -> None:
-        chunks.clear()
-        if freed:
-            freed(size)
-
-    threading.Thread(target=free, name="release-freeing", daemon=True).start()
+def size_after(tables: Sequence[StampedTable], after: int, whole: Collection[int] = NO_TABLES) -> int:
+    """Bytes of what a replica at `after` lacks, without a look at the rows: about, and never too few."""
+    return sum(
+        table.counts.after(number) * table.spec.row_bytes
+        for table, number in zip(tables, numbers_after(tables, after, whole), strict=True)
+    )

@@ -55,9 +55,9 @@ class Standing:
         compared: whether the backlogs are as of the newest version.
         trouble: why the policy is not in force; empty if it is.
         failure: the error that keeps replicas from what is new, and is tried again; empty if there is none.
-        crowded: why replicas that wait for a release do not get one yet; empty while there is room for it.
         unpublished: that there is nothing to hold yet; empty if there is something.
         refused: why the last cut was refused, for what was in it; empty if it was not.
+        unsaved: why the last checkpoint of the model could not be written or copied; empty if it could.
         unfit: that no table fits what the consumer wants; empty if one does.
     """
 
@@ -73,9 +73,9 @@ class Standing:
     compared: bool = True
     trouble: str = ""
     failure: str = ""
-    crowded: str = ""
     unpublished: str = ""
     refused: str = ""
+    unsaved: str = ""
     unfit: str = ""
 
 

@@ -59,15 +59,12 @@ def checksum(ids: NDArray[np.int64], digests: Digests) -> np.uint64:
     return total
 
 
-@kernel(types.uint64(readable(types.uint64)))
+@kernel(types.uint64(readable(types.uint64, 1)))
 def checksum_of_all(digests: Digests) -> np.uint64:
-    """The checksum of a table of which all rows have these digests [rows, segments], in their order."""
+    """The checksum of a table of which all rows have these digests [rows], in their order."""
     total = _U64(0)
     for row in range(digests.shape[0]):
-        digest = _U64(0)
-        for segment in range(digests.shape[1]):
-            digest += digests[row, segment]
-        total += share(row, digest)
+        total += share(row, digests[row])
     return total
 
 

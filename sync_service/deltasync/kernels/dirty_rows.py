@@ -1,4 +1,4 @@
-"""Sets of rows as columns sorted by id: who is in them, and what they become. All ids are strictly ascending."""
+"""Sets of rows as columns sorted by id. All ids are strictly ascending."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,79 +27,42 @@ def members(ids: Ids, others: Ids, found: Mask) -> None:
 
 
 @kernel(
-    types.tuple_of(types.int64, types.int64)(
-        *(readable(each, 1) for each in (types.int64, types.boolean, *(types.int64,) * 4)),
-        *(writable(each, 1) for each in (types.boolean, types.uint8, types.int64, types.int64)),
+    types.void(
+        *(readable(each, 1) for each in (types.int64, types.boolean, types.int64, types.int64)),
+        *(writable(each, 1) for each in (types.boolean, types.uint8)),
     )
 )
 def judge(
-    ids: Ids,
-    differs: Mask,
-    source_stamps: Numbers,
-    held_stamps: Numbers,
-    sent_stamps: Numbers,
-    marks: Numbers,
-    dirty: Mask,
-    flags: Flags,
-    marked: Numbers,
-    cleaned: Numbers,
-) -> tuple[int, int]:
-    """Which rows are dirty, of those that differ from what is held or do not. Stamps of deleted rows are negative.
+    ids: Ids, differs: Mask, source_stamps: Numbers, held_stamps: Numbers, dirty: Mask, flags: Flags
+) -> None:
+    """Which rows are dirty. Stamps of deleted rows are negative.
 
     Args:
         ids: [n] the rows.
-        differs: [n] whether the values of each differ.
+        differs: [n] whether the values of each differ from what replicas hold.
         source_stamps: [N] of the rows.
-        held_stamps: [N] of what is held of them.
-        sent_stamps: [N] of what was sent of them, 0 = nothing.
-        marks: [N] more than 0 for those that were dirty before.
+        held_stamps: [N] of what replicas hold of them, 0 = they were sent nothing.
         dirty: [n] is set.
         flags: [n] is set, to `NEVER_SENT` and `DELETED`.
-        marked: [n] is set to when rows were last sent that are dirty now and were not before.
-        cleaned: [n] is set to when rows were last sent that are not dirty now and were before.
-
-    Returns:
-        How many are marked, and how many cleaned.
-    """
-    first, second = 0, 0
-    for index in range(ids.shape[0]):
-        row = ids[index]
-        sent = abs(sent_stamps[row])
-        gone, told = source_stamps[row] < 0, held_stamps[row] < 0
-        # That a row is no more differs from zeros, but not to who never had it.
-        dirty[index] = (not told and sent != 0) if gone else (differs[index] or told)
-        flags[index] = (NEVER_SENT if sent == 0 else _NONE) | (DELETED if gone else _NONE)
-        if dirty[index] and marks[row] == 0:
-            marked[first] = sent
-            first += 1
-        elif not dirty[index] and marks[row] != 0:
-            cleaned[second] = sent
-            second += 1
-    return first, second
-
-
-@kernel(types.void(writable(types.int64, 1), readable(types.int64, 1), readable(types.boolean, 1), types.int64))
-def mark(marks: Numbers, ids: Ids, dirty: Mask, version: int) -> None:
-    """Mark the rows `ids` [n] that are dirty with a version, in `marks` [N], unless they are marked; the others as
-    clean.
     """
     for index in range(ids.shape[0]):
         row = ids[index]
-        if not dirty[index]:
-            marks[row] = 0
-        elif marks[row] == 0:
-            marks[row] = version
+        never, told, gone = held_stamps[row] == 0, held_stamps[row] < 0, source_stamps[row] < 0
+        # A deleted row differs from zeros, except to replicas that never had it.
+        dirty[index] = (not told and not never) if gone else (differs[index] or told)
+        flags[index] = (NEVER_SENT if never else _NONE) | (DELETED if gone else _NONE)
 
 
 _COLUMNS = types.int64, types.float64, types.int64, types.uint8
 
 
 @kernel(
-    types.int64(
+    types.tuple_of(types.int64, types.int64, types.int64)(
         *(readable(each, 1) for each in _COLUMNS),
         *(readable(each, 1) for each in (types.int64, types.float64, types.uint8, types.boolean)),
         types.int64,
-        *(writable(each, 1) for each in _COLUMNS),
+        readable(types.int64, 1),
+        *(writable(each, 1) for each in (*_COLUMNS, types.int64, types.int64)),
     )
 )
 def merge(
@@ -112,16 +75,24 @@ def merge(
     seen_flags: Flags,
     dirty: Mask,
     number: int,
+    held_stamps: Numbers,
     to_ids: Ids,
     to_norms: Floats,
     to_since: Numbers,
     to_flags: Flags,
-) -> int:
-    """Set the columns of a set ([n + m]) to those of another ([n]) after a look at some rows ([m]), in the set or
-    not: the dirty ones are in it, now with these norms and flags, and since `number` if they were not; others are
-    not. Returns how many rows it has.
+    marked: Numbers,
+    cleaned: Numbers,
+) -> tuple[int, int, int]:
+    """Merge what was found of some rows ([m]) into a set of dirty rows ([n]).
+
+    The columns `to_...` ([n + m]) are set to the new set. Rows that were found dirty have these norms and flags,
+    and are in it since `number` unless they were before. The others are not in it. `marked` and `cleaned` ([m])
+    are set to the stamps (`held_stamps`, [N]) of rows that have come into the set, and that have left it.
+
+    Returns:
+        How many rows the set has, how many have come, and how many have left.
     """
-    row, to = 0, 0
+    row, to, came, left = 0, 0, 0, 0
     for index in range(seen.shape[0] + 1):
         # All that is before the next row that was seen, or before the end.
         while row < ids.shape[0] and (index == seen.shape[0] or ids[row] < seen[index]):
@@ -135,9 +106,15 @@ def merge(
             to_ids[to], to_norms[to], to_flags[to] = seen[index], seen_norms[index], seen_flags[index]
             to_since[to] = since[row] if known else number
             to += 1
+        if dirty[index] and not known:
+            marked[came] = held_stamps[seen[index]]
+            came += 1
+        elif known and not dirty[index]:
+            cleaned[left] = held_stamps[seen[index]]
+            left += 1
         if known:
             row += 1
-    return to
+    return to, came, left
 
 
 @kernel(

@@ -28,15 +28,14 @@ def ask_for_row(table, width, row):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def ask_for_written_tag(tags, digests, row):  # type: ignore[no-untyped-def]
-    """Ask for what is kept of a row, to write it: its tag [rows] and its digests [rows, segments]."""
-    _ask_to_write(tags, np.uint64(row) * np.uint64(tags.itemsize))
-    _ask_to_write(digests, np.uint64(row) * np.uint64(digests.itemsize * digests.shape[1]))
+def ask_for_written_number(numbers, row):  # type: ignore[no-untyped-def]
+    """Ask for the number of a row in an array [rows], to write it."""
+    _ask_to_write(numbers, np.uint64(row) * np.uint64(numbers.itemsize))
 
 
 @inlined
 def ask_for_written_row(table, width, row):  # type: ignore[no-untyped-def]
-    """The same, to write it."""
+    """Ask for a row of so many bytes, to write it."""
     first = np.uint64(row) * width
     for byte in range(np.uint64(0), min(width, _MOST_BYTES), _LINE_BYTES):
         _ask_to_write(table, first + byte)

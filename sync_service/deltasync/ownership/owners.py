@@ -113,7 +113,7 @@ class Models(Protocol):
         """End its streams, and close its log. Called, too, after `take` failed or was cancelled."""
 
     async def save(self, model: str) -> None:
-        """Make a snapshot, from which the next owner is quickly at the head. That it fails hinders no move."""
+        """Write a checkpoint, from which the next owner is quickly at the head. That it fails hinders no move."""
 
     async def known(self) -> Collection[str]:
         """The names of all models that have a log, whoever owns them.

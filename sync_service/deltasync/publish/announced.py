@@ -32,8 +32,8 @@ class AnnouncedTables:
             LimitReached: the limits do not allow their bytes.
             StorageFailed: the volume does not have them.
         """
-        if added := await self._added_bytes(tables):
-            await asyncio.to_thread(self._model.store.check_room, added)
+        if added := self._added_bytes(tables):
+            await asyncio.to_thread(self._model.check_room, added)
 
     def check(self, run: Run, tables: Sequence[TableSpec]) -> Mapping[str, TableSpec]:
         """Check what a rank announces against what the model has, and the other ranks of its run have announced.
@@ -74,23 +74,22 @@ class AnnouncedTables:
             LimitReached: the limits do not allow their bytes.
             StorageFailed: there is no room; nothing was changed.
         """
-        if self._made == (cut.tables, self._model.store.changes):
+        if self._made == (cut.tables, self._model.table_changes):
             return
         tables = list(cut.tables.values())
-        added = await self._added_bytes(tables)
-        before, taken = self._model.store.table_bytes, self._limits.taken
+        added = self._added_bytes(tables)
+        before, taken = self._model.table_bytes, self._limits.taken
         taken["bytes_in_all"] += added  # Now: others look for room, too.
         try:
             await self._model.add_tables(tables, later_run=self._is_later(cut.run))
         finally:
-            taken["bytes_in_all"] += self._model.store.table_bytes - before - added
-        self._made = cut.tables, self._model.store.changes
+            taken["bytes_in_all"] += self._model.table_bytes - before - added
+        self._made = cut.tables, self._model.table_changes
 
-    async def _added_bytes(self, tables: Sequence[TableSpec]) -> int:
+    def _added_bytes(self, tables: Sequence[TableSpec]) -> int:
         """How many bytes more there would be; the limits allow them."""
-        store, published = self._model.store, dict(self._model.published)
-        if added := await asyncio.to_thread(store.added_bytes, tables, published):
-            self._limits.check("bytes_per_model", store.table_bytes + added)
+        if added := self._model.added_bytes(tables):
+            self._limits.check("bytes_per_model", self._model.table_bytes + added)
             self._limits.check("bytes_in_all", self._limits.taken["bytes_in_all"] + added)
         return added
 

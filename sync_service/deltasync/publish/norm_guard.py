@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltasync.core.rows import BLOCK_ROWS, RowBatch
+from deltasync.core.digests import squared_norms
+from deltasync.core.rows import RowBatch
+from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.feeds.model import Model
-from deltasync.kernels.norms import squared_norms
-from deltasync.storage.mapped_table import MappedTable
+
+# Looked at in one turn on the model's thread: cuts are applied in between.
+_BYTES_AT_ONCE = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,17 @@ class NormGuard:
         names = {each.name for each in announced if each.kind.trained} - self._largest.keys() if self.limit else ()
         for table in model.tables:
             if table.spec.name in names:
-                self._largest[table.spec.name] = await model.on_thread(_largest_of, table)
+                size, largest = max(1, _BYTES_AT_ONCE // table.spec.row_bytes), 0.0
+                for first in range(0, table.spec.rows, size):
+                    largest = max(largest, await model.on_thread(_largest_of, table, first, first + size))
+                self._largest[table.spec.name] = largest
 
     def look(self, rows: RowBatch) -> RowNorms:
         """The norms of rows that have arrived: of column-wise shards, of their part of the columns."""
         table = rows.shard.table
         if self.limit is None or rows.deleted or not table.kind.trained:
             return RowNorms()
-        values = rows.values if rows.values.dtype == np.float64 else np.asarray(rows.values, np.float32)
-        squares = np.empty(len(rows), np.float32)
-        squared_norms(values, squares)
+        squares = squared_norms(rows.values)
         worst = int(squares.argmax())
         norm, largest = float(np.sqrt(squares[worst])), self._largest.get(table.name, 0.0)
         return RowNorms(norm, exceeds(table.name, int(rows.ids[worst]), norm, largest, self.limit.growth))
@@ -95,7 +99,5 @@ def exceeds(table: str, row: int, norm: float, largest: float, growth: float) ->
     )
 
 
-def _largest_of(table: MappedTable) -> float:
-    starts = range(0, len(table.squares), BLOCK_ROWS)  # In blocks: for all rows at once there may be no memory.
-    blocks = (table.squares[start : start + BLOCK_ROWS] for start in starts)
-    return float(np.sqrt(max((each.sum(axis=1, dtype=np.float64).max() for each in blocks), default=0.0)))
+def _largest_of(table: StampedTable, first: int, last: int) -> float:
+    return float(np.sqrt(squared_norms(table.rows[first:last]).max(initial=0.0)))

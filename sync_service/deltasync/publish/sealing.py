@@ -113,7 +113,7 @@ class CutSealer:
             await asyncio.to_thread(cut.check_coverage)
         await self.applied()
         if self.model.position.number < (newest := self.model.seals.newest_version):
-            # The service ends. A flush at the later version would cut the log of rows that are only there.
+            # The service ends, or the model is about to be reloaded.
             raise ServiceUnavailable(f"version {newest} is not applied yet; send step {cut.step} again")
         await announced.make(cut)
         if cut.excess:

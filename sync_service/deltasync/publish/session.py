@@ -10,7 +10,6 @@ from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.steady_clock import steady_ns
-from deltasync.feeds.damage import IdsByTable, without
 from deltasync.publish.changed_rows import ChangedRows, MissingRows
 from deltasync.publish.coordinator import CutCoordinator, OpenCut
 from deltasync.publish.cut import RankPart
@@ -23,8 +22,6 @@ from deltasync.v1 import publish_pb2, tables_pb2
 from deltasync.wire.messages import event_time_from_message, position_from_message
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
 
-# Rows that a rank is asked for at once.
-_WANTED_IDS = 131_072
 _ROWS_AT_ONCE = 64
 # Requests that one part meets: no rank is handed so many.
 _MOST_DELETES = 131_072
@@ -74,7 +71,6 @@ class PublishSession:
         self._claim = position_from_message(opening.message.continues)
         self._shards = opening.shards
         self._part: tuple[OpenCut, RankPart] | None = None
-        self._asked: IdsByTable = {}
         self.changed: ChangedRows | None = None
         self._unwritten = UnwrittenChunks(self._model.store.queue)
 
@@ -136,30 +132,6 @@ class PublishSession:
     def deletes(self) -> list[DeleteRequest]:
         """What this rank is asked to delete by now."""
         return self.coordinator.deletes.handed(self.tables) if self.takes_deletes else []
-
-    @property
-    def wanted(self) -> list[tuple[int, Ids]]:
-        """What this rank is asked to publish again: rows of which the service holds other bits, by slot."""
-        return self._slotted(self._first(self._model.damage.rows))
-
-    def ask(self) -> list[tuple[int, Ids]]:
-        """The same with the answer to a part, but for what the answer before has asked for: this part has brought
-        it, and it may not be applied yet.
-        """
-        # The first ones suffice: to look at all takes long where a large table is damaged.
-        rows = {name: ids[: 2 * _WANTED_IDS] for name, ids in self._model.damage.rows.items()}
-        self._asked = self._first(without(rows, self._asked))
-        return self._slotted(self._asked)
-
-    def _first(self, damage: IdsByTable) -> IdsByTable:
-        room, first = _WANTED_IDS, dict[str, Ids]()
-        for name in damage.keys() & self.slots.keys():
-            first[name] = damage[name][:room]
-            room -= len(first[name])
-        return first
-
-    def _slotted(self, rows: IdsByTable) -> list[tuple[int, Ids]]:
-        return [(self.slots[name], ids) for name, ids in rows.items() if len(ids)]
 
     @property
     def quarantine(self) -> str:

@@ -52,6 +52,5 @@ class Brake:
     async def _prepare(self, consumer: Consumer) -> None:
         """Have what its replicas are fed from, as it is now: not a version that they were to be kept from."""
         if model := self._service.models.get(consumer.model):
-            directory = self._service.directory(model.name) / "views" / consumer.name
-            await self._service.views.begin(consumer, model, directory)
-            await model.releases.share_no_more()
+            await self._service.views.begin(consumer, model)
+            model.releases.forget()

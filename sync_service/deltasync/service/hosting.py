@@ -1,20 +1,25 @@
 """The models that this process owns, on logs that other processes can go on with."""
 
 import asyncio
-from collections.abc import Collection
-from typing import Protocol
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
+from deltasync.consumers.records import recorded_consumers
 from deltasync.core.errors import DeltasyncError, NotOwner, StorageFailed
 from deltasync.core.events import EventKind
 from deltasync.core.owner import Owner
-from deltasync.service.model_files import ModelFiles
-from deltasync.service.moves import Moves
+from deltasync.publish.coordinator import CutCoordinator
+from deltasync.service.recovery import models_to_recover, recover_model
 from deltasync.service.service import Service
-from deltasync.service.snapshots import SnapshotLoop
+from deltasync.storage.data_directory import CHECKPOINTS
+from deltasync.storage.log_format import check_log
 from deltasync.storage.log_store import LogStore
 from deltasync.storage.logs import Logs
 
 _SECONDS = 1.0
+_NO_FOLDER = Path("/nonexistent")  # A shared log may be new, whatever checkpoints this process has.
 
 
 class SharedLogs(Logs, Protocol):
@@ -49,25 +54,31 @@ class SharedLogs(Logs, Protocol):
 
 
 class Hosting:
-    """Takes models that this process is made the owner of, and gives them up: a `Models`. In the event loop."""
+    """Takes models that this process becomes the owner of, and gives them up: a `Models`. In the event loop."""
 
-    def __init__(self, service: Service, logs: SharedLogs, files: ModelFiles, snapshots: SnapshotLoop) -> None:
-        self._service, self._logs, self._files, self._snapshots = service, logs, files, snapshots
-        self._moves = Moves(service)
+    def __init__(self, service: Service, logs: SharedLogs) -> None:
+        self._service, self._logs = service, logs
+        self._open = dict[str, LogStore]()
         self._owned = set[str]()
 
     async def take(self, model: str, owner: Owner) -> None:
-        """Have a model, with its consumers. If that fails it is given up.
+        """Take a model with its consumers: load its newest checkpoint and apply the log that follows it. Where the
+        log has lost something, the model comes back as of the newest version that is complete. If taking it fails,
+        it is given up.
 
         Raises:
-            StorageFailed: its log cannot be reached or read, or there are no files of it to be had.
+            StorageFailed: its log, or its checkpoints, cannot be reached or read.
         """
+        service = self._service
         self._owned.add(model)
-        log = await asyncio.to_thread(self._logs.open, model, owner)
-        await asyncio.to_thread(self._files.make, model, log)
-        await self._moves.take(model, log)
-        for consumer in self._service.registry.of_model(model):
-            await self._service.owners.reserve_consumer(consumer.name, model)
+        log = self._open[model] = await asyncio.to_thread(self._logs.open, model, owner)
+        recorded = await asyncio.to_thread(self._recorded, log)
+        service.registry.have(await asyncio.to_thread(recorded_consumers, log), log)
+        if record := recorded.get(model):
+            service.recovering[model] = record
+            await recover_model(service, model, record, patient=True)
+        for consumer in service.registry.of_model(model):
+            await service.owners.reserve_consumer(consumer.name, model)
 
     async def give_up(self, model: str, reason: str) -> None:
         """Have a model no more: its streams end, and nothing of it is written any more but what it takes still."""
@@ -77,28 +88,26 @@ class Hosting:
         written = self._service.owners.confirmed and await asyncio.to_thread(self._logs.lost, model) is None
         if not written:  # First: who waits for it to be written would wait for long.
             await asyncio.to_thread(self._logs.close_log, model, written=False)
-        await self._moves.give_up(model, lambda: self._gone(model, reason), written=written)
+        await self._let_go(model, lambda: self._gone(model, reason), written=written)
         if written:
             await asyncio.to_thread(self._logs.close_log, model, written=True)
-        self._snapshots.forget(model)
         self._owned.discard(model)
 
     async def forget(self, model: str) -> None:
         """Have no log of a model that was deleted, or was never published; nobody owns it then."""
-        await self._moves.give_up(model, lambda: self._gone(model, "it was deleted"), written=True)
+        await self._let_go(model, lambda: self._gone(model, "it was deleted"), written=True)
         await asyncio.to_thread(self._logs.close_log, model, written=True)
         await asyncio.to_thread(self._logs.delete, model)
-        self._snapshots.forget(model)
         self._owned.discard(model)
         await self._service.owners.forget(model)
 
     async def save(self, model: str) -> None:
-        """Make a snapshot, from which the next owner is soon at the head.
+        """Write a checkpoint, so that the next owner has little of the log to read.
 
         Raises:
-            DeltasyncError: it could not be made.
+            DeltasyncError: it could not be written or copied.
         """
-        await self._snapshots.make(model)
+        await self._service.checkpoints.make(model)
 
     async def known(self) -> Collection[str]:
         """The models that have a log, whoever owns them.
@@ -109,14 +118,56 @@ class Hosting:
         return await asyncio.to_thread(self._logs.known_models)
 
     async def look_after(self) -> None:
-        """Give up what is lost, until cancelled."""
+        """Give up what is lost, and remove files of models that others have, until cancelled."""
         while True:
             await asyncio.sleep(_SECONDS)
+            await asyncio.to_thread(self._remove_checkpoints)
             for model in sorted(self._owned):
                 error = await asyncio.to_thread(self._logs.lost, model)
                 if error and model in self._owned:
                     self._service.events.emit(EventKind.FAILED, "its log is lost", error, model=model)
                     await self._service.owners.lost(model, str(error))
+
+    def _remove_checkpoints(self) -> None:
+        """Remove the checkpoints in the data directory of models that this process does not own: their owners have
+        written others at the URL.
+        """
+        folder = self._service.options.data_dir / CHECKPOINTS
+        for each in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if each.name not in self._owned:
+                shutil.rmtree(each, ignore_errors=True)  # What cannot be removed now is a second later.
+
+    def _recorded(self, log: LogStore) -> dict[str, Mapping[str, Any]]:
+        """Read the log's record of its model, once it is known that this version can read it. Blocks."""
+        check_log(log, _NO_FOLDER)
+        return models_to_recover(log, self._service.checkpoint_store)
+
+    async def _let_go(self, name: str, refusal: Callable[[], NotOwner], *, written: bool) -> None:
+        """End everything that this process does for a model.
+
+        Args:
+            name: the model.
+            refusal: makes the error for its ranks and replicas.
+            written: whether to write down what is under way: the log takes it still.
+        """
+        service = self._service
+        await service.reloading.give_up(name)
+        async with service.changing:
+            service.recovering.pop(name, None)
+            coordinator = service.coordinators.pop(name, None)
+            service.models.pop(name, None)
+            if log := self._open.pop(name, None):
+                service.registry.give_up(name, log, written=written)
+            for each in filter(None, (coordinator, service.unpublished.give_up(name))):
+                await self._end(each, refusal)
+
+    async def _end(self, coordinator: CutCoordinator, refusal: Callable[[], NotOwner]) -> None:
+        service, model = self._service, coordinator.model
+        await coordinator.retire(refusal)
+        await service.views.give_up(model)
+        await model.stop()
+        await asyncio.to_thread(model.store.retire)
+        service.limits.taken["bytes_in_all"] -= model.table_bytes
 
     def _gone(self, model: str, reason: str) -> NotOwner:
         try:

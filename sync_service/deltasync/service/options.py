@@ -6,8 +6,7 @@ from pathlib import Path
 from deltasync.core.limits import LimitOptions
 from deltasync.publish.norm_guard import NormLimit
 
-# Unless `flush_bytes` says more, or less.
-_FLUSH_BYTES = 1 << 30
+_CHECKPOINT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +16,14 @@ class ServiceOptions:
     Attributes:
         data_dir: folder of everything the service keeps; made if missing.
         log_max_bytes: hard cap of the log's file.
-        flush_bytes: tables are flushed, and the log is cut, once it holds this many bytes of newer rows; None is
-            1 GiB, or half of `log_max_bytes` if that is less.
+        checkpoints: URL of a folder or of object storage that gets a copy of every checkpoint; None = none.
+        checkpoint_seconds: a checkpoint of a model that has changed is written at least this often.
+        checkpoint_bytes: a checkpoint is written once the log has this many bytes of newer rows of a model; None
+            = 256 MiB, or a quarter of `log_max_bytes` if that is less.
+        keep_checkpoints: number of checkpoints of a model to keep.
+        keep_checkpoints_seconds: younger checkpoints are kept, too.
+        table_memory: folder for scratch files that hold the tables; None = memory.
+        release_memory_bytes: memory for the rows that replicas are being sent.
         replica_retention_seconds: a replica away for longer no longer holds its consumer's offset.
         norm_limit: what a row's norm may be at most; None = anything that is finite.
         limits: what peers may take.
@@ -26,19 +31,32 @@ class ServiceOptions:
 
     data_dir: Path
     log_max_bytes: int = 64 << 30
-    flush_bytes: int | None = None
+    checkpoints: str | None = None
+    checkpoint_seconds: float = 600.0
+    checkpoint_bytes: int | None = None
+    keep_checkpoints: int = 3
+    keep_checkpoints_seconds: float = 0.0
+    table_memory: Path | None = None
+    release_memory_bytes: int = 64 << 20
     replica_retention_seconds: float = 3600.0
     norm_limit: NormLimit | None = None
     limits: LimitOptions = field(default_factory=LimitOptions)
 
     def __post_init__(self) -> None:
-        half = self.log_max_bytes // 2
-        if self.flush_bytes is not None and not 1 <= self.flush_bytes <= half:
-            raise ValueError(f"flush_bytes: {self.flush_bytes}, expected 1 to {half}, half of log_max_bytes")
+        most = self.log_max_bytes // 4
+        if self.checkpoint_bytes is not None and not 1 <= self.checkpoint_bytes <= most:
+            raise ValueError(
+                f"checkpoint_bytes: {self.checkpoint_bytes}, expected 1 to {most}, a quarter of log_max_bytes: "
+                "the log has to reach back over two checkpoints"
+            )
+        if self.keep_checkpoints < 2:
+            raise ValueError(
+                f"keep_checkpoints: {self.keep_checkpoints}, expected 2 or more: one of them may be damaged"
+            )
         if self.replica_retention_seconds < 0:
             raise ValueError(f"replica_retention_seconds: {self.replica_retention_seconds}, expected 0 or more")
 
     @property
-    def most_unflushed_bytes(self) -> int:
-        """How many bytes of rows that the tables' files do not have the log is to hold."""
-        return self.flush_bytes or min(_FLUSH_BYTES, self.log_max_bytes // 2)
+    def most_log_bytes(self) -> int:
+        """Bytes of rows newer than the last checkpoint after which another one is written."""
+        return self.checkpoint_bytes or min(_CHECKPOINT_BYTES, self.log_max_bytes // 4)

@@ -69,8 +69,8 @@ class Removals:
             await coordinator.retire()
             await model.stop()
             await asyncio.to_thread(model.store.retire)
-            service.limits.taken["bytes_in_all"] -= model.store.table_bytes
-            await asyncio.to_thread(remove_model, model.log, name, service.directory(name))
+            service.limits.taken["bytes_in_all"] -= model.table_bytes
+            await asyncio.to_thread(remove_model, model.log, name, model.checkpoints)
         if service.hosting:
             await service.hosting.forget(name)
 
@@ -89,9 +89,9 @@ class Removals:
                     said = f"table {table!r} is published by {_ranks(ranks)} of run {coordinator.run_id}"
                     raise Contradiction(f"{said}: stop the trainer first")
                 coordinator.forget_table(table)
-                before = model.store.table_bytes
+                before = model.table_bytes
                 await model.remove_table(table)
-                service.limits.taken["bytes_in_all"] -= before - model.store.table_bytes
+                service.limits.taken["bytes_in_all"] -= before - model.table_bytes
             service.events.emit(EventKind.TABLE_DELETED, model=name, table=table, by=by)
 
 

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.store import CheckpointStore
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
@@ -18,6 +19,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.probe_status import ProbeStatus
 from deltasync.core.recent_events import RecentEvents
 from deltasync.core.signals import Signal
+from deltasync.core.table_memory import TableMemory
 from deltasync.core.table_records import spec_of_record
 from deltasync.core.tables import TableSpec
 from deltasync.core.words import listed
@@ -31,10 +33,12 @@ from deltasync.publish.coordinator import CutCoordinator
 from deltasync.publish.norm_guard import NormGuard
 from deltasync.publish.pending_deletes import PendingDeletes
 from deltasync.publish.sealing import CutSealer
+from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.configuration import Configuration
 from deltasync.service.options import ServiceOptions
 from deltasync.service.pending_delete import PendingDelete
 from deltasync.service.recovery import models_to_recover, recover_model
+from deltasync.service.reloading import Reloading
 from deltasync.service.unpublished import UnpublishedModels
 from deltasync.service.volumes import Volumes
 from deltasync.storage.data_directory import lock_data_directory
@@ -43,12 +47,10 @@ from deltasync.storage.log_format import check_log
 from deltasync.storage.log_store import LogOptions
 from deltasync.storage.logs import EmbeddedLogs, Logs
 from deltasync.storage.records import reading
-from deltasync.storage.unused_files import remove_unknown
 from deltasync.views.registry import ViewRegistry
 
 if TYPE_CHECKING:
     from deltasync.service.hosting import Hosting
-    from deltasync.service.snapshots import SnapshotLoop
 
 
 class Service:
@@ -61,7 +63,7 @@ class Service:
         logs: what outlives the process.
         owners: which process has which model.
         hosting: takes models, and gives them up; None where all are here.
-        snapshots: makes those of its models; None where there are to be none.
+        checkpoints: writes those of its models.
         volumes: where it writes to.
         limits: what peers may take, and what is taken.
         events: what happens, told to all who listen.
@@ -72,6 +74,7 @@ class Service:
         models: those that were ever published, by name; but for those that are still recovering.
         unpublished: those that ranks have opened, and of which nothing is published yet.
         recovering: what is written down of these, by name.
+        reloading: brings back models whose rows do not fit their digests.
         model_added: wakes who waits for a model to be there.
         coordinators: of the ranks that publish them, by the model's name.
         registry: the consumers.
@@ -88,7 +91,6 @@ class Service:
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup, logs: Logs | None = None) -> None:
         self.owners: Owners = Joining(Member("", "", "")) if logs else Alone(Member("", "", ""))
         self.hosting: Hosting | None = None
-        self.snapshots: SnapshotLoop | None = None
         self.options, self.started_unix_ns = options, time.time_ns()
         self._tasks = tasks
         self.limits = Limits(options.limits)
@@ -100,19 +102,24 @@ class Service:
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(lock_data_directory(options.data_dir))
             self.logs = undo.enter_context(contextlib.closing(logs or _embedded_log(options)))
-            self.volumes = Volumes(self.logs, self.models_directory, self.events)
+            checkpoints = options.data_dir / "checkpoints"
+            self._local_checkpoints = Place(str(checkpoints))
+            self._remote_checkpoints = Place(options.checkpoints) if options.checkpoints else None
+            self.table_memory = TableMemory(options.table_memory)
+            self.volumes = Volumes(self.logs, checkpoints, self.events)
             self.recovering = dict[str, Mapping[str, Any]]()
             for log in self.logs.each():
-                self.recovering |= models_to_recover(log, self.models_directory)
+                self.recovering |= models_to_recover(log, self.checkpoint_store)
             self.registry = ConsumerRegistry(
                 self.logs, options.replica_retention_seconds, self.events, self.limits
             )
             self.registry.elsewhere = self._elsewhere
-            remove_unknown(self.models_directory, self._recorded_views())
             undo.pop_all()
         self.views = ViewRegistry(tasks, self.events)
         self.models, self.coordinators = dict[str, Model](), dict[str, CutCoordinator]()
         self.unpublished = UnpublishedModels(self, tasks)
+        self.reloading = Reloading(self, tasks)
+        self.checkpoints = Checkpoints(self)
         self.model_added = Signal()
         self.configuration = Configuration(self)
         self.certificates_expire: Mapping[str, float] = {}
@@ -120,11 +127,6 @@ class Service:
         self.probe: ProbeStatus | None = None
         self.draining = asyncio.Event()
         self.changing = asyncio.Lock()
-
-    def _recorded_views(self) -> dict[str, set[str]]:
-        """Names of the consumers that have a view written down, by those of all models that are."""
-        names = {name for log in self.logs.each() for name in log.items("view/")}
-        return {each: {c.name for c in self.registry.of_model(each)} & names for each in self.recovering}
 
     async def recover(self, *, patient: bool = True) -> None:
         """Come back as of the last sealed cut of every model: all at once, and each is there once it has. One that
@@ -153,15 +155,16 @@ class Service:
             coordinator = self.coordinator(model)
             coordinator.deletes.recover()
             del self.recovering[model.name]
-            self.limits.taken["bytes_in_all"] += model.store.table_bytes
+            self.limits.taken["bytes_in_all"] += model.table_bytes
             self.add(coordinator)
 
     def check_recovered(self, model: str) -> None:
         """Check that a model, if there is one, can be used.
 
         Raises:
-            ServiceUnavailable: it is still recovering.
+            ServiceUnavailable: it is still recovering, or is reloaded.
         """
+        self.reloading.check(model)
         if model in self.recovering:
             trouble = f": {self.volumes.trouble}" if self.volumes.trouble else ""
             raise ServiceUnavailable(f"model {model!r} is still recovering; try again", detail=trouble)
@@ -323,12 +326,13 @@ class Service:
 
     async def drain(self) -> None:
         """Finish what is under way and put everything on disk."""
-        self.registry.write_offsets()  # First: what cannot be flushed must not keep them from the log.
+        self.registry.write_offsets()  # First: whatever fails after that must not keep them from the log.
+        await self.reloading.end()
         await self.unpublished.drain()
         await self.views.drain()
         for name, model in self.models.items():
             await self.coordinators[name].drain()
-            await model.close()
+            await model.stop()
         await asyncio.to_thread(self.logs.close)
         self._lock.close()
 
@@ -380,16 +384,18 @@ class Service:
 
     async def have_view(self, consumer: Consumer, model: Model) -> None:
         """Have the view that a consumer of a model needs, if it needs one; see `ViewRegistry.follow`."""
-        await self.views.follow(consumer, model, self.directory(model.name) / "views" / consumer.name)
+        await self.views.follow(consumer, model)
 
-    def directory(self, model: str) -> Path:
-        """Where a model's files are."""
-        return self.models_directory / model
+    def make_model(self, name: str) -> Model:
+        """A model of which nothing is read yet."""
+        options = self.options
+        return Model(
+            name, self.logs.of(name), self.checkpoint_store(name), self.table_memory, options.release_memory_bytes
+        )
 
-    @property
-    def models_directory(self) -> Path:
-        """Where the files of all models are."""
-        return self.options.data_dir / "models"
+    def checkpoint_store(self, model: str) -> CheckpointStore:
+        """Where the checkpoints of a model are."""
+        return CheckpointStore(model, self._local_checkpoints, self._remote_checkpoints)
 
     def add(self, coordinator: CutCoordinator) -> None:
         """Have a model that is published, and tell who waits for it."""
@@ -413,7 +419,7 @@ def _embedded_log(options: ServiceOptions) -> Logs:
     log = LmdbStore(LogOptions(directory=options.data_dir / "log", max_bytes=options.log_max_bytes))
     log.queue.limit(options.limits.log_queue_bytes)
     try:
-        check_log(log, options.data_dir / "models")
+        check_log(log, options.data_dir / "checkpoints")
     except BaseException:
         log.close()
         raise

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from deltasync.core.events import EventKind
-from deltasync.feeds.model import Model
 from deltasync.publish.coordinator import CutCoordinator
-from deltasync.storage.removal import finish_removal, remove_model
+from deltasync.storage.removal import finish_removal, remove_records
 
 if TYPE_CHECKING:
     from deltasync.service.service import Service
@@ -47,10 +46,9 @@ class UnpublishedModels:
         if name not in self._coordinators:
             service = self._service
             service.limits.check("models", self.models_in_all + 1)
-            directory = service.directory(name)
-            log = service.logs.of(name)
-            await asyncio.to_thread(finish_removal, log, name, directory)
-            coordinator = self._coordinators[name] = service.coordinator(Model(name, log, directory))
+            model = service.make_model(name)
+            await asyncio.to_thread(finish_removal, model.log, name, model.checkpoints)
+            coordinator = self._coordinators[name] = service.coordinator(model)
             coordinator.whenever_sealed = lambda: self._publish(coordinator)
         self._coordinators[name].streams += 1
         return self._coordinators[name]
@@ -84,7 +82,7 @@ class UnpublishedModels:
             self._forget_if_left(coordinator)
         await asyncio.gather(*self._removals.values())
         for coordinator in self:  # Sealed, but not had: the next start has them.
-            await coordinator.model.close()
+            await coordinator.model.stop()
 
     async def _publish(self, coordinator: CutCoordinator) -> None:
         """Have a model of which the first version is sealed, unless it is there already."""
@@ -120,12 +118,13 @@ class UnpublishedModels:
             await coordinator.retire()
             await model.stop()
             await asyncio.to_thread(model.store.retire)
-            await asyncio.to_thread(remove_model, model.log, model.name, service.directory(model.name))
+            # Its checkpoints, if there are any, are of one that this log has lost: they may be all that is left.
+            await asyncio.to_thread(remove_records, model.log, model.name)
             if service.hosting and not service.registry.of_model(model.name):
                 await service.hosting.forget(model.name)
         except Exception as error:  # noqa: BLE001  # one model's trouble is its own
             text = "what is left of a cut that was given up is removed at the next start"
             service.events.emit(EventKind.FAILED, text, error, model=model.name)
         finally:
-            service.limits.taken["bytes_in_all"] -= model.store.table_bytes
+            service.limits.taken["bytes_in_all"] -= model.table_bytes
             del self._removals[model.name]

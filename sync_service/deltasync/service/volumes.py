@@ -12,17 +12,17 @@ from deltasync.storage.volume import Refusal, Volume, VolumeFailed
 
 
 class Volumes:
-    """The volumes of logs, and that of the files of tables, views and spilled releases. In the event loop."""
+    """The volumes of logs, and that of checkpoints. In the event loop."""
 
-    def __init__(self, logs: Logs, models: Path, events: Events) -> None:
+    def __init__(self, logs: Logs, checkpoints: Path, events: Events) -> None:
         self._logs, self._events = logs, events
-        self._models = Volume("models", models)
+        self._checkpoints = Volume("checkpoints", checkpoints)
         self._told = set[str]()  # Names of volumes.
 
     @property
     def all(self) -> Sequence[Volume]:
         """The volumes there are."""
-        return (*dict.fromkeys(log.volume for log in self._logs.each()), self._models)
+        return (*dict.fromkeys(log.volume for log in self._logs.each()), self._checkpoints)
 
     @property
     def trouble(self) -> str:

@@ -26,7 +26,7 @@ class Answers:
     """Answers what operators ask of a service. Used in the event loop.
 
     An answer is computed in one of the loop's threads, however long it takes, and waits for no cut and no disk. At
-    most two threads are used at once, one for metrics and one for lags: those who flush tables find others.
+    most two threads are used at once, one for metrics and one for lags: those who write checkpoints find others.
     """
 
     def __init__(self, service: Service) -> None:
@@ -88,14 +88,14 @@ class Answers:
                     published_rows=service.coordinators[model.name].sealer.rows,
                     published_bytes=service.coordinators[model.name].sealer.bytes,
                     tables=[table.spec for table in model.tables],
-                    failed=bool(model.failure),
+                    failed=bool(model.failure or model.failed),
                     event_time_unix_ns=model.event_time_of(model.seals.newest_version),
-                    spilled_bytes=model.releases.spilled_bytes + service.views.spilled_bytes(model),
                     parts=model.recent.durations,
                     ranks=[rank_state(each) for each in service.coordinators[model.name].sessions.values()],
                 )
                 for model in service.models.values()
             ],
+            reloading=[name for name in service.reloading.reasons if name not in service.models],
             events=EventCounts(service.event_counts),
             log_bytes=sum(log.used_bytes() for log in service.logs.each()),
             commits=service.logs.commits,
@@ -107,14 +107,14 @@ class Answers:
 
     def _process(self) -> ProcessFigures:
         service = self._service
-        owners, snapshots = service.owners, service.snapshots
-        newest = {name: found for name in service.models if snapshots and (found := snapshots.newest(name))}
+        owners, models = service.owners, service.models.items()
         return ProcessFigures(
             confirmed=owners.confirmed,
             alive=len(owners.processes()),
             unowned=len(unowned_models(service)),
-            made_unix_ns={name: found.made_unix_ns for name, found in newest.items()},
-            failures=snapshots.failures if snapshots else 0,
+            made_unix_ns={name: each.checkpointed.made_unix_ns for name, each in models if each.checkpointed},
+            unsaved_bytes={name: each.bytes_since_checkpoint for name, each in models},
+            failures=service.checkpoints.failures,
             probe=service.probe,
             risks=len(service.logs.accepted_risks),
         )
@@ -135,4 +135,8 @@ class Answers:
         refusal = coordinator.sealer.refusal if coordinator else None
         if refusal:
             found = replace(found, refused=refusal.reason)
-        return replace(found, trouble=found.trouble or service.configuration.shortcomings.get(consumer.name, ""))
+        return replace(
+            found,
+            trouble=found.trouble or service.configuration.shortcomings.get(consumer.name, ""),
+            unsaved=service.checkpoints.failure(consumer.model),
+        )

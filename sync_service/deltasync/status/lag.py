@@ -267,9 +267,7 @@ def _held(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int
         source = counted(lag.versions, "version") if lag.versions else "a release"
         lacking = f"{counted(lag.rows, 'row')} of {source}"
         left = f"still to be applied by {last}: {lacking}"
-        waiting = [each.name for each in replicas if each.waits and standing.crowded]
-        text = f"; {', '.join(waiting)} wait for room on disk: {standing.crowded}" if waiting else ""
-        return "behind", f"{left}{text}"
+        return "behind", left
     newest = "the newest version" if everything else "the newest release"
     left = "" if everything else f"; {are(lag.rows, 'row')} left for later"
     if partial := [f"{each.name} lacks {', '.join(each.unbound)}" for each in replicas if each.unbound]:

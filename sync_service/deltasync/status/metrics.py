@@ -30,8 +30,8 @@ _PAUSE_SECONDS = 50e-6
 class ModelFigures:
     """What is shown of a model: its newest version, what was published since the service started, its tables,
     whether cuts cannot be sealed or applied, the time of the newest event it was trained on (nanoseconds since
-    1970; None where nobody has said it), the bytes of releases in files, also of its views, the state of each rank
-    of the run that publishes it, and how long each part of cuts' way took.
+    1970; None where nobody has said it), the state of each rank of the run that publishes it, and how long each
+    part of cuts' way took.
     """
 
     name: str
@@ -41,14 +41,15 @@ class ModelFigures:
     tables: Sequence[TableSpec]
     failed: bool
     event_time_unix_ns: int | None
-    spilled_bytes: int = 0
     ranks: Sequence[RankState] = ()
     parts: Mapping[str, Durations] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What metrics are computed from, taken at one moment; `consumers` do not change any more."""
+    """What metrics are computed from, taken at one moment; `consumers` do not change any more. `models` does not
+    have those whose names are in `reloading`.
+    """
 
     consumers: Sequence[tuple[Consumer, Standing]]
     models: Sequence[ModelFigures]
@@ -56,6 +57,7 @@ class Figures:
     log_bytes: int
     commits: Durations
     volumes: Sequence[Volume]
+    reloading: Sequence[str] = ()
     certificates_expire: Mapping[str, float] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     process: ProcessFigures = field(default_factory=ProcessFigures)
@@ -141,13 +143,7 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             "model_failed",
             "Whether cuts of the model cannot be sealed or applied, which is tried again.",
             ["model"],
-            [([model.name], model.failed) for model in models],
-        ),
-        gauge(
-            "spilled_bytes",
-            "Bytes of releases for slow replicas that are in files.",
-            ["model"],
-            [([model.name], model.spilled_bytes) for model in models],
+            [*(([model.name], model.failed) for model in models), *(([name], True) for name in figures.reloading)],
         ),
         gauge(
             "publishing_ranks",

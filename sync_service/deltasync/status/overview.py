@@ -153,15 +153,18 @@ def consumer_overviews(service: Service, lags: Iterable[ConsumerLag]) -> list[Co
     """The consumers of this process, by name, also of models that are still recovering. In the event loop."""
     lines = {each.consumer: _consumer(service, each) for each in lags}
     for model in service.recovering:
-        state: State = "failed" if service.volumes.trouble else "waiting"
+        failed = service.volumes.trouble or service.reloading.reason(model)
+        state: State = "failed" if failed else "waiting"
         for each in service.registry.of_model(model):
-            lines.setdefault(each.name, _waiting(each.name, model, state, _still_recovering(service)))
+            lines.setdefault(each.name, _waiting(each.name, model, state, _still_recovering(service, model)))
     for name, model in _coming_consumers(service):
         lines.setdefault(name, _waiting(name, model, "waiting", "this process is about to take it over"))
     return [lines[name] for name in sorted(lines)]
 
 
-def _still_recovering(service: Service) -> str:
+def _still_recovering(service: Service, model: str) -> str:
+    if reason := service.reloading.reason(model):
+        return f"being reloaded: {reason}"
     trouble = service.volumes.trouble
     return f"still recovering: {trouble}" if trouble else "still recovering"
 
@@ -236,7 +239,7 @@ def model_overviews(service: Service) -> list[ModelOverview]:
     In the event loop.
     """
     lost = dict.fromkeys(unowned_models(service), "no process that is known to be alive has this model")
-    without = lost | dict.fromkeys(service.recovering, _still_recovering(service))
+    without = lost | {name: _still_recovering(service, name) for name in service.recovering}
     lines = {
         name: ModelOverview(name, None, None, None, "", 0, 0, 0, None, None, 0, 0, why)
         for name, why in without.items()
@@ -275,9 +278,8 @@ def _model(service: Service, name: str) -> ModelOverview:
 
 def troubles(service: Service) -> list[str]:
     """What a process lacks, although it may be ready. In the event loop."""
-    snapshots = service.snapshots.troubles if service.snapshots else []
     risks = [f"accepted: {each}" for each in service.logs.accepted_risks]
-    return [*service.shortcomings, *risks, *snapshots]
+    return [*service.shortcomings, *risks, *service.checkpoints.troubles]
 
 
 def process_overview(

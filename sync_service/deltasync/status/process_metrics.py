@@ -1,4 +1,4 @@
-"""Metrics of a process among those that share a log, and of the snapshots that it makes."""
+"""Metrics of a process among those that share a log, and of the checkpoints that it writes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,8 +18,9 @@ class ProcessFigures:
         confirmed: whether the others have heard of it within the lease; True where it is alone.
         alive: how many processes are, this one among them.
         unowned: how many models there are that no process owns.
-        made_unix_ns: when the newest snapshot of each model was complete, nanoseconds since 1970.
-        failures: how many snapshots could not be made.
+        made_unix_ns: when the newest checkpoint of each model was complete, nanoseconds since 1970.
+        unsaved_bytes: bytes that the log has of each model that its newest checkpoint does not have.
+        failures: number of checkpoints that could not be written or copied.
         probe: what has become of rows that go all the way; None if none do.
         risks: how many ways there are, as far as is known, to lose what the log has acknowledged.
     """
@@ -28,6 +29,7 @@ class ProcessFigures:
     alive: int = 1
     unowned: int = 0
     made_unix_ns: Mapping[str, int] = field(default_factory=dict)
+    unsaved_bytes: Mapping[str, int] = field(default_factory=dict)
     failures: int = 0
     risks: int = 0
     probe: ProbeStatus | None = None
@@ -54,10 +56,16 @@ def process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
         gauge("models_without_owner", "Models that no process owns now.", [], [([], figures.unowned)]),
         gauge("log_risks", "Ways to lose what the log has acknowledged.", [], [([], figures.risks)]),
         gauge(
-            "snapshot_age_seconds",
-            "How long ago the model's newest snapshot was complete.",
+            "checkpoint_age_seconds",
+            "How long ago the model's newest checkpoint was complete.",
             ["model"],
             [([model], age) for model, age in ages.items()],
+        ),
+        gauge(
+            "log_bytes_since_checkpoint",
+            "Bytes in the log that the model's newest checkpoint does not have.",
+            ["model"],
+            [([model], size) for model, size in sorted(figures.unsaved_bytes.items())],
         ),
         gauge(
             "probe_seconds",
@@ -78,6 +86,9 @@ def process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
             [([], probe.failures) for probe in probes],
         ),
         counter(
-            "snapshot_failures", "Snapshots that could not be made since the start.", [], [([], figures.failures)]
+            "checkpoint_failures",
+            "Checkpoints that could not be written or copied since the start.",
+            [],
+            [([], figures.failures)],
         ),
     ]

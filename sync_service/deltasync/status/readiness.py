@@ -27,12 +27,20 @@ def checks(service: Service) -> list[Check]:
         Check("running", "the service is shutting down" if service.draining.is_set() else ""),
         Check("kernels", compiling if service.compiling else ""),
         Check("processes", "" if service.owners.confirmed else _UNCONFIRMED),
-        Check("models", f"still recovering: {listed(service.recovering)}" if service.recovering else ""),
+        Check("models", _recovering(service)),
         Check("volumes", f"nothing new can be written: {volumes}" if volumes else ""),
-        Check("log", "the log is full: its tables are being flushed" if service.logs.refusing else ""),
+        Check("log", "; ".join([_FULL, *service.checkpoints.troubles]) if service.logs.refusing else ""),
     ]
 
 
+def _recovering(service: Service) -> str:
+    reloading = service.reloading.reasons
+    recovering = [name for name in service.recovering if name not in reloading]
+    found = [f"model {name!r} is being reloaded: {reason}" for name, reason in sorted(reloading.items())]
+    return "; ".join(found + ([f"still recovering: {listed(recovering)}"] if recovering else []))
+
+
+_FULL = "the log is full: it is cut once a checkpoint is written"
 _UNCONFIRMED = "the other processes have not heard of this one: brokers do not answer, or have just been asked"
 # These alone are the reason, whatever else is wrong.
 _ALONE = ("running", "kernels", "processes")

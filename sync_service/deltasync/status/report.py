@@ -51,6 +51,8 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
         reason = f"{reason}; the policy is not in force: {standing.trouble}"
     if standing.refused:
         reason = f"{reason}; the last cut was refused: {standing.refused}"
+    if standing.unsaved:
+        reason = f"{reason}; checkpoints fail: {standing.unsaved}"
     paused = None
     if pause := consumer.pause:  # Before all others: nothing is sent, whatever else is true.
         paused = PauseLag(pause.since, pause.by, pause.why, found)
@@ -163,7 +165,7 @@ def _waits_for(replica: Replica, standing: Standing, *, held_back: bool) -> str:
         newest = standing.seals[-1].version
     if replica.damaged and held_back and replica.sent_number != newest:
         return "the end of the pause"  # What repairs it is of the newest.
-    return f"room on disk: {standing.crowded}" if replica.waits and standing.crowded else ""
+    return ""
 
 
 def _ago(then_ns: int, now_ns: int) -> float:

@@ -1,1 +1,1 @@
-"""What outlives the process: the log, and tables mapped from files. Internal."""
+"""What outlives the process: the log. Internal."""

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TextIO
 
 from deltasync.core.errors import InvalidInput, StorageFailed
-from deltasync.storage.files import make_folder, writing
+from deltasync.core.folders import make_folder
+from deltasync.storage.files import writing
 from deltasync.storage.volume import refused
 
 # What to do where something in it is damaged or missing.
@@ -13,6 +14,9 @@ RESTORE = "restore a backup with deltasync restore, or start an empty data direc
 
 # What to do where a service uses it, and only a look or a copy is wanted.
 ASK_IT = "ask that one with --service, or stop it first"
+
+# The folder of checkpoints in it, and in a backup.
+CHECKPOINTS = "checkpoints"
 
 # What a complete backup has, and no data directory.
 BACKUP_MARKER = "backup.json"

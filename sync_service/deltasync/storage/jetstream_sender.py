@@ -250,7 +250,7 @@ class Sender:
         what = "is gone" if landed < 0 else f"has others than the {self.acknowledged} messages it had acknowledged"
         return LogWentBack(
             f"stream {self._stream} {what}: brokers have lost what they had acknowledged: what is missing comes "
-            "from a snapshot and the trainer"
+            "from a checkpoint and the trainer"
         )
 
 

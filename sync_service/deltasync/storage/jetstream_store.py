@@ -30,9 +30,9 @@ from deltasync.storage.write_queue import Submitted, WriteQueue
 # Small records are written together again once the notes that say them are so much more than they are.
 _NOTES_BYTES, _NOTES_TIMES, _CHUNK_BYTES = 4 << 20, 4, 32 << 10
 _READ_AHEAD = 16
-_FULL = "the log is full until a snapshot is made; if it stays so, raise --log-max-bytes; nothing was lost"
+_FULL = "the log is full until a checkpoint is written; if it stays so, raise --log-max-bytes; nothing was lost"
 # What to do where a record is damaged: whoever opens the log goes back to the last version that is whole.
-_READ_ANEW = "restart this process, which reads its logs anew; what is lost comes from a snapshot and the trainer"
+_READ_ANEW = "restart this process, which reads its logs anew; a checkpoint and the trainer have what is lost"
 
 # What is gone with a note that is message N: subjects, and the message up to which.
 Gone = Callable[[int], list[tuple[str, int]]]

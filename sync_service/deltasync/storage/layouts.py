@@ -9,8 +9,9 @@ from functools import partial
 from deltasync.core.errors import StorageFailed
 from deltasync.core.tables import Shard
 from deltasync.storage.data_directory import RESTORE
-from deltasync.storage.log_store import LogStore
+from deltasync.storage.log_store import LAST_NUMBER, LogStore, LogUnavailable
 from deltasync.storage.records import layout_number, name_of, reading, unpack_layout
+from deltasync.storage.volume import VolumeFailed
 
 
 @dataclass
@@ -43,27 +44,41 @@ class LayoutUse:
 class Layouts:
     """The layouts of one model that its log has. Used from any thread.
 
-    What is decided and what is submitted to the log because of it happen under one lock: else a flush could forget
-    a layout that a part has just been promised.
+    What is decided and what is submitted to the log because of it happen under one lock: else a cut of the log
+    could forget a layout that a part has just been promised.
     """
 
     def __init__(self, log: LogStore, model: str) -> None:
         self._log = log
         self._stream = f"layouts/{model}"
         self._layouts: dict[int, _Layout] = {}
+        self._damage = ""
         self._lock = threading.Lock()
 
     def recover(self) -> None:
-        """Find the layouts that the log has. The next flush may forget them: it is of all rows that there are now.
+        """Find the layouts that the log has. None is forgotten before `note_newest` says which rows there are.
+
+        Layouts from a damaged one on are missing: `shards` says so to whoever needs one of them.
 
         Raises:
-            StorageFailed: one is damaged.
+            LogUnavailable, VolumeFailed: the log cannot be read now.
         """
         written: Future[None] = Future()
         written.set_result(None)
-        for record in self._log.read(self._stream):
-            with reading(name_of(self._stream, record.number)):
-                self._layouts[record.number] = _Layout(unpack_layout(record.payload), written, newest=0)
+        try:
+            for record in self._log.read(self._stream):
+                with reading(name_of(self._stream, record.number)):
+                    self._layouts[record.number] = _Layout(unpack_layout(record.payload), written, LAST_NUMBER)
+        except (LogUnavailable, VolumeFailed):
+            raise
+        except StorageFailed as error:
+            self._damage = str(error)
+
+    def note_newest(self, version: int) -> None:
+        """Note that of the layouts that were found there are no rows of versions after this one."""
+        with self._lock:
+            for layout in self._layouts.values():
+                layout.newest = min(layout.newest, version)
 
     def use(self, record: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
         """Have a layout for rows of a version. It is written unless the log has it.
@@ -92,7 +107,7 @@ class Layouts:
         """
         layout = self._layouts.get(number)
         if layout is None:
-            raise StorageFailed(f"the log's {name_of(self._stream, number)} is missing: {RESTORE}")
+            raise StorageFailed(self._damage or f"the log's {name_of(self._stream, number)} is missing: {RESTORE}")
         return layout.shards
 
     def forget(self, upto: int) -> list[Future[None]]:

@@ -45,7 +45,7 @@ def writing_failed(error: Exception, file: Path, size: int) -> StorageFailed:
     """The error that a write of so many bytes to the log's file was refused."""
     if isinstance(error, lmdb.MapFullError):
         return LogFull(
-            "the log is full until the tables are flushed; if it stays so, raise --log-max-bytes and restart the "
+            "the log is full until a checkpoint is written; if it stays so, raise --log-max-bytes and restart the "
             "service; nothing was lost"
         )
     return _failed("the log could not be written", error, file, size)

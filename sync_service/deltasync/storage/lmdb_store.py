@@ -29,7 +29,8 @@ import lmdb
 
 from deltasync.core.durations import Durations
 from deltasync.core.errors import StorageFailed
-from deltasync.storage.files import flush_folder, make_folder, writing
+from deltasync.core.folders import flush_folder, make_folder
+from deltasync.storage.files import writing
 from deltasync.storage.lmdb_errors import (
     not_open,
     opening_failed,

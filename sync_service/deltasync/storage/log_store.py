@@ -67,7 +67,7 @@ class LogStore(Protocol):
 
     Attributes:
         shared: whether other processes may go on with it: then files are of no use to who comes next, and it is
-            cut once a snapshot has what is dropped.
+            cut once checkpoints elsewhere have what is dropped.
         refusing: a write was refused for want of room; whoever has made room sets it to False.
         capacity: bytes of rows that it takes, at most: `LogFull` is for more.
         volume: where its file is.

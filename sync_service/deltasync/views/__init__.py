@@ -5,25 +5,26 @@ In the order in which a release goes through them:
     registry       the views there are; each has a release loop
     pacing         when a release is due, and why
     release_loop   making releases as they become due
-    view           what replicas are given, and what moves it on
-    table_maker    the tables that a policy follows, made while the model changes
-    release_maker  one release: look, draw it, write it to the log, write it into the tables
-    release_draft  what it takes and leaves, until it is made
-    release_log    its rows on their way to the log
+    view           what replicas are given; the view as checkpoints and recovery see it
+    release_maker  one release: made, written to the log, shown
+    making         what it does on the model's thread: copy, compare, take
     table          one table of a view: what replicas hold of it, and which rows are dirty
     dirty_set      the dirty rows of a table, sorted by id: what a release costs, however large the table is
     ranking        which dirty rows a release takes
-    sound_rows     the same, while some of the model's are damaged
-    store          the view's state, in memory and on disk: a release is written down before replicas get it
-    records        the format of what is written down
+    state          where a view is at one moment
+    log            its records in the log
+    records        what these, and those of checkpoints, look like
     history        which version each release was made of, and from where a replica can go on
+    replay         a view made again, after a restart
+
+A view is derived: its rows are those of the model at the versions that its releases name. The log has which rows
+each release took, and no values. A replay does at each version what was done then, and ends with the same bits.
 
 Threads. What waits for a disk waits in a thread that does nothing else, so that cuts are applied meanwhile.
 
-    the model's thread    rows, stamps and dirty sets of `ViewTable`s: looking for what is dirty, writing, freezing
-    the event loop        `View`, `ReleaseLoop`, `ReleaseMaker`, `TableMaker`: one call at a time
-    any thread            `ViewState`, which is replaced whole; `ViewStore.flush`, `ViewTable.flush`
+    the model's thread    rows, stamps and dirty sets of `ViewTable`s: `Making`, `Replay`, freezing
+    the event loop        `View`, `ReleaseLoop`, `ReleaseMaker`: one call at a time
+    any thread            `ViewState`, which is replaced whole; `ViewLog`
 
-`feeds.frozen_release` then has what a replica lacks of it: the rows as they were drawn for one that follows, what
-it freezes for others. `api.subscribe` sends that.
+`feeds.releases` then has what a replica lacks of it. `api.subscribe` sends that.
 """

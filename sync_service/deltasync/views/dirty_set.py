@@ -1,10 +1,13 @@
-"""The dirty rows of one table, and what was found when they were looked at."""
+"""The dirty rows of one table, sorted by id: what a release costs, however large the table is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.core.change_counts import ChangeCounts, Stamps
+from deltasync.core.id_sets import members
 from deltasync.core.rows import Ids, Mask
 from deltasync.kernels import dirty_rows
 
@@ -30,20 +33,10 @@ class Findings:
     dirty: Mask
 
     @classmethod
-    def to_come(cls, ids: Ids) -> "Findings":
-        """Room for what will be found."""
-        rows = len(ids)
-        return cls(ids, np.empty(rows), np.empty(rows, np.uint8), np.empty(rows, np.bool_))
-
-    @classmethod
-    def unseen(cls, ids: Ids) -> "Findings":
-        """Rows that are dirty, of which nothing else is known before a look at them."""
-        rows = len(ids)
-        return cls(ids, np.zeros(rows), np.zeros(rows, np.uint8), np.ones(rows, np.bool_))
-
-    def __getitem__(self, rows: slice) -> "Findings":
-        """Some of the rows, as views."""
-        return Findings(self.ids[rows], self.norms[rows], self.flags[rows], self.dirty[rows])
+    def joined(cls, parts: "Sequence[Findings]") -> "Findings":
+        """Several of them, of ascending rows, as one."""
+        columns = zip(*((each.ids, each.norms, each.flags, each.dirty) for each in parts), strict=True)
+        return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +55,6 @@ class DirtySet:
     since: Versions
     flags: Flags
 
-    @classmethod
-    def of_marks(cls, marks: Versions) -> "DirtySet":
-        """The rows that are marked ([N], 0 = not), of which nothing else is known before a look at them."""
-        ids = np.flatnonzero(marks)
-        return cls(ids, np.zeros(len(ids)), marks[ids], np.zeros(len(ids), np.uint8))
-
     def __len__(self) -> int:
         """How many rows are dirty."""
         return len(self.ids)
@@ -80,25 +67,39 @@ class DirtySet:
 
     @property
     def deleted(self) -> Mask:
-        """Which of them are no more."""
+        """Which of them are deleted."""
         mask: Mask = (self.flags & dirty_rows.DELETED) != 0
         return mask
 
-    def after(self, seen: Findings, version: int) -> "DirtySet":
-        """The set after a look at some rows: those that were not dirty before are so since `version`."""
-        after = DirtySet(*_room(len(self) + len(seen.ids)))
-        return after._first(
-            dirty_rows.merge(
-                *self._columns, seen.ids, seen.norms, seen.flags, seen.dirty, version, *after._columns
-            )
-        )
+    def after(
+        self, seen: Findings, version: int, held_stamps: Stamps, clean: ChangeCounts
+    ) -> "tuple[DirtySet, ChangeCounts]":
+        """The set after a look at some rows, and the counts of the stamps of rows that are not dirty.
+
+        Args:
+            seen: what was found. Rows that were not dirty before are dirty since `version`.
+            version: see there.
+            held_stamps: [N], when replicas were last sent each row of the table.
+            clean: counts of the stamps of all rows that were not dirty before the look.
+        """
+        to = _room(len(self) + len(seen.ids))
+        marked, cleaned = np.empty((2, len(seen.ids)), np.int64)
+        columns, found = self._columns, (seen.ids, seen.norms, seen.flags, seen.dirty)
+        rows, came, left = dirty_rows.merge(*columns, *found, version, held_stamps, *to._columns, marked, cleaned)
+        return to._first(rows), clean.without(marked[:came]).plus(cleaned[:left])
+
+    def dated_as(self, before: "DirtySet", version: int) -> "DirtySet":
+        """The same rows: dirty since when `before` says, or since `version` where they are not among those."""
+        since = np.full(len(self), version)
+        since[members(self.ids, before.ids)] = before.since[members(before.ids, self.ids)]
+        return DirtySet(self.ids, self.norms, since, self.flags)
 
     def without(self, ids: Ids) -> "DirtySet":
         """The set without these rows ([m], strictly ascending), as far as they are in it."""
         if not len(ids):
             return self
-        after = DirtySet(*_room(len(self)))
-        return after._first(dirty_rows.remove(*self._columns, ids, *after._columns))
+        to = _room(len(self))
+        return to._first(dirty_rows.remove(*self._columns, ids, *to._columns))
 
     def _first(self, rows: int) -> "DirtySet":
         return DirtySet(self.ids[:rows], self.norms[:rows], self.since[:rows], self.flags[:rows])
@@ -108,5 +109,8 @@ class DirtySet:
         return self.ids, self.norms, self.since, self.flags
 
 
-def _room(rows: int) -> tuple[Ids, Floats, Versions, Flags]:
-    return np.empty(rows, np.int64), np.empty(rows), np.empty(rows, np.int64), np.empty(rows, np.uint8)
+def _room(rows: int) -> DirtySet:
+    return DirtySet(np.empty(rows, np.int64), np.empty(rows), np.empty(rows, np.int64), np.empty(rows, np.uint8))
+
+
+NONE_DIRTY = _room(0)

@@ -1,6 +1,5 @@
 """The history of a view: of which version each release was made, and from which positions replicas can go on."""
 
-import time
 import uuid
 from collections import deque
 from collections.abc import Iterable
@@ -39,18 +38,13 @@ class ReleaseHistory:
         self.succession.add(head.number, at_ns)
 
     @property
-    def newest_seal(self) -> int:
-        """The checksum of the newest release's seal; 0 if there is none."""
-        return self._newest.seal if self._newest else 0
-
-    @property
     def _newest(self) -> Head | None:
         return self._heads[-1] if self._heads else None
 
-    def sealed(self, head: Head, of: Seal) -> Head:
-        """The head of the release that is to be the next one, made now of a version, with its seal."""
+    def sealed(self, head: Head, of: Seal, made_unix_ns: int) -> Head:
+        """The head of the next release, which is made of a version, with its seal."""
         before = self._newest.seal if self._newest else self.id
-        return replace(head, seal=release_checksum(before, head.number, of, time.time_ns()))
+        return replace(head, seal=release_checksum(before, head.number, of, made_unix_ns))
 
     def version_of(self, number: int) -> int:
         """The version of the rows that a replica at `number` holds.

@@ -35,7 +35,6 @@ class Situation:
         released_ns: when the last release was made; None = never.
         sealed_ns: when the last few versions were sealed, oldest first.
         ready: whether a connected replica holds the last release.
-        damaged: whether rows of it cannot be sent: the next one has them.
     """
 
     newest_version: int
@@ -45,7 +44,6 @@ class Situation:
     released_ns: int | None
     sealed_ns: Sequence[int]
     ready: bool
-    damaged: bool = False
 
 
 def due(policy: Policy, now: Situation, now_ns: int) -> Due:
@@ -54,11 +52,8 @@ def due(policy: Policy, now: Situation, now_ns: int) -> Due:
     One release is made for each new version, no sooner than the policy's minimum interval after the last one.
     While there is no new version, rows that were left go out at the pace at which versions came, or once the
     oldest reaches the policy's maximum age. No release is made before a connected replica holds the last one: it
-    would get both at once anyway. Where rows of that are damaged, the next one is due soon.
+    would get both at once anyway.
     """
-    if now.damaged:
-        seconds = _wait(_SHORTEST_SECONDS, now.released_ns, now_ns)
-        return Due(seconds, "rows of the last release are damaged, and replaced")
     if not now.ready:
         return Due(None, "no connected replica holds the last release yet")
     if now.newest_version == now.compared_version and not now.backlog_rows:

@@ -1,14 +1,34 @@
-"""The small records of a view in the log: their names and keys are part of the data directory's format."""
+"""What is written down of a view, in the log and in checkpoints: part of the on-disk format.
 
-from collections.abc import Container, Mapping
-from pathlib import Path
+    view/CONSUMER        small record: the ids of the view's history and of its model's
+    heads/CONSUMER       one record a release, by number: what the release is. It exists once this is there.
+    releases/CONSUMER    by release, slot and index: ids of the rows that a release took of tables that were there
+                         before. Values are not written down: they are those of the model at the head's version.
+
+The head of a release is JSON, made of `head_record` and
+
+    after          seal of the release before it; 0 = it is the first
+    from           version at which rows were compared before it: nothing was dirty then if that is later than the
+                   release before
+    compared       version at which nothing was dirty after it; 0 = not known of any
+    statistics     see `statistics_record`
+    rows           how many rows it took, by slot; 0 of tables that it made
+    tables         see `table_record`, by slot; only where they are not those of the release before
+    first_version  the version up to which the model's numbers are the view's
+"""
+
+import base64
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.core.rows import Ids
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.statistics import Amount, ReleaseStatistics
-from deltasync.storage.log_store import LogStore
-from deltasync.storage.records import event_time_record, reading, unpack_json
-from deltasync.storage.table_files import Place
+from deltasync.storage.records import event_time_record
+from deltasync.views.dirty_set import DirtySet, Versions
 from deltasync.views.table import ViewTable
 
 
@@ -17,47 +37,18 @@ def view_name(consumer: str) -> str:
     return f"view/{consumer}"
 
 
-def release_name(consumer: str) -> str:
-    """The name of the record of its newest release."""
-    return f"release/{consumer}"
-
-
 def releases_stream(consumer: str) -> str:
-    """The stream of the rows of its releases, by release, slot and index."""
+    """The stream of the ids of its releases."""
     return f"releases/{consumer}"
 
 
 def heads_stream(consumer: str) -> str:
-    """The stream of the heads of its newest releases, by release."""
+    """The stream of the heads of its newest releases."""
     return f"heads/{consumer}"
 
 
-def recorded_view(log: LogStore, consumer: str) -> Mapping[str, Any] | None:
-    """What is written down of a consumer's view; None if it has none.
-
-    Raises:
-        StorageFailed: the record is damaged.
-    """
-    return _recorded(log, view_name(consumer))
-
-
-def recorded_release(log: LogStore, consumer: str) -> Mapping[str, Any] | None:
-    """What is written down of its newest release; None if there is none.
-
-    Raises:
-        StorageFailed: the record is damaged.
-    """
-    return _recorded(log, release_name(consumer))
-
-
-def _recorded(log: LogStore, name: str) -> Mapping[str, Any] | None:
-    record = log.items(name).get("")
-    with reading(f"record {name}"):
-        return None if record is None else unpack_json(record)
-
-
 def head_record(head: Head) -> dict[str, Any]:
-    """The head, as it is written down."""
+    """The record of a head."""
     record = {
         "number": head.number,
         "version": head.version,
@@ -69,7 +60,7 @@ def head_record(head: Head) -> dict[str, Any]:
 
 
 def head_of_record(record: Mapping[str, Any]) -> Head:
-    """The head that was written down."""
+    """The head that a record describes."""
     return Head(
         number=record["number"],
         version=record["version"],
@@ -81,7 +72,7 @@ def head_of_record(record: Mapping[str, Any]) -> Head:
 
 
 def statistics_record(statistics: ReleaseStatistics) -> dict[str, Any]:
-    """The statistics of a release, as they are written down."""
+    """The record of a release's statistics."""
     taken, backlog = statistics.taken, statistics.backlog
     return {
         "number": statistics.number,
@@ -98,7 +89,7 @@ def statistics_record(statistics: ReleaseStatistics) -> dict[str, Any]:
 
 
 def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
-    """The statistics that were written down."""
+    """The statistics that a record describes."""
     return ReleaseStatistics(
         number=record["number"],
         version=record["version"],
@@ -110,33 +101,38 @@ def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
 
 
 def table_record(table: ViewTable) -> dict[str, Any]:
-    """What a table of a view is, as it is written down."""
-    place = table.files.place
-    record = {
-        "table": table.delivery.spec.name,
-        "value_type": table.delivery.value_type and table.delivery.value_type.value,
-        "mode": table.delivery.mode.value,
-        "folder": place.folder.name,
-        "rows": table.delivery.spec.rows,
+    """The record of what a table of a view is."""
+    delivery = table.delivery
+    return {
+        "table": delivery.spec.name,
+        "rows": delivery.spec.rows,
+        "value_type": delivery.value_type and delivery.value_type.value,
+        "mode": delivery.mode.value,
+        "source": table.source.removed_before,
+        "replaces": table.sent.removed_before,
+        "born": table.born,
+        "stamp": table.stamp,
     }
-    record |= {"replaces": table.sent.removed_before} if table.sent.removed_before else {}
-    record |= {"removed_before": table.source.removed_before} if table.source.removed_before else {}
-    return record | ({} if place.offset is None else {"offset": place.offset})
 
 
-def is_of_removed(record: Mapping[str, Any], tables: Container[str], removed: Mapping[str, int]) -> bool:
-    """Whether a table that was written down is of one that its model has no more, though it may have another of
-    that name.
-
-    Args:
-        record: what was written down.
-        tables: the names of those that the model has.
-        removed: at which version one was removed, by its name.
-    """
-    name = record["table"]
-    return name not in tables or record.get("removed_before", 0) != removed.get(name, 0)
+def dirty_record(dirty: DirtySet, version: int) -> dict[str, Any]:
+    """The record of dirty rows, none of them dirty since a later version than `version`."""
+    return {"ids": _pack(np.diff(dirty.ids, prepend=0)), "since": _pack(version - dirty.since)}
 
 
-def place_of_record(record: Mapping[str, Any], directory: Path) -> Place:
-    """Where the files of a table are that was written down, below the view's folder."""
-    return Place(directory / record["folder"], record.get("offset"))
+def dirty_of_record(record: Mapping[str, Any], version: int) -> tuple[Ids, Versions]:
+    """The dirty rows of a record ([n], ascending), and the versions since which they are dirty [n]."""
+    return np.cumsum(_unpack(record["ids"])), version - _unpack(record["since"])
+
+
+def _pack(numbers: NDArray[np.int64]) -> list[str]:
+    """Whole numbers, none of them negative, in as few bytes each as the largest needs."""
+    if numbers.min(initial=0) < 0:
+        raise ValueError("rows that are dirty since a version after that of their view")
+    dtype = np.min_scalar_type(int(numbers.max(initial=0))).newbyteorder("<")
+    return [dtype.str, base64.b64encode(numbers.astype(dtype).tobytes()).decode()]
+
+
+def _unpack(record: list[str]) -> NDArray[np.int64]:
+    dtype, packed = record
+    return np.frombuffer(base64.b64decode(packed), np.dtype(dtype)).astype(np.int64)

@@ -57,22 +57,21 @@ class ReleaseLoop:
 
     async def _advance(self) -> float | None:
         """Do what is due. In how many seconds to look again; None = once something changes."""
-        if self._view.has_removed:  # Now: after a restart, it would not be known what these were.
-            await self._prepare()
-        if not self._connected():
-            self._view.drop_newest()
-            return None
         if not self._goes_on():
             return None
+        if self._view.has_removed:  # Also while no replica is connected: such a table takes memory.
+            await self._prepare()
+        if not self._connected():
+            return None
+        before = self._view.position
         await self._prepare()
         decision = due(self._consumer.policy, self._situation(), steady_ns())
         if decision.seconds == 0:
             logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
-            before = self._view.position
             # A pause may come meanwhile, for a version that is then the newest: nobody is to be sent its rows.
             await self._view.make_release(self._consumer.policy, self._overdue_version(), self._goes_on)
-            if self._view.position != before:
-                self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
+        if self._view.position != before:
+            self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
         if self._view.trouble:
             return min(decision.seconds or _PREPARE_AGAIN_SECONDS, _PREPARE_AGAIN_SECONDS)
         return decision.seconds
@@ -82,8 +81,10 @@ class ReleaseLoop:
         if time.monotonic() < self._prepare_at and self._consumer.policy == self._refused:
             return
         try:
-            await self._view.prepare(self._consumer.policy)
+            await self._view.prepare(self._consumer.policy, self._overdue_version(), self._goes_on)
         except (InvalidInput, StorageFailed) as error:
+            if not self._view.trouble:  # The log has refused a release.
+                raise
             self._refused, self._prepare_at = self._consumer.policy, time.monotonic() + _PREPARE_AGAIN_SECONDS
             self._emit(EventKind.FAILED, "its policy is not in force", error)
 
@@ -104,12 +105,11 @@ class ReleaseLoop:
         return Situation(
             newest_version=self._view.model.position.number,
             compared_version=state.compared_version,
-            backlog_rows=state.backlog_rows + self._view.lost,
+            backlog_rows=state.backlog_rows,
             oldest_dirty_ns=self._sealed_ns(oldest) if oldest else 0,
             released_ns=_steady_ns(released) if released else None,
             sealed_ns=[self._sealed_ns(seal.version) for seal in recent][::-1],
             ready=state.newest is not None and any(r.stream and r.applied == position for r in replicas),
-            damaged=bool(self._view.damage.rows),
         )
 
     def _overdue_version(self) -> int:

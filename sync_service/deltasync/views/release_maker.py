@@ -1,192 +1,239 @@
-"""Making one release, in steps, so that nothing waits for a disk where cuts are applied:
+"""Making the releases of a view, one after the other.
 
-    look     on the model's thread, in blocks, where much has changed: compare it with what replicas hold
-    draw     on the model's thread: find the dirty rows, pick some, copy them, encoded, for the log
-    settle   elsewhere: wait until the log has them, and write down that there is a release of them
-    apply    on the model's thread: write them into the view, which makes the release visible
-
-Cuts may be applied in between. What they change is dirty for the next release, since it is stamped with a later
-version than the one at which the rows were drawn.
+A release is made on the model's thread: blocks first, between which cuts are applied, then in one call all that
+makes it a release of one version. After that its head and the ids of its rows go to the log. Until they are on
+disk nothing of it is shown: replicas and checkpoints wait. If the log refuses them, they are tried again before
+anything else is done. After a crash in between, the release never was: no replica was given it.
 """
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from deltasync.core.damage import DamagedRows
-from deltasync.core.id_sets import members
+from deltasync.core.delivery import Delivery
+from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
-from deltasync.core.progress import Progress
-from deltasync.core.tables import TableKind
-from deltasync.feeds.damage import IdsByTable, without
-from deltasync.feeds.frozen_release import FrozenRelease, Head
+from deltasync.core.rows import Ids
+from deltasync.core.seal import Seal
+from deltasync.core.stamps import StampedTable
+from deltasync.core.steady_clock import FOREVER_NS, steady_ns
+from deltasync.core.words import counted
+from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.model import Model
-from deltasync.feeds.releases import Releases
-from deltasync.views.ranking import DirtyRows
-from deltasync.views.release_draft import ReleaseDraft, draw
-from deltasync.views.release_log import ReleaseLog
-from deltasync.views.sound_rows import pick_sound
-from deltasync.views.store import ViewState, ViewStore
-from deltasync.views.table import Look, ViewTable
+from deltasync.feeds.statistics import ReleaseStatistics, total
+from deltasync.storage.log_store import LogUnavailable
+from deltasync.storage.volume import VolumeFailed
+from deltasync.views.history import ReleaseHistory
+from deltasync.views.log import ViewLog
+from deltasync.views.making import Making, Plan
+from deltasync.views.ranking import Pick, pick
+from deltasync.views.records import head_of_record, head_record, statistics_record, table_record
+from deltasync.views.replay import state_record
+from deltasync.views.state import ViewState
 
-# Rows compared at once on the model's thread; between two such blocks cuts may be applied.
-_LOOKED_ROWS = 1 << 19
+logger = logging.getLogger(__name__)
+
+
+class Wish(NamedTuple):
+    """What the next release is to be like.
+
+    Attributes:
+        policy: the consumer's policy.
+        overdue_version: rows that are dirty since this version or before are overdue.
+        goes_on: whether the release is still wanted. Any thread.
+    """
+
+    policy: Policy
+    overdue_version: int
+    goes_on: Callable[[], bool]
 
 
 class ReleaseMaker:
-    """Makes the releases of one view. Used in the event loop, by one call at a time."""
+    """Makes the releases of one view. Used in the event loop, by one call at a time, except where it is said.
 
-    def __init__(self, model: Model, store: ViewStore, releases: Releases, scratch: Path) -> None:
-        self._model = model
-        self._store = store
-        self._releases = releases
-        self._scratch = scratch
-        self._logged: tuple[ReleaseDraft, ViewState] | None = None  # Its rows are in the log.
+    Attributes:
+        state: where the view is. Any thread; replaced as a whole.
+        history: the releases there were.
+    """
 
-    async def make(self, policy: Policy, overdue_version: int, wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Make the next release, if it is `wanted` still as its rows are drawn, which is asked on the model's
-        thread. Rows that are dirty since `overdue_version` or before are overdue.
+    def __init__(self, consumer: str, model: Model, log: ViewLog, history: str) -> None:
+        self.state, self.history = ViewState(), ReleaseHistory(history)
+        self._consumer, self._model, self._log = consumer, model, log
+        # A release that is not on disk yet: where the view is with it, and the rows that it took, by slot. Set on
+        # the model's thread; the event loop sets it to None once the release is there.
+        self._made: tuple[ViewState, Sequence[Ids]] | None = None
+        self._taking = self._refused = False
 
-        Returns:
-            Whether rows were drawn, though there may have been none that were dirty.
-
-        Raises:
-            StorageFailed: not all of it could be written. Rows that were not written are still dirty; if only the
-                release itself could not be written down, `finish` does that before anything else.
-            DamagedRows: some of the model's rows that are to go do not fit their digests; nothing was released.
-                Others that do not are still dirty.
-        """
-        await self.finish()
-        await self._look_ahead()
-        draft = await self._drawn(policy, overdue_version, wanted)
-        if draft is None:
-            return False
-        state, failure = await asyncio.to_thread(draft.settle, self._store.state)
-        self._logged = draft, state
-        await self.finish()
-        if failure:
-            raise failure
-        return True
-
-    async def finish(self) -> None:
-        """Write down the release whose rows are in the log, if there is one, and make it visible.
-
-        Raises:
-            StorageFailed: it could not be written down; nothing of it is visible.
-        """
-        if self._logged is None:
-            return
-        draft, state = self._logged
-        new = state.head != self._store.state.head
-        if state.newest and new and not draft.log.complete:
-            await asyncio.to_thread(self._store.write_release, state.newest)
-        release = await self._model.on_thread(self._apply, draft, state, self._releases.followed)
-        if new:
-            self._releases.have(release, draft.head.number, once=True)
-        self._logged = None
-
-    async def _look_ahead(self) -> None:
-        """Look beforehand where much has changed, in blocks between which cuts may be applied. Drawing then looks
-        at what these have changed, and so finds all that is dirty at one version.
-        """
-        state = self._store.state
-        for table in state.tables if state.head else ():
-            if table.to_compare(state.compared_version) > _LOOKED_ROWS:
-                look = await self._model.on_thread(self._begin, table, state.compared_version)
-                name = table.source.spec.name
-                progress = Progress(f"consumer {self._store.consumer!r}: comparing table {name!r}", look.rows)
-                while look.done < look.rows:
-                    await self._model.on_thread(look.advance, _LOOKED_ROWS)
-                    progress.at(look.done)
-                await self._model.on_thread(table.finish, look)
-
-    async def _drawn(
-        self, policy: Policy, overdue_version: int, wanted: Callable[[], bool]
-    ) -> ReleaseDraft | None:
-        """A release without rows that are damaged, also if that is only found as they are read."""
-        while True:
-            resync, known = self._resyncs, self._model.damage.rows
+    async def go_on_from(self, state: ViewState) -> None:
+        """Go on from where a replay has led to."""
+        self.state = state
+        if state.newest:
             try:
-                return await self._model.on_thread(self._draw, policy, overdue_version, known, resync, wanted)
-            except DamagedRows as error:
-                self._model.damage.note(error)  # So that they are mended.
-                if resync or not without({error.table: error.ids}, known):
-                    raise
+                heads = await asyncio.to_thread(self._log.heads_before, state.record)
+            except (LogUnavailable, VolumeFailed):
+                raise
+            except StorageFailed as error:  # Only positions of replicas that were away cannot be recognised.
+                logger.warning("consumer %s: releases before the newest are not known: %s", self._consumer, error)
+                heads = []
+            self.history = ReleaseHistory(self.history.id, state.record["first_version"], heads)
+            self.history.add(state.newest.head, -FOREVER_NS)
+            self._log.note(state.record)  # Perhaps only a checkpoint has it.
+
+    async def plan(self, tables: Sequence[tuple[StampedTable, Delivery]]) -> Plan:
+        """Make room for the next release.
+
+        Args:
+            tables: tables of the model, and what replicas are to be sent of each.
+
+        Raises:
+            StorageFailed: there is none.
+        """
+        return await asyncio.to_thread(Plan.of, self.state.tables, tables, self._model.memory)
+
+    async def make(self, wish: Wish | None, plan: Plan | None = None) -> None:
+        """Make the next release, if there is anything to release.
+
+        Args:
+            wish: what it is to be like; None = only finish the one that the log has refused.
+            plan: the tables that it leads to; None = those there are.
+
+        Raises:
+            StorageFailed: the log has refused it.
+            DamagedRows: rows of the model do not fit their digests.
+        """
+        await self._finish()
+        if wish is None or (plan is None and self.state.head is None):
+            return
+        plan = plan or Plan(self.state.tables)
+        making, done = await self._model.on_thread(self._begin, plan, wish, self._resyncs)
+        while making and not done:
+            done = await self._model.on_thread(self._go_on, making, wish, self._resyncs)
+        await self._finish()
+
+    async def _finish(self) -> None:
+        """Write down the release that was made, if it is not on disk yet, and show it."""
+        if self._taking:
+            self._model.check_sound()
+            raise RuntimeError(f"tables of consumer {self._consumer!r} are at no release")
+        if self._made is None:
+            return
+        (state, ids), self._refused = self._made, False
+        view = {"history": self.history.id, "model_history": self._model.history}
+        record = dict(state.record)
+        if state.described == self.state.described:
+            del record["tables"]
+        try:
+            await asyncio.to_thread(self._log.write, record, ids, None if self.state.head else view)
+        except StorageFailed:
+            self._refused = True
+            raise
+        self.history.first_version = record["first_version"]
+        self.history.add(head_of_record(record), steady_ns())
+        self.state, self._made = state, None
 
     @property
     def _resyncs(self) -> bool:
         """Whether another run has begun, whose rows do not fit those of the run before: all go together."""
-        return any(seal.resync for seal in self._model.seals.after(self._store.state.compared_version))
+        return any(seal.resync for seal in self._model.seals.after(self.state.compared_version))
 
-    def _begin(self, table: ViewTable, compared_version: int) -> Look:
-        _ = self._model.applied  # Raises while a version is there in part: the table is then at none.
-        return table.begin(compared_version)
+    # On the model's thread.
 
-    def _draw(
-        self,
-        policy: Policy,
-        overdue_version: int,
-        damage: IdsByTable,
-        resync: bool,
-        wanted: Callable[[], bool],
-    ) -> ReleaseDraft | None:
-        seal, state = self._model.applied, self._store.state
-        if seal is None or state.head is None or not wanted():
-            return None
+    def _begin(self, plan: Plan, wish: Wish, resyncs: bool) -> tuple[Making | None, bool]:
+        """Begin a release, if anything was published; and whether it is through, see `_go_on`."""
+        seal, head = self._model.applied, self.state.head
+        if seal is None:
+            return None, True
+        stamp = head.number + 1 if head else seal.version + 1
+        if head is None and all(table.delivery == Delivery.unchanged(table.delivery.spec) for table in plan.new):
+            stamp = 0  # What replicas held of the model before there was a policy need not be sent to them again.
+        making = Making(self.state, plan, stamp, self._consumer)
+        return making, self._go_on(making, wish, resyncs)
+
+    def _go_on(self, making: Making, wish: Wish, resyncs: bool) -> bool:
+        """Go on with a release; whether it is through: made, or not wanted any more."""
+        seal = self._model.applied
+        if seal is None or not wish.goes_on():
+            return True
+        if not making.go_on():
+            return False
+        policy = wish.policy
         # The newest cut may be applied before the event loop knows of its seal.
-        if resync or (seal.resync and seal.version > state.compared_version):
-            policy, damage = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None), {}
-        dirty = find_dirty(state.tables, state.compared_version, overdue_version)
-        dirty, picked = pick_sound(state.tables, dirty, damage, policy)
-        head = self._store.history.sealed(Head.of(seal, state.head.number + 1), seal)
-        log = ReleaseLog(self._store, head.number)
-        try:
-            return draw(state.tables, dirty, picked, head, log, self._scratch)
-        except DamagedRows:
-            for table in state.tables:
-                table.look_again()
-            raise
+        if resyncs or (seal.resync and seal.version > self.state.compared_version):
+            policy = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
+        making.look(seal.version)
+        dirty = making.dirty(wish.overdue_version)
+        picked = pick(dirty, policy)
+        described = [table_record(table) for table in making.tables]
+        if self.state.head and described == self.state.described and not any(mask.any() for mask in picked.taken):
+            self.state = self.state.without_dirty(seal.version)
+            self._log.note(self.state.record)
+        else:
+            self._take(making, picked, seal)
+        return True
 
-    def _apply(self, draft: ReleaseDraft, state: ViewState, followed: bool) -> FrozenRelease | None:
-        """Write a release into the tables; where replicas follow, what they are to be sent of it."""
-        prepared = self._releases.prepared(draft.sent_rows()) if followed and draft.written else None
-        for piece in draft.written:
-            draft.tables[piece.slot].table.write(piece.rows, draft.head.number)
-        for each in draft.tables:
-            each.table.settle(each.taken_ids)
-        self._store.advance(state)
-        return prepared and self._releases.completed(prepared)
+    def _take(self, making: Making, picked: Pick, seal: Seal) -> None:
+        """Make the release of a version that everything was compared at."""
+        before, made_unix_ns = self.state, time.time_ns()
+        number, first_version = max(making.stamp, seal.version), (making.stamp or seal.version + 1) - 1
+        if before.head:
+            number, first_version = before.head.number + 1, before.record["first_version"]
+        head = self.history.sealed(Head.of(seal, number), seal, made_unix_ns)
+        for table in making.new:
+            table.born, removed = number, table.source.removed_before
+            # Of another table of that name, replicas may hold rows that this one never had.
+            table.sent.removed_before = number - 1 if removed and before.head else removed
+        self._taking = True
+        ids, taken, backlog = making.take(picked.taken, number)
+        statistics = ReleaseStatistics(
+            number=number,
+            version=seal.version,
+            made_unix_ns=made_unix_ns,
+            taken=taken,
+            backlog=total(each.amount for each in backlog.values()),
+            reason=_reason(making, picked),
+        )
+        record = {
+            **head_record(head),
+            "after": before.head.seal if before.head else 0,
+            "from": before.compared_version,
+            "compared": 0,
+            "statistics": statistics_record(statistics),
+            "rows": [len(some) for some in ids],
+            "tables": [table_record(table) for table in making.tables],
+            "first_version": first_version,
+        }
+        self._made = ViewState(making.tables, record, seal.version, backlog), ids
+        self._refused = self._taking = False
+
+    @property
+    def shown(self) -> ViewState | None:
+        """What replicas can be given; None while a release is not on disk yet."""
+        return None if self._taking or self._made else self.state
+
+    @property
+    def made(self) -> ViewState:
+        """Where the tables are, whether the log has the release or not."""
+        made = self._made  # Once: the event loop may set it to None.
+        return made[0] if made else self.state
+
+    def saved(self) -> dict[str, Any] | None:
+        """What a checkpoint has of it beside tables; None while a release is on its way to the disk.
+
+        A release that the log refuses is part of it: there may be no room before a checkpoint lets the log be cut.
+        """
+        if self._taking or (self._made and not self._refused):
+            return None
+        return state_record(self.history.id, self.made)
 
 
-def find_dirty(tables: Sequence[ViewTable], compared_version: int, overdue_version: int) -> list[DirtyRows]:
-    """The dirty rows of every table, on the model's thread.
-
-    Args:
-        tables: the tables of a view.
-        compared_version: the version at which they were last compared with the model's.
-        overdue_version: rows that are dirty since this version or before are overdue.
-    """
-    found = []
-    for table in tables:
-        dirty, ranked = table.find_dirty(compared_version), table.source.spec.kind.ranked
-        forced = dirty.deleted | members(dirty.ids, table.damaged) if ranked else np.ones(len(dirty), np.bool_)
-        overdue, row_bytes = dirty.since <= overdue_version, table.sent.spec.row_bytes
-        found.append(DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes))
-    _force_handed_over(tables, found, compared_version)
-    return found
-
-
-def _force_handed_over(tables: Sequence[ViewTable], dirty: Sequence[DirtyRows], compared_version: int) -> None:
-    """Force the rows whose raw id has changed: else a replica would look the new id up in the old one's row.
-
-    Also where the view has the new id already, since the map was made after the rows were last compared.
-    """
-    by_name = {table.source.spec.name: each for table, each in zip(tables, dirty, strict=True)}
-    for table, handed_over in zip(tables, dirty, strict=True):
-        rows = by_name.get(table.source.spec.of)
-        if table.source.spec.kind is TableKind.ID_MAP and rows:
-            for changed in (handed_over.ids, table.changed_since(compared_version)):
-                np.logical_or(rows.forced, members(rows.ids, changed), out=rows.forced)
+def _reason(making: Making, picked: Pick) -> str:
+    """Why a release takes these rows."""
+    if not making.new:
+        return picked.reason
+    rows = counted(sum(table.sent.counts.changed for table in making.new), "row")
+    tables = counted(len(making.new), "table")
+    whole = f"took all of {rows} of {tables} that the replicas did not have in this form"
+    return f"{whole}; and {picked.reason}" if any(len(mask) for mask in picked.taken) else whole

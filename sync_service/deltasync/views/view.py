@@ -1,42 +1,36 @@
 """A consumer's view: what its replicas hold of a model, and what they can be given of it."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
+from deltasync.checkpoints.manifest import TableEntry
+from deltasync.checkpoints.writing import SourceTable
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Decision, Position, is_discarded, line_of, resume
-from deltasync.core.rows import Ids
 from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.steady_clock import Moment, steady_ns
-from deltasync.core.threads import EVENT_LOOP, confined, not_shared_yet
-from deltasync.feeds.damage import Damage, IdsByTable, joined
-from deltasync.feeds.frozen_release import FrozenRelease, Head
+from deltasync.core.threads import EVENT_LOOP, confined
+from deltasync.feeds.frozen_release import NO_TABLES, Head
 from deltasync.feeds.model import Model
-from deltasync.feeds.releases import Releases
-from deltasync.feeds.repair import NO_REPAIR, Repair
+from deltasync.feeds.releases import Release, Releases
 from deltasync.feeds.standing import Standing, TableStanding
-from deltasync.storage.mapped_table import MappedTable
-from deltasync.storage.pin import Pin
+from deltasync.views.log import ViewLog
+from deltasync.views.making import Plan
 from deltasync.views.pacing import LONGEST_SECONDS
-from deltasync.views.release_maker import ReleaseMaker
-from deltasync.views.store import ViewState, ViewStore
+from deltasync.views.release_maker import ReleaseMaker, Wish
+from deltasync.views.replay import Replay, sources
+from deltasync.views.state import ViewState
 from deltasync.views.table import ViewTable
-from deltasync.views.table_maker import TableMaker
-
-# Compared with the model's at once on its thread; between two of them cuts may be applied.
-_COMPARED_ROWS = 1 << 16
 
 
-@confined(trouble=EVENT_LOOP, failure=EVENT_LOOP, lost=EVENT_LOOP)
+@confined(trouble=EVENT_LOOP, failure=EVENT_LOOP)
 class View:
     """What the replicas of one consumer are fed from. The text of the package says which thread may touch what.
 
@@ -44,35 +38,30 @@ class View:
         model: the model it is a view of.
         trouble: why it does not have the tables that the policy wants; empty if it does.
         failure: what keeps releases from being made, which is tried again; empty if nothing does.
-        damage: rows of which what is held does not fit the digests.
-        lost: how many dirty rows were found since the last release that were not known to be dirty.
     """
 
-    def __init__(self, consumer: str, model: Model, directory: Path) -> None:
-        self.model = model
-        self.trouble = ""
-        self.failure = ""
-        self.lost = 0
-        self.damage = Damage(self._mapped, model.on_thread, self._mend, lambda: self.position.number)
-        self._store = ViewStore(consumer, model, directory)
-        self._tables = TableMaker(model, self._store)
-        self._releases = Releases(model.on_thread, self._freezable, directory)
-        self._maker = ReleaseMaker(model, self._store, self._releases, directory)
+    def __init__(self, consumer: str, model: Model, record: Mapping[str, Any] | None = None) -> None:
+        """A new view, or the one of a record in the log, which `Model.recover` makes again."""
+        self.owner, self.model = consumer, model
+        self.trouble = self.failure = ""
+        self._record = record
+        self._log = ViewLog(model.log, consumer)
+        self._maker = ReleaseMaker(consumer, model, self._log, record["history"] if record else uuid.uuid4().hex)
+        self._releases = Releases(model.on_thread, self._given, model.release_memory_bytes)
+        self._replay: Replay | None = None  # While it is made again.
         self._signal = Signal()
-        # Held where other tables are made: of these, the log has not all rows. Also while files are to stay.
-        self.making_tables = asyncio.Lock()
 
     @property
     def state(self) -> ViewState:
         """Where it is now. The state that is returned does not change; the view goes on to another."""
-        return self._store.state
+        return self._maker.state
 
     # What a replica's stream asks for, of a model as well.
 
     @property
     def history(self) -> str:
         """The id of the view's history."""
-        return self._store.history.id
+        return self._maker.history.id
 
     @property
     def model_history(self) -> str:
@@ -95,11 +84,9 @@ class View:
         head = self.state.head
         return Position(self.history, head.number, head.seal) if head else Position(self.history)
 
-    def release(self, after: int, repair: Repair = NO_REPAIR) -> "asyncio.Future[FrozenRelease]":
-        """What a replica at number `after` lacks, and what is to be repaired."""
-        task = self._releases.get(after, repair, self.position.number)
-        task.add_done_callback(self.damage.note_failure)
-        return task
+    def release(self, after: int, whole: frozenset[int] = NO_TABLES) -> "asyncio.Future[Release]":
+        """What a replica at number `after` lacks, with every row of the tables `whole`."""
+        return self._releases.get(after, whole, self.position.number)
 
     def changed(self) -> Coroutine[None, None, Literal[True]]:
         """To be awaited: a new head, other tables or trouble, from this call on."""
@@ -110,7 +97,7 @@ class View:
 
         `acknowledged` is its offset.
         """
-        history, model = self._store.history, self.model
+        history, model = self._maker.history, self.model
         sealed = model.seal_of(held.number)
         of_model = resume(held, model.history, history.first_version, sealed, acknowledged=acknowledged)
         return history.resume(held, self.position.number, of_model, acknowledged)
@@ -128,7 +115,7 @@ class View:
 
     def seal_of(self, number: int) -> int:
         """The checksum of a release's seal; 0 where it is not known."""
-        return self._store.history.seal_of(number)
+        return self._maker.history.seal_of(number)
 
     def version_of(self, number: int) -> int:
         """The version of the rows that a replica at `number` holds, as far as it is known."""
@@ -140,7 +127,7 @@ class View:
         Either there is a later release, or one is due, of a later version or of rows that are left, though it may
         not be made yet: none is while no replica is connected. `FOREVER_NS` or more where that is not known.
         """
-        now_ns, succession = steady_ns(), self._store.history.succession
+        now_ns, succession = steady_ns(), self._maker.history.succession
         later_release_ns, age_ns = succession.behind_ns(number, now_ns), succession.age_ns(number, now_ns)
         later_version_ns = self.model.behind_ns(self.version_of(number), policy)
         due_ns = min(later_version_ns, _beyond(policy.min_interval_seconds, age_ns))
@@ -158,7 +145,7 @@ class View:
         newest = self.state.newest
         if newest is None:
             return None
-        return Moment(newest.statistics.made_unix_ns, self._store.history.succession.since_ns(newest.head.number))
+        return Moment(newest.statistics.made_unix_ns, self._maker.history.succession.since_ns(newest.head.number))
 
     def event_time_of(self, version: int) -> int | None:
         """The time of the newest event that the model had been trained on at a version, or None."""
@@ -166,15 +153,15 @@ class View:
 
     def _version_at(self, state: ViewState, number: int) -> int:
         if state.head and number == state.head.number:
-            # After a restart, rows are compared from an earlier version on than that of the newest release.
+            # What has changed since then was nothing that replicas lack.
             return max(state.compared_version, state.head.version)
-        return self._store.history.version_of(number)
+        return self._maker.history.version_of(number)
 
     def may_serve(self, policy: Policy) -> bool:
         """Whether replicas may be given the tables there are: those of the policy or, where these cannot be made,
         older ones of its mode.
         """
-        if not self.tables or self.state.mixed:
+        if not self.tables:
             return False
         return self.fits(policy) or (
             bool(self.trouble) and all(each.mode is policy.mode for each in self.deliveries)
@@ -199,8 +186,7 @@ class View:
             history=self.history,
             newest_release=state.head.number if state.head else 0,
             trouble=self.trouble,
-            crowded=self._releases.crowded,
-            failure=self.failure or of_model.failure or self.damage.in_words("the next release replaces them"),
+            failure=self.failure or of_model.failure,
         )
         if state.newest is None:
             return standing
@@ -208,7 +194,7 @@ class View:
             standing,
             tables=partial(_tables, state, self.model, policy),
             version_of=partial(self._version_at, state),
-            seal_of=self._store.history.seal_of,
+            seal_of=self._maker.history.seal_of,
             release=state.newest.statistics,
             released=self.released,
             compared=state.compared_version == self.model.position.number,
@@ -216,141 +202,119 @@ class View:
 
     # Moving on: one call at a time.
 
-    async def prepare(self, policy: Policy) -> None:
-        """Have the tables that the policy follows, in the form that it wants. Those it lacks are made, whole.
+    async def prepare(
+        self, policy: Policy, overdue_version: int = 0, goes_on: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Have the tables that the policy follows, in the form that it wants. If the view lacks some, a release
+        makes them, whole, and takes of the others what the policy wants; see `make_release`.
 
         Raises:
-            InvalidInput: the policy cannot be kept with a table that has come since; the view is as it was.
-            StorageFailed: there is no room; likewise.
+            InvalidInput: the policy cannot be kept with a table that has come since; the view is as it was, and in
+                `trouble`.
+            StorageFailed: there is no room, likewise; or the log could not be written.
         """
-        async with self.making_tables:
-            await self._prepare(policy)
-
-    async def _prepare(self, policy: Policy) -> None:
+        if self._maker.shown is None:  # The log has refused a release, which may be the one that has them.
+            await self._make(None)
+        plan = None
         try:
             if self.model.head and not self.fits(policy):
-                await self._maker.finish()  # So that its number is not used twice.
-                await self._tables.make(policy)
-                self._signal.wake()
-            if self.state.mixed:  # Cuts were applied while tables were made.
-                await self._maker.make(policy, 0)
-                self._signal.wake()
+                wanted = [(table, policy.delivery_of(table.spec)) for table in self.model.followed(policy)]
+                for _, delivery in wanted:  # Of tables that came after the policy, too.
+                    delivery.check()
+                plan = await self._maker.plan(wanted)
+            self.trouble = ""
         except (InvalidInput, StorageFailed) as error:
             self.trouble = str(error)
             self._signal.wake()
             raise
-        self.trouble = ""
+        if plan:
+            await self._make(Wish(policy, overdue_version, goes_on), plan)
 
     async def make_release(
-        self, policy: Policy, overdue_version: int, wanted: Callable[[], bool] = lambda: True
+        self, policy: Policy, overdue_version: int, goes_on: Callable[[], bool] = lambda: True
     ) -> None:
-        """Make the next release, by the policy, if it is `wanted` still when its rows are drawn, on the model's
-        thread; rows dirty since `overdue_version` or before are overdue.
+        """Make the next release, by the policy, of the tables that the view has.
+
+        Args:
+            policy: the consumer's policy.
+            overdue_version: rows that are dirty since this version or before are overdue.
+            goes_on: whether it is still wanted; asked on the model's thread.
 
         Raises:
-            StorageFailed: not all of it could be written; rows that were not are still dirty.
+            StorageFailed: the log has refused it. It is tried again before anything else.
+            DamagedRows: rows of the model do not fit their digests. The model is loaded again.
         """
-        lost = self.lost
+        await self._make(Wish(policy, overdue_version, goes_on))
+
+    async def _make(self, wish: Wish | None, plan: Plan | None = None) -> None:
         try:
-            if await self._maker.make(policy, overdue_version, wanted):
-                self.lost -= lost  # Not those that were found meanwhile.
-            await self.damage.mend()
+            await self._maker.make(wish, plan)
         finally:
+            self._releases.have(None, self.position.number)  # Who waits for one may be given it now.
             self._signal.wake()
 
-    async def find_lost(self) -> IdsByTable:
-        """Compare all rows that are not dirty with the model's. Those that differ are dirty from here on.
-
-        The disk has lost that they were. They are told as those with another stamp, and go with the next release.
-        """
-        found: IdsByTable = {}
-        for table in self.state.tables:
-            for first in range(0, table.delivery.spec.rows, _COMPARED_ROWS):
-                ids = await self.model.on_thread(self._find_lost, table, first)
-                found = joined(found, {table.held.spec.name: ids}) if len(ids) else found
-        self.damage.restamped = joined(self.damage.restamped, found)
-        if found:
-            self.lost += sum(map(len, found.values()))
-            self.model.signal.wake()
-        return found
-
-    @property
-    def spilled_bytes(self) -> int:
-        """Bytes of releases in files."""
-        return self._releases.spilled_bytes
-
-    def drop_newest(self) -> None:
-        """Keep no release in memory that no replica uses: none is connected."""
-        self._releases.drop_newest()
-
-    # On disk; these block, on any thread.
-
-    def recover(self, record: Mapping[str, Any]) -> None:
-        """Come back as of the last flush, which left `record`, and the log after it. Before any other use.
-
-        Raises:
-            StorageFailed: a file is damaged or missing.
-        """
-        with not_shared_yet():
-            self._store.recover(record)
-
-    def should_flush(self, flush_bytes: int) -> bool:
-        """Whether the log holds so many bytes of its releases."""
-        return self._store.should_flush(flush_bytes)
-
-    def flush(self) -> bool:
-        """Put it on disk and drop its rows from the log; whether there was anything to flush.
-
-        Raises:
-            StorageFailed: the log could not be written; nothing was lost.
-        """
-        return self._store.flush()
-
-    def record(self) -> dict[str, Any]:
-        """What is written down of it as it is now. On the model's thread."""
-        return self._store.record(self.state, self.state.head.number if self.state.head else 0)
-
-    @property
-    def pin(self) -> Pin:
-        """See `ViewStore`."""
-        return self._store.pin
-
-    def cut_log(self, number: int) -> None:
-        """See `ViewStore`."""
-        self._store.cut_log(number)
-
     def discard(self) -> None:
-        """Remove everything there is of it."""
-        self._store.discard()
+        """Remove everything that the log has of it. Blocks; any thread."""
+        self._log.discard()
 
-    async def _mend(self, rows: IdsByTable) -> IdsByTable:
-        """Mend rows, as far as it is known what they were. The rest goes with the next release, due at once."""
-        if not rows:
-            return rows
-        left: IdsByTable = await self.model.on_thread(self._mend_tables, rows)
-        self.model.signal.wake()
-        return left
+    # To checkpoints and recovery, see `feeds.derived`. On the model's thread.
 
-    # On the model's thread.
+    def checkpoint_tables(self) -> list[SourceTable]:
+        """Its tables, with a release that is not on disk yet."""
+        return sources(self.owner, self._maker.made)
 
-    def _mapped(self) -> list[MappedTable]:
-        return [mapped for table in self.state.tables for mapped in table.mapped]
+    def checkpoint_state(self) -> dict[str, Any] | None:
+        """What else `restore` needs; None while a release is on its way to the disk."""
+        return self._maker.saved()
 
-    def _find_lost(self, table: ViewTable, first: int) -> Ids:
-        if table not in self.state.tables:  # Others were made meanwhile.
-            return np.empty(0, np.int64)
-        return table.find_lost(first, first + _COMPARED_ROWS, self.state.compared_version)
+    def let_go(self) -> None:
+        """See `Derived.let_go`."""
+        self._replay = None
 
-    def _mend_tables(self, rows: IdsByTable) -> IdsByTable:
-        version = self.state.compared_version
-        by_name = {table.held.spec.name: table for table in self.state.tables if table.held.spec.name in rows}
-        left = {name: table.mend(rows[name], version) for name, table in by_name.items()}
-        return {name: ids for name, ids in left.items() if len(ids)}
+    def restore(self, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]) -> list[StampedTable | None]:
+        """See `Derived.restore`."""
+        self._replay = Replay(self.model, self._log, self.history)
+        return self._replay.begin(self.owner, state, entries)
 
-    def _freezable(self) -> tuple[list[StampedTable], Head | None]:
-        """What replicas can be given, as it is at one moment."""
-        state = self.state
-        return [table.sent for table in state.tables], state.head
+    def restored(self) -> None:
+        """See `Derived.restored`."""
+        if self._replay:
+            self._replay.loaded()
+
+    def replay(self, version: int) -> None:
+        """See `Derived.replay`."""
+        if self._replay:
+            self._replay.go_on(version)
+
+    async def recovered(self) -> str:
+        """Go on from where `replay` has led to, once the model is there. In the event loop, before any other use.
+
+        Returns:
+            Why the view cannot go on: its replicas need every row, by another view. Empty if it can.
+
+        Raises:
+            StorageFailed: the log cannot be read.
+        """
+        if (replay := self._replay) is None:
+            return "" if self.state.newest else "nothing of it was read"
+        replay.end(self.model.seals.newest_version)
+        if self._record and self._record["model_history"] != self.model.history:
+            return "it is of another history of the model"
+        if not replay.lost:
+            await self._maker.go_on_from(replay.state)
+        self._replay = None  # It keeps tables in memory.
+        return replay.lost
+
+    def cut_log(self, state: Mapping[str, Any]) -> None:
+        """See `Derived.cut_log`."""
+        if state["head"] and line_of(state["history"]) == line_of(self.history):
+            self._log.cut(state["head"]["number"], self.position.number)
+
+    def _given(self) -> tuple[list[StampedTable], Head | None] | None:
+        """What replicas can be given, as it is at one moment; None while a release is on its way to the disk."""
+        self.model.check_sound()
+        state = self._maker.shown
+        return ([table.sent for table in state.tables], state.head) if state else None
 
 
 def _beyond(seconds: float, age_ns: int) -> int:
@@ -368,7 +332,7 @@ def _held(table: ViewTable, state: ViewState) -> TableStanding:
     return TableStanding(
         table.delivery.spec,
         table.sent.spec.row_bytes,
-        partial(table.lacking, compared_version=state.compared_version),
+        table.lacking,
         state.backlog.get(table.delivery.spec.name),
     )
 

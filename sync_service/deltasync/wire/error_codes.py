@@ -60,6 +60,11 @@ def http_status(error: DeltasyncError) -> int:
     return next((status for _, _, status in _kinds(error)), 500)
 
 
+def error_name(error: DeltasyncError) -> str:
+    """The name by which clients know an error, whatever kind of that it is."""
+    return next((kind.__name__ for kind, _, _ in _kinds(error)), type(error).__name__)
+
+
 def _kinds(error: DeltasyncError) -> list[tuple[type[DeltasyncError], grpc.StatusCode, int]]:
     """What an error is, the nearest first."""
     return sorted((each for each in _CODES if isinstance(error, each[0])), key=lambda each: -len(each[0].__mro__))
@@ -82,7 +87,7 @@ def error_metadata(error: DeltasyncError) -> tuple[tuple[str, str], ...]:
     """The trailing metadata of a call that ends with an error."""
     owner = error.owner if isinstance(error, NotOwner) else None
     found = tuple((key, getattr(owner, name)) for name, key in _OWNER_KEYS.items()) if owner else ()
-    return ((ERROR_KEY, type(error).__name__), *found)
+    return ((ERROR_KEY, error_name(error)), *found)
 
 
 def _owner(metadata: Mapping[str, str | bytes]) -> Owner | None:

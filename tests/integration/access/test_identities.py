@@ -24,7 +24,7 @@ from tests.support.wire import (
 
 from deltasync.client import Endpoint, NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.core.errors import NotPermitted
-from deltasync.v1 import publish_pb2, subscribe_pb2
+from deltasync.v1 import subscribe_pb2
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 PUBLISH, SUBSCRIBE = "/deltasync.v1.PublishService/Publish", "/deltasync.v1.SubscribeService/Subscribe"
@@ -103,9 +103,6 @@ def test_a_run_is_that_of_who_has_opened_it(service: GuardedService) -> None:
         rank.receive()
         code, said = service.call(PUBLISH, "other-trainer", publish_open())
         assert (code, "another identity's" in said) == (DENIED, True), said
-        wanted = publish_pb2.WantedRequest(model="clicks", run="run-1", rank=0)
-        assert service.call("/deltasync.v1.PublishService/Wanted", "other-trainer", wanted)[0] is DENIED
-        assert service.call("/deltasync.v1.PublishService/Wanted", "trainer", wanted)[0] is grpc.StatusCode.OK
         with publishing(service) as second:
             second.receive()
     assert service.lines("audit refused: role=publish name=other-trainer address=127.0.0.1:.* call=Publish: run ")

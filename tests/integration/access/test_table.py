@@ -26,7 +26,6 @@ CALLERS = ["", "stranger", *ROLES, "admin token"]
 # Beyond the role: a first message for which the callers that have it have it, too.
 FIRST = {
     "Publish": publish_open(model="clicks-new"),
-    "Wanted": publish_pb2.WantedRequest(model="clicks"),
     "Subscribe": subscribe_open(consumer="predictors"),
     "Leave": subscribe_pb2.LeaveRequest(consumer="predictors", replica="r"),
     "ServerReflectionInfo": reflection_pb2.ServerReflectionRequest(list_services=""),
@@ -76,7 +75,6 @@ def test_a_route_is_let_in_with_its_role_alone(service: GuardedService, method: 
     [
         ("PublishService/Publish", "trainer", publish_open(model="clicks-new"), True),
         ("PublishService/Publish", "trainer", publish_open(model="other"), False),
-        ("PublishService/Wanted", "trainer", publish_pb2.WantedRequest(model="other"), False),
         ("SubscribeService/Subscribe", "predictor", subscribe_open(consumer="predictors"), True),
         ("SubscribeService/Subscribe", "predictor", subscribe_open(consumer="others"), False),
         ("SubscribeService/Leave", "predictor", subscribe_pb2.LeaveRequest(consumer="others"), False),

@@ -395,6 +395,6 @@ def test_bytes_that_are_no_protobuf(served: tuple[RunningService, Position], met
     assert state_of(service) == before
 
 
-def test_a_folder_that_can_be_none_is_refused(served: tuple[RunningService, Position]) -> None:
-    status, answer = served[0].request("POST", "/backup", TOKEN, rb'{"directory": "/dev/null/\u0000"}')
-    assert (status, "no path has a null character" in answer) == (400, True)
+def test_a_place_that_can_be_none_is_refused(served: tuple[RunningService, Position]) -> None:
+    status, answer = served[0].request("POST", "/backup", TOKEN, rb'{"url": "/dev/null/\u0000"}')
+    assert (status, "no URL has a null character" in answer) == (400, True)

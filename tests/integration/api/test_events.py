@@ -81,8 +81,8 @@ def test_changes_of_consumers_are_told(service: RunningService, caplog: pytest.L
     ]
 
 
-def test_flushes_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "deltasync.events")
-    with RunningService(tmp_path / "data", flush_bytes=1) as service, Trainer(service.grpc) as trainer:
+    with RunningService(tmp_path / "data", checkpoint_bytes=1) as service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
-        wait_for_line(caplog, "flushed: model=clicks version=1")
+        wait_for_line(caplog, "checkpointed: model=clicks version=1 .*")

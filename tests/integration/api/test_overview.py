@@ -19,11 +19,11 @@ from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
 
 from deltasync.api.access_table import ROUTES, need_of_request
+from deltasync.checkpoints import manifest
 from deltasync.client import NumpyTarget, TableSpec
 from deltasync.core.cut_times import SERVICE_PARTS
 from deltasync.core.policy import Policy
 from deltasync.core.recent_events import RecentEvents
-from deltasync.snapshots import manifest
 from deltasync.storage import log_format
 from deltasync.wire.protocol import PROTOCOL
 
@@ -259,7 +259,7 @@ def test_levels_of_the_log_change_while_it_runs(service: RunningService, caplog:
 def test_which_deltasync_answers(service: RunningService) -> None:
     found = service.get_json("/version")
     assert found["version"]
-    formats = {"protocol": PROTOCOL, "log": log_format.FORMAT, "snapshot": manifest.FORMAT}
+    formats = {"protocol": PROTOCOL, "log": log_format.FORMAT, "checkpoint": manifest.FORMAT}
     assert found["formats"] == formats
 
 

@@ -17,7 +17,7 @@ from deltasync.core.policy import Policy
 
 LISTS = (
     *("/consumers", "/lag", "/models", "/tables", f"/tables/{USER.name}", "/trainers", "/versions", "/deletes"),
-    "/snapshots",
+    "/checkpoints",
 )
 Answer = tuple[int, dict[str, str], Any]
 
@@ -82,7 +82,7 @@ def test_who_asks_for_a_model_is_sent_to_its_process(cluster: LocalCluster, mode
         ("DELETE", f"/models/{model}", None),
         ("DELETE", f"/models/{model}/tables/100%25%20of%C3%A9", None),
         ("POST", "/deletes", delete),
-        ("POST", f"/models/{model}/snapshot", None),
+        ("POST", f"/models/{model}/checkpoint", None),
         ("POST", f"/models/{model}/move", {"process": "b"}),
         ("POST", "/drain", {"process": "a"}),
         ("POST", "/consumers", {"name": "mobile", "model": model}),
@@ -134,9 +134,9 @@ def test_programs_and_commands_take_the_address_of_any_process(cluster: LocalClu
         admin.pause_consumer("mobile", "a look")
         admin.resume_consumer("mobile")
         assert admin.create_consumer("mobile", model, Policy())["consumer"] == "mobile"
-        assert admin.make_snapshot(model)["version"] == 1
-        assert {table["model"] for table in admin.inspect()} == {model}
-        for command in (["lag"], ["status"], ["tables", "list"], ["versions"], ["lag", "mobile"], ["snapshots"]):
+        assert admin.make_checkpoint(model)["version"] == 1
+        assert {line["model"] for line in admin.fsck()} == {model, ""}
+        for command in (["lag"], ["status"], ["tables", "list"], ["versions"], ["lag", "mobile"], ["checkpoints"]):
             code, out, err = deltasync(*command, "--service", each.http)
             assert (code, err, model in out) == (0, "", True), command
 

@@ -188,6 +188,20 @@ def test_a_restart_publishes_the_rows_that_came_after_and_its_own(tmp_path: Path
 
 
 @pytest.mark.nightly
+def test_checkpoints_are_written_while_cuts_are_timed_and_loaded(tmp_path: Path) -> None:
+    sizes = ("--rows", "20000", "--dim", "8", "--cut-rows", "100", "--rounds", "2", "--load-gb", "0.01")
+    figures, said = measured(tmp_path, "checkpoint", *sizes)
+    assert [figures[name] for name in ("rows", "dim", "cut_rows", "rounds")] == [20_000, 8, 100, 2]
+    for name in ("cut_ratio", "load_ratio", "load_cold_ratio"):
+        assert_has_range(figures, name)
+    assert figures["changed_bytes"] == 5 * 20_000 * (8 + 4 * 8)
+    assert figures["write_ratio"] == figures["written_bytes"] / figures["changed_bytes"]
+    assert figures["checkpoints"] == 50
+    assert 0.009 < figures["load_gb"] < 0.011
+    assert "write_ratio" in said
+
+
+@pytest.mark.nightly
 def test_every_way_of_reading_is_measured_with_rows_replaced(tmp_path: Path) -> None:
     sizes = ("--rows", "2000", "--dim", "8", "--rounds", "2", "--seconds", "0.3", "--releases-per-second", "50")
     figures, said = measured(tmp_path, "serve", *sizes)

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from deltasync.cli.lag import BEHIND
 from deltasync.client import NumpyTarget
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
-from deltasync.service.snapshots import SnapshotOptions
 
 
 @pytest.fixture
@@ -52,24 +50,18 @@ def test_one_address_does_for_all(service: RunningService) -> None:
     assert (code, "no consumer 'nobody'" in said) == (1, True)
 
 
-def test_a_service_that_makes_no_snapshots_says_so(service: RunningService) -> None:
-    titles, line = shown("snapshots", "--service", service.http).splitlines()
-    assert titles.split() == ["model", "version", "behind", "age", "bytes", "new", "why"]
-    assert line.split()[:2] == ["clicks", "2"]
-    assert "none are made: deltasync serve --snapshots" in line
-    (found,) = json.loads(shown("snapshots", "--json", "--service", service.http))
-    assert (found["version"], found["age_seconds"]) == (0, None)
-
-
-def test_the_newest_snapshots_are_listed(tmp_path: Path) -> None:
-    service = RunningService(tmp_path / "data")
-    service.options = replace(service.options, snapshots=SnapshotOptions(url=str(tmp_path / "at"), seconds=3600))
-    with service, Trainer(service.grpc) as trainer:
+def test_the_newest_checkpoints_are_listed(tmp_path: Path) -> None:
+    with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
-        code, _, _ = deltasync("snapshot", "clicks", "--service", service.http, admin_token="secret")  # noqa: S106
+        (found,) = json.loads(shown("checkpoints", "--json", "--service", service.http))
+        known = [found[name] for name in ("version", "behind_versions", "age_seconds", "reason")]
+        assert known == [0, 1, None, ""]
+        code, said, _ = deltasync("checkpoint", "clicks", "--service", service.http, admin_token="secret")  # noqa: S106
+        assert (code, "the checkpoint of version 1 of model clicks is complete" in said) == (0, True)
         trainer.publish_all()
-        _, line = shown("snapshots", "--service", service.http).splitlines()
-        assert (code, line.split()[:3]) == (0, ["clicks", "1", "1"])
+        titles, line = shown("checkpoints", "--service", service.http).splitlines()
+        assert titles.split() == ["model", "version", "behind", "age", "bytes", "new", "at", "URL", "why"]
+        assert line.split()[:3] == ["clicks", "1", "1"]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ LISTS = [
         ["consumers", "list"],
         ["tables", "list"],
     ),
-    *(["replicas", "list", "predictors"], ["snapshots"], ["processes"], ["rows", "pending"]),
+    *(["replicas", "list", "predictors"], ["checkpoints"], ["processes"], ["rows", "pending"]),
 ]
 
 

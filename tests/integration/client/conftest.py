@@ -1,12 +1,9 @@
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.support.fleet import Trainer, release_at_once
 from tests.support.server import RunningService
-
-from deltasync.service.snapshots import SnapshotOptions
 
 
 @pytest.fixture
@@ -23,12 +20,9 @@ def watchful(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningService]:
-    """Has a consumer for each of the file's POLICIES, and makes snapshots where the file's SNAPSHOTS says so."""
-    service = RunningService(tmp_path / "data", policies=request.module.POLICIES)
-    if getattr(request.module, "SNAPSHOTS", False):
-        snapshots = SnapshotOptions(url=str(tmp_path / "snapshots"), seconds=3600)
-        service.options = replace(service.options, snapshots=snapshots)
-    with service:
+    """Has a consumer for each of the file's POLICIES, and copies checkpoints if the file has CHECKPOINTS."""
+    url = str(tmp_path / "checkpoints") if getattr(request.module, "CHECKPOINTS", False) else None
+    with RunningService(tmp_path / "data", policies=request.module.POLICIES, checkpoints=url) as service:
         yield service
 
 

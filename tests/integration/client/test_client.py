@@ -339,9 +339,6 @@ def misbehaving(answers: list[Answers]) -> Iterator[str]:
         def Publish(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
             return left.get_nowait()(request_iterator)
 
-        def Wanted(self, request: Any, context: Any) -> Any:  # noqa: N802
-            return publish_pb2.WantedResponse()
-
     server = grpc.server(ThreadPoolExecutor(4))
     publish_pb2_grpc.add_PublishServiceServicer_to_server(Servicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")

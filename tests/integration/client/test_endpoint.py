@@ -88,8 +88,8 @@ def test_an_http_call_shows_its_rights(token: str, shown: str | None) -> None:
 
 def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
     with silent() as address:
-        with pytest.raises(ServiceUnavailable, match=f"http://{address}/models/m/snapshot"):
-            Admin(Endpoint(f"http://{address}")).make_snapshot("m", timeout_seconds=0.1)
+        with pytest.raises(ServiceUnavailable, match=f"http://{address}/models/m/checkpoint"):
+            Admin(Endpoint(f"http://{address}")).make_checkpoint("m", timeout_seconds=0.1)
         with pytest.raises(ServiceUnavailable, match=f"http://{address}/consumers/c/lag"):
             fetch_lag(Endpoint(f"http://{address}", timeout_seconds=0.1), "c")
 

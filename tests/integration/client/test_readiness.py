@@ -81,7 +81,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def service_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("feeds.model", "views.view", "views.store"):
+    for module in ("feeds.model", "views.view", "views.release_maker"):
         monkeypatch.setattr(f"deltasync.{module}.steady_ns", clock)
     return clock
 

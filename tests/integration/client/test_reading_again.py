@@ -1,4 +1,4 @@
-"""Whoever asks a replica to read all of its rows again hears how they compare, table by table and row by row."""
+"""Whoever asks a replica to read all of its rows again hears how they compare, table by table."""
 
 import logging
 import threading
@@ -35,6 +35,7 @@ from deltasync.wire.messages import position_from_message
 pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {"top": Policy(top_k=0.5, value_type=ValueType.INT8)}
 CONSUMERS = ["top", "predictors"]
+NOT_KNOWN = "its checksum is another; which rows differ is not known"
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def statuses(tables: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 @pytest.mark.usefixtures("unswept")
 @pytest.mark.parametrize("consumer", CONSUMERS)
-def test_a_damaged_row_is_named_and_is_right_again(
+def test_a_damaged_table_is_named_and_is_right_again(
     service: RunningService, caplog: pytest.LogCaptureFixture, consumer: str
 ) -> None:
     caplog.set_level(logging.INFO, "deltasync.events")
@@ -77,7 +78,7 @@ def test_a_damaged_row_is_named_and_is_right_again(
         target.tables["user"][7, 3] += 1
         found = verified(service, consumer)
         assert statuses(found) == {"user": "differs", "item": "equal"}
-        assert found["user"]["reason"] == "1 row differs: row 7"
+        assert found["user"]["reason"] == NOT_KNOWN
         assert found["user"]["checksum"] == before["user"]["checksum"] != found["user"]["held"]
 
         wait_until_in_sync(service, consumer, head)
@@ -87,7 +88,7 @@ def test_a_damaged_row_is_named_and_is_right_again(
     events = [each.getMessage() for each in caplog.records if each.name == "deltasync.events"]
     said = [each for each in events if "replica verified" in each]
     assert ["as they were sent" in each for each in said] == [True, False, True]
-    assert "table user: 1 row differs: row 7" in said[1]
+    assert f"table user: {NOT_KNOWN}" in said[1]
 
 
 @pytest.mark.usefixtures("unswept", "in_slices")
@@ -99,7 +100,6 @@ def test_a_row_that_was_repaired_before_all_were_read_has_differed(service: Runn
         target.tables["user"][row, 3] += 1
         found = verified(service)
         assert statuses(found) == {"user": "differs", "item": "equal"}
-        assert found["user"]["ids"] == [row]
 
 
 @pytest.mark.usefixtures("in_slices")
@@ -203,7 +203,6 @@ def test_a_row_that_was_damaged_before_the_service_came_back_is_found(tmp_path: 
         target.tables["user"][7, 3] += 1
         found = verified(second)
         assert statuses(found) == {"user": "differs", "item": "equal"}
-        assert found["user"]["ids"] == [7]
 
 
 def test_numbers_of_questions_do_not_come_again() -> None:

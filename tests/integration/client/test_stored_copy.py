@@ -1,4 +1,4 @@
-"""Snapshots and checkpoints, compared with what the service gives replicas now, row by row."""
+"""Checkpoints of the service and of trainers, compared with what the service gives replicas now, row by row."""
 
 import json
 import warnings
@@ -31,13 +31,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from deltasync.cli.lag import BEHIND
 from deltasync.client import CallbackTarget, Mode, Policy, Position, SubscriberOptions, TableSpec, ValueType
-from deltasync.client.stored_copy import Comparison, Rows, StoredCopy, compare, snapshot_copy
+from deltasync.client.stored_copy import Comparison, Rows, StoredCopy, compare, stored_checkpoint
 from deltasync.client.torch_checkpoint import checkpoint_copy
 from deltasync.client.torch_target import TorchTarget
 from deltasync.core.errors import Contradiction, InvalidInput, NotFound, StorageFailed
 from deltasync.core.verified import VerifiedTable
 
-SNAPSHOTS = True
+CHECKPOINTS = True
 POLICIES = {
     "ranked": Policy(top_k=10_000, min_interval_seconds=0.01),
     "int8": Policy(top_k=10_000, value_type=ValueType.INT8),
@@ -84,14 +84,14 @@ def test_rows_that_come_in_parts_are_compared_like_others(
 
 
 @pytest.mark.parametrize("consumer", ["predictors", "ranked", "int8"])
-def test_a_snapshot_is_equal_but_for_what_has_changed_since(
+def test_a_checkpoint_is_equal_but_for_what_has_changed_since(
     service: RunningService, trainer: Trainer, tmp_path: Path, consumer: str
 ) -> None:
     head = trainer.publish_all()
     with follow(service, consumer, "early", CallbackTarget(lambda _: None)) as early:
         early.wait_for(head, WAIT)
-    admin_of(service).make_snapshot("clicks")
-    copy = snapshot_copy(str(tmp_path / "snapshots"), consumer)
+    admin_of(service).make_checkpoint("clicks")
+    copy = stored_checkpoint(str(tmp_path / "checkpoints"), consumer)
     now = compared(service, copy, consumer)
     assert (now.since, statuses(now)) == (True, {"user": "equal", "item": "equal"})
     assert [each.changed for each in now.tables] == [0, 0]
@@ -150,7 +150,7 @@ def test_rows_deleted_here_and_there_are_equal_and_a_table_that_is_not_there_is_
 
 
 def test_what_cannot_be_compared_is_an_error(service: RunningService, trainer: Trainer, tmp_path: Path) -> None:
-    position, url = trainer.publish_all(), str(tmp_path / "snapshots")
+    position, url = trainer.publish_all(), str(tmp_path / "checkpoints")
     copy = copy_of(trainer.rows, position)
     with pytest.raises(Contradiction, match="'ranked' is given what a policy lets out"):
         compared(service, copy, "ranked")
@@ -162,16 +162,16 @@ def test_what_cannot_be_compared_is_an_error(service: RunningService, trainer: T
         compared(service, copy_of({"user": trainer.rows["user"][:, :3]}, position))
     with pytest.raises(Contradiction, match=f"row {USER.rows} of table 'user', which has {USER.rows} rows"):
         compared(service, copy_of({"user": np.zeros((USER.rows + 1, USER.dim), np.float32)}, position))
-    with pytest.raises(NotFound, match="has no snapshot for consumer 'predictors'"):
-        snapshot_copy(url, "predictors")
-    admin_of(service).make_snapshot("clicks")
+    with pytest.raises(NotFound, match="has no checkpoint for consumer 'predictors'"):
+        stored_checkpoint(url, "predictors")
+    admin_of(service).make_checkpoint("clicks")
     with pytest.raises(Contradiction, match="ids only"):
-        snapshot_copy(url, "ids")
-    for piece in (tmp_path / "snapshots").rglob("*"):
+        stored_checkpoint(url, "ids")
+    for piece in (tmp_path / "checkpoints").rglob("*"):
         if piece.is_file() and "manifest" not in str(piece):
             piece.write_bytes(b"x" + piece.read_bytes()[1:])
     with pytest.raises(StorageFailed, match="cannot be read"):
-        snapshot_copy(url, "predictors")
+        stored_checkpoint(url, "predictors")
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -245,14 +245,14 @@ def test_weights_of_another_type_are_an_error_of_one_line(
 
 
 def verify(service: RunningService, *arguments: str) -> tuple[int, str, str]:
-    subscribes = {"--snapshot", "--checkpoint"} & set(arguments)
+    subscribes = {"--checkpoint", "--torch-checkpoint"} & set(arguments)
     address = service.grpc if subscribes else service.http
     return deltasync("verify", "predictors", "--service", address, *arguments, token="secret")  # noqa: S106
 
 
 def error_of(service: RunningService, checkpoint: Path) -> str:
     """The one line that is said of a checkpoint, and nothing else."""
-    code, shown, said = verify(service, "--checkpoint", str(checkpoint))
+    code, shown, said = verify(service, "--torch-checkpoint", str(checkpoint))
     assert (code, shown, "Traceback" in said) == (1, "", False)
     (error,) = [line for line in said.splitlines() if line.startswith("Error: ")]
     return error
@@ -274,21 +274,21 @@ def test_the_command_says_which_row_of_whom_differs(
         assert said.splitlines() == ["replica bad reads its rows again", "replica good reads its rows again"]
         bad.tables["user"][7, 0] += 1
         code, shown, _ = verify(service)
-        assert (code, shown.count(" equal "), shown.count("1 row differs: row 7")) == (BEHIND, 3, 1)
+        assert (code, shown.count(" equal "), shown.count(" differs ")) == (BEHIND, 3, 1)
         assert "replica bad " in next(line for line in shown.splitlines() if "differs" in line)
         wait_until_in_sync(service, "predictors", position, replicas=2)
         assert verify(service, "--replica", "bad")[0] == 0
     with follow(service, "predictors", "looks", Recorder(), guest=True) as guest:
         guest.wait_for(position, WAIT)
         assert "has no replicas" in verify(service)[2]  # Of guests nobody is asked.
-    admin_of(service).make_snapshot("clicks")
+    admin_of(service).make_checkpoint("clicks")
     trainer.set(USER, 7, 3.5)
-    code, shown, said = verify(service, "--snapshot", str(tmp_path / "snapshots"))
+    code, shown, said = verify(service, "--checkpoint", str(tmp_path / "checkpoints"))
     assert (code, "1 row changed since" in shown) == (0, True)
     assert "the service's rows are fetched" in said
     folder = write_checkpoint("folder", tmp_path / "c", weights_of(trainer), position)
-    assert verify(service, "--checkpoint", str(folder))[0] == 0
-    code, _, said = verify(service, "--checkpoint", str(folder), "--replica", "bad")
+    assert verify(service, "--torch-checkpoint", str(folder))[0] == 0
+    code, _, said = verify(service, "--torch-checkpoint", str(folder), "--replica", "bad")
     assert (code, "give one of them" in said) == (2, True)
 
 

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.cluster import Cluster, Trainer, same
+from tests.support.cluster import MODEL, TABLE, Cluster, Trainer, same
+from tests.support.fleet import Recorder
 from tests.support.process import ADMIN_TOKEN, ServiceProcess
 from tests.support.waiting import wait_for
 
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.numpy_target import NumpyTarget
 from deltasync.client.subscriber import Subscriber
+from deltasync.core.policy import Policy
 
 TIMEOUT = 60
 
@@ -41,7 +42,7 @@ def three(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-Replicas = list[tuple[Subscriber, NumpyTarget]]
+Replicas = list[tuple[Subscriber, Recorder]]
 
 
 def follow(cluster: Cluster) -> tuple[Trainer, Replicas]:
@@ -94,6 +95,25 @@ def test_when_the_owner_is_killed_another_goes_on(cluster: Cluster) -> None:
         owner.start()
 
 
+def test_a_takeover_sends_replicas_of_a_consumer_with_a_policy_only_what_has_changed(cluster: Cluster) -> None:
+    trainer = cluster.trainer()
+    trainer.publish()
+    policy = Policy(top_k=TABLE.rows, min_interval_seconds=0.01)
+    Admin(Endpoint(cluster.owner().http, ADMIN_TOKEN)).create_consumer("ranked", MODEL, policy)
+    subscriber, target = cluster.replica("r", "ranked")
+    for _ in range(2):
+        publish(trainer, 3)
+        subscriber.wait_for(trainer.head, TIMEOUT)
+        owner, received = cluster.owner(), target.received_rows
+        owner.kill()
+        publish(trainer, 1)
+        subscriber.wait_for(trainer.head, TIMEOUT)
+        assert same(target, trainer.rows)
+        assert target.received_rows - received < TABLE.rows // 2
+        owner.start()
+    assert [release.resync for release in target.releases].count(True) == 1
+
+
 @pytest.mark.nightly
 def test_two_that_are_killed_at_once_leave_one_that_goes_on(cluster: Cluster) -> None:
     trainer, replicas = follow(cluster)
@@ -129,7 +149,7 @@ def test_the_leading_broker_may_be_killed_while_it_is_published(three: Cluster) 
 
 
 @pytest.mark.nightly
-def test_what_a_restored_broker_has_forgotten_comes_from_snapshots_and_the_trainer(cluster: Cluster) -> None:
+def test_what_a_restored_broker_has_forgotten_comes_from_checkpoints_and_the_trainer(cluster: Cluster) -> None:
     trainer, replicas = follow(cluster)
     (broker,) = cluster.brokers.brokers
     publish(trainer, 3)
@@ -163,7 +183,7 @@ def test_any_process_sends_who_asks_to_the_owner(calm: Cluster) -> None:
         status = each.get_json("/status")
         assert [line["consumer"] for line in status["consumers"]] == (["predictors"] if each is owner else [])
     volumes = {each["volume"]: each["free_bytes"] for each in owner.get_json("/status")["processes"][0]["volumes"]}
-    assert (volumes["log"], volumes["models"] > 0) == (None, True)
+    assert (volumes["log"], volumes["checkpoints"] > 0) == (None, True)
 
 
 def test_a_model_of_a_killed_process_is_at_all_times_somebodys_or_named_as_nobodys(cluster: Cluster) -> None:
@@ -214,7 +234,7 @@ def test_a_process_is_drained_through_any_other(calm: Cluster) -> None:
     publish(trainer)
     check(trainer, replicas)
     assert calm.owner() is not owner
-    (line,) = calm.owner().get_json("/snapshots")
+    (line,) = calm.owner().get_json("/checkpoints")
     assert (line["model"], line["reason"]) == ("clicks", "")
     draining = {each["process"]: each["draining"] for each in other.get_json("/processes")}
     assert draining[calm.name_of(owner)]

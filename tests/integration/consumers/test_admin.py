@@ -10,7 +10,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.command import deltasync
 from tests.support.fleet import admin_of
-from tests.support.metrics import EVENT_METRICS, METRICS, POLICY_METRICS, SNAPSHOT_METRICS, TLS_METRICS, samples_of
+from tests.support.metrics import (
+    CHECKPOINT_METRICS,
+    EVENT_METRICS,
+    METRICS,
+    POLICY_METRICS,
+    TLS_METRICS,
+    samples_of,
+)
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import TABLES, WHOLE, RankStream, ReplicaStream, ack, full_part, part, random_rows, size_of
 
@@ -82,7 +89,7 @@ BAD_CHANGES: list[tuple[Callable[[Admin], object], type[DeltasyncError], str]] =
     (lambda admin: admin.delete_consumer("a/b"), NotFound, "no consumer 'a/b'; consumers: predictors, probes"),
     (lambda admin: admin.delete_table("clicks", "a table/of any name?"), NotFound, "no model 'clicks'"),
     (lambda admin: admin.move_model("clicks", "elsewhere"), NotFound, "no model 'clicks'"),
-    (lambda admin: admin.make_snapshot("clicks"), Contradiction, "start the service with --snapshots"),
+    (lambda admin: admin.make_checkpoint("clicks"), NotFound, "no model 'clicks'"),
     (lambda admin: admin.drain_process(), Contradiction, "there is no other process"),
     (lambda admin: admin.drain_process("elsewhere"), NotFound, "no process 'elsewhere'"),
     (lambda admin: admin.verify_replica("probes", "r"), NotFound, "consumer 'probes' has no replica 'r'"),
@@ -112,7 +119,7 @@ def test_bad_changes_change_nothing(
         ("PUT", "/consumers/probes/pause", [], "body: "),
         ("PUT", "/consumers/probes/pause", {"reason": 1}, "reason"),
         ("PUT", "/consumers/probes/pause", {"why": ""}, "body: unknown key 'why'"),
-        ("POST", "/backup", {}, "body: expected directory, as a text"),
+        ("POST", "/backup", {}, "body: expected url, as a text"),
         ("POST", "/drain", {"process": 1}, "body: expected process, as a text"),
         ("POST", "/models/clicks/move", {}, "body: expected process, as a text"),
     ],
@@ -184,7 +191,7 @@ def test_metrics_are_prometheus_text_with_the_names_that_were_promised(running: 
         more, _ = replica.release()
         replica.send(ack(size_of([*rows, *more])))
         samples = samples_of(running)
-        absent = POLICY_METRICS.keys() | EVENT_METRICS.keys() | TLS_METRICS.keys() | SNAPSHOT_METRICS.keys()
+        absent = POLICY_METRICS.keys() | EVENT_METRICS.keys() | TLS_METRICS.keys() | CHECKPOINT_METRICS.keys()
         assert {name for name, _ in samples} == METRICS.keys() - absent
         consumer = (("consumer", "predictors"),)
         size = 40 * 24 + 30 * 20

@@ -78,11 +78,8 @@ def test_replicas_stay_at_what_they_have_and_then_lack_nothing(service: RunningS
         assert len(target.held) == len({release.position for release in target.releases})
 
 
-def test_what_goes_out_afterwards_is_what_the_rows_are_then(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_out_afterwards_is_what_the_rows_are_then(service: RunningService) -> None:
     """Not what another consumer is still being sent of the version that is to be passed over."""
-    monkeypatch.setattr("deltasync.feeds.releases.RELEASES_IN_MEMORY_BYTES", 0)  # In files, which are shared.
     target, admin = Recorder(), admin_of(service)
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target) as replica:
         good = trainer.publish_all()

@@ -214,7 +214,7 @@ def test_the_probe_has_the_roles_it_needs(service: Deployed, secrets: Secrets) -
 
 
 @pytest.mark.nightly
-def test_what_is_published_is_in_a_snapshot_in_object_storage(service: Deployed, secrets: Secrets) -> None:
+def test_what_is_published_is_in_a_checkpoint_in_object_storage(service: Deployed, secrets: Secrets) -> None:
     def endpoint(name: str, token: str = "") -> Endpoint:
         files = secrets[f"deltasync-{name}tls"]
         return Endpoint(
@@ -230,7 +230,7 @@ def test_what_is_published_is_in_a_snapshot_in_object_storage(service: Deployed,
     with Trainer(endpoint("trainer-")) as trainer:
         head = trainer.publish_all()
     admin = Admin(endpoint("", secrets["deltasync-access"]["admin-token"].read_text().strip()))
-    made = admin.make_snapshot("clicks")
+    made = admin.make_checkpoint("clicks")
     assert (made["version"], made["bytes"] > 0) == (head.number, True)
-    (listed,) = [each for each in _get(service, "/snapshots", secrets).json() if each["model"] == "clicks"]
+    (listed,) = [each for each in _get(service, "/checkpoints", secrets).json() if each["model"] == "clicks"]
     assert (listed["version"], listed["reason"]) == (head.number, "")

@@ -57,7 +57,6 @@ SUBSCRIBED: list[Message] = [
             received_bytes=5,
             applied=tables_pb2.Position(history=_HISTORY, version=1, seal=5),
             sums=[tables_pb2.Checksum(slot=0, sum=4)],
-            wanted=[tables_pb2.WantedRows(table=0, ids=[1, 2])],
             unbound=[1],
             token=7,
         )
@@ -65,7 +64,6 @@ SUBSCRIBED: list[Message] = [
     subscribe_pb2.SubscribeRequest(ack=subscribe_pb2.Ack(goodbye=True)),
 ]
 UNARY: dict[str, Message] = {
-    "PublishService/Wanted": publish_pb2.WantedRequest(model="fuzzed", run="run-1"),
     "SubscribeService/Leave": subscribe_pb2.LeaveRequest(consumer="probes", replica="fuzzed", instance="x"),
 }
 STREAMS = {"PublishService/Publish": PUBLISHED, "SubscribeService/Subscribe": SUBSCRIBED}

@@ -119,13 +119,15 @@ def offsets_are_what_was_applied(service: ServiceProcess, replicas: list[Subscri
 
 
 @pytest.mark.parametrize(
-    ("private", "kills"), [(True, 3), pytest.param(False, 2, marks=pytest.mark.nightly)], ids=["private", "shared"]
+    ("options", "kills"),
+    [((), 3), pytest.param(("--table-memory", "{}/scratch"), 2, marks=pytest.mark.nightly)],
+    ids=["memory", "files"],
 )
-def test_nothing_acknowledged_is_lost(tmp_path: Path, private: bool, kills: int) -> None:
+def test_nothing_acknowledged_is_lost(tmp_path: Path, options: tuple[str, ...], kills: int) -> None:
     rng = random.Random(5)
-    # Flushed and truncated at every occasion.
-    arguments = "--consumer", "predictors=clicks", "--flush-bytes", "1"
-    service = ServiceProcess(tmp_path / "data", *arguments, private=private)
+    # A checkpoint, and the log cut, at every occasion.
+    arguments = "--consumer", "predictors=clicks", "--checkpoint-bytes", "1"
+    service = ServiceProcess(tmp_path / "data", *arguments, *(each.format(tmp_path) for each in options))
     targets = [NumpyTarget(), NumpyTarget()]
     with service:
         replicas = [follow(service, "predictors", f"p{number}", target) for number, target in enumerate(targets)]
@@ -135,7 +137,7 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path, private: bool, kills: int)
             replica.wait_for(1, WAIT)
         for _ in range(kills):
             trainer.wait_for(len(trainer.acknowledged) + 2)
-            # Housekeeping comes once a second: some kills are to come after it.
+            # A checkpoint comes once a second: some kills are to come while it is written, others after it.
             time.sleep(rng.uniform(0, 1.2))
             offsets_are_what_was_applied(service, replicas)
             before = len(trainer.acknowledged)

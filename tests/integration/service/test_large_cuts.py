@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.fleet import WAIT, Trainer, follow
+from tests.support.fleet import WAIT, Trainer, admin_of, follow
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 
@@ -49,6 +49,8 @@ def test_a_later_cut_that_cannot_fit_is_refused_once_and_the_next_small_one_goes
     target, service = NumpyTarget(), RunningService(tmp_path)
     with service, Trainer(service.grpc, [WIDE]) as trainer:
         trainer.publish_all()
+        for _ in range(2):  # The log is kept back to the second newest checkpoint.
+            admin_of(service).make_checkpoint("clicks")
     service = RunningService(tmp_path, log_max_bytes=2 << 20)
     with (
         service,

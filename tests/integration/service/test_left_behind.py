@@ -1,10 +1,9 @@
-"""What a service leaves behind that ends while it makes files: nothing, once the next one has started."""
+"""What a service leaves behind that ends at any moment: nothing is lost, and the next one removes the rest."""
 
 import asyncio
 import errno
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,32 @@ import pytest
 from tests.support.crashes import Crashes
 from tests.support.local_service import join, publish, run, send
 from tests.support.log import log_of
-from tests.support.wire import TABLES, USER, WHOLE, full_part, part, random_rows
+from tests.support.wire import USER, WHOLE, full_part, part, random_rows
 
+from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.store import CheckpointStore
 from deltasync.client import Policy
-from deltasync.core.tables import Shard, TableSpec
+from deltasync.service.fsck import check_data_directory
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.service.stored_state import check_data_directory
 from deltasync.storage import lmdb_store
+from deltasync.storage.data_directory import CHECKPOINTS
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.removal import note_removal
 
 WAIT = 20
-LATER = [replace(USER, rows=5000), TABLES[1], TableSpec("another", 7, 2)]
-KEPT = {"lock", "log", "log/data.mdb", "log/lock.mdb", "models", "models/clicks/views"}
 
 
-def files_of(service: Service) -> set[str]:
-    """Every file and folder of the data directory that nobody uses."""
-    data_dir, used = service.options.data_dir, set[Path]()
-    for name, model in service.models.items():
-        folder = data_dir / "models" / name
-        mapped = [table.mapped.files for table in model.tables] + [
-            each.files for each in model.store._flushed.values()
-        ]
-        for consumer in service.registry.of_model(name):
-            view = service.views.get(consumer)
-            mapped += [table.files for table in view.state.tables] if view else []
-        used |= {Path(each.name) for files in mapped for each in files.mappings}
-        used |= {folder}
-    used |= {parent for path in used for parent in path.parents if parent.is_relative_to(data_dir)}
-    found = set(data_dir.rglob("*")) - used
-    return {str(path.relative_to(data_dir)) for path in found} - KEPT
+def files_of(data_dir: Path) -> set[str]:
+    """The files of checkpoints that none of them names."""
+    store = CheckpointStore("clicks", Place(str(data_dir / CHECKPOINTS)))
+    named = {name for each in store.manifests().manifests for name in (each.name, *(f.name for f in each.files))}
+    files = (path for path in (data_dir / CHECKPOINTS).rglob("*") if path.is_file())
+    return {str(path.relative_to(data_dir / CHECKPOINTS)) for path in files} - named
 
 
 async def live(service: Service) -> None:
-    """Everything that makes files: tables, a view, later tables, a consumer that goes."""
+    """Everything that writes files: checkpoints of a model with a view, of which the old ones are removed."""
     session = await join(service)
     await send(session, full_part(1, random_rows(0), WHOLE))
     await service.create_consumer("top", "clicks", Policy(top_k=3))
@@ -58,35 +47,47 @@ async def live(service: Service) -> None:
     assert view
     while view.state.head is None:
         await asyncio.sleep(0.001)
-    later = await join(service, run="later", started=2, tables=LATER, shards=[Shard.whole(each) for each in LATER])
-    rows = random_rows(1, LATER)
-    await send(later, part(2, [(n, np.arange(len(some)), some) for n, some in enumerate(rows)], full=True))
-    while len(view.state.tables) < len(LATER):
-        await asyncio.sleep(0.001)
+    for step in range(2, 6):
+        await send(session, part(step, [(0, [step, 9], np.full((2, USER.dim), step, "<f4"))]))
+        await session.coordinator.settled()
+        await service.checkpoints.make("clicks")
     await service.delete_consumer("top")
 
 
-def test_nothing_is_left_whenever_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_file: bool
-) -> None:
+def test_nothing_is_lost_or_left_whenever_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         crashes = Crashes(patch, tmp_path / "data", tmp_path)
-        run(tmp_path / "data", live)
+        run(tmp_path / "data", live, keep_checkpoints=2)
+    versions, untidy = list[int](), 0
 
-    async def starts(service: Service) -> None:
-        assert files_of(service) == set()
+    async def goes_on(service: Service) -> None:
+        if not (model := service.models.get("clicks")):
+            versions.append(0)
+            return
+        version = model.position.number
+        rows = random_rows(0)[0]
+        for step in range(2, version + 1):
+            rows[[step, 9]] = step
+        assert model.tables[0].rows.tobytes() == rows.tobytes()
+        versions.append(version)
+        session = await join(service, continues=model.position)
+        await send(session, part(9, [(0, [1], np.zeros((1, USER.dim), "<f4"))]))
+        await session.coordinator.settled()
+        await service.checkpoints.make("clicks")
 
-    assert len(crashes.copies) > 20
-    untidy = 0
+    assert len(crashes.copies) > 40
     for copy in crashes.copies:
         if copy is not crashes.copies[0]:  # Which has no format yet.
             found = check_data_directory(copy)
-            assert not found.problems, "a crash is not damage"
-            assert not any(each.left for each in found.tables)
-        before = set(copy.rglob("*"))
-        run(copy, starts)
-        untidy += bool(before - set(copy.rglob("*")))
+            assert [(each.problems, each.unknown) for each in found] == [([], [])] * len(found), (
+                "no crash is damage"
+            )
+        untidy += bool(files_of(copy))
+        run(copy, goes_on, keep_checkpoints=2)
+        assert files_of(copy) == set()
         shutil.rmtree(copy)
+    assert versions == sorted(versions), "nothing that was acknowledged is lost"
+    assert set(versions) == {0, 1, 2, 3, 4, 5}
     assert untidy > 3, "no crash has left anything"
 
 

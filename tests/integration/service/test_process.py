@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.process import ServiceProcess
+from tests.support.damage import change_value, entries
+from tests.support.process import ADMIN_TOKEN, ServiceProcess
 from tests.support.server import RunningService
 from tests.support.state import lag_of, rows_of
 from tests.support.wire import (
@@ -29,7 +30,10 @@ from tests.support.wire import (
     size_of,
 )
 
+from deltasync.client import Admin, Endpoint
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.storage.lmdb_records import address_of
+from deltasync.storage.records import name_of
 from deltasync.wire.messages import position_from_message
 
 WIDE = TableSpec("wide", 1 << 16, 1)
@@ -100,30 +104,33 @@ def test_what_keeps_it_from_starting_is_an_error_that_says_so(
     assert re.match(f"Error: {said.format(tmp_path)}", found)
 
 
-def test_a_table_that_is_missing_is_an_error(tmp_path: Path, shared_file: bool) -> None:
-    """Made anew in silence, it would be a table of zeros."""
-    with RunningService(tmp_path / "data") as service, RankStream(service.grpc) as rank:
-        rank.publish_all()
-    (rows,) = (tmp_path / "data").rglob("shared" if shared_file else "*user*.rows")
-    rows.unlink()
-    said = refusal(tmp_path / "data")
-    assert said.startswith(f"Error: {rows} is missing")
-    assert "restore a backup with deltasync restore" in said
-
-
-def test_a_damaged_log_is_an_error(tmp_path: Path) -> None:
-    process = ServiceProcess(tmp_path / "data")
-    with process, RankStream(process.grpc) as rank:
-        rank.opened()
-        rows = random_rows(0)
-        rank.send(*full_part(1, rows, WHOLE))
-        rank.sealed()
-    log = tmp_path / "data" / "log" / "data.mdb"
-    content = log.read_bytes()
-    assert rows[0].tobytes() in content
-    log.write_bytes(content.replace(rows[0].tobytes(), rows[0][::-1].tobytes()))
-    said = refusal(tmp_path / "data")
-    assert said.startswith("Error: the log's record 0 of rank 0 of version 1 of model 'clicks' is damaged")
+@pytest.mark.parametrize("damaged", [1, 3])
+def test_a_damaged_record_of_the_log_costs_the_versions_from_it_on(tmp_path: Path, damaged: int) -> None:
+    """Their trainer sends them again."""
+    process = ServiceProcess(tmp_path / "data", "--consumer", "probes=clicks", log=tmp_path / "log")
+    rows = random_rows(0)
+    with process:
+        with RankStream(process.grpc) as rank:
+            rank.publish_all()
+            for step in range(2, 5):
+                rank.send(*part(step, [(0, [step], rows[0][:1])]))
+                rank.sealed()
+        process.kill()
+        log = process.data_dir / "log"
+        found = [key for key in entries(log, "records") if key.startswith(b"cuts/")]
+        key = next(key for key in found if address_of(key)[1] == damaged)
+        change_value(log, "records", key, 100)
+        process.start()
+        said = f"the log's {name_of(*address_of(key))} is damaged"
+        process.wait_for_line(f"the log has nothing sound after version {damaged - 1}.*{said}")
+        assert process.get_json("/consumers/probes/lag")["head"] == damaged - 1
+        if damaged > 1:
+            for step in range(2, damaged):
+                rows[0][step] = rows[0][0]
+            assert rows_of(process)[USER.name].tobytes() == rows[0].tobytes()
+        with RankStream(process.grpc, run="s", started=2) as rank:
+            assert rank.publish_all(7).number == damaged
+        assert rows_of(process)[USER.name].tobytes() == random_rows(7)[0].tobytes()
 
 
 def log_bytes(service: ServiceProcess) -> float:
@@ -172,9 +179,9 @@ def test_a_drain_does_not_wait_for_ever(tmp_path: Path) -> None:
 def test_a_full_log_refuses_parts_and_everything_else_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 1000)
+    monkeypatch.setattr("deltasync.service.checkpoints._LOOK_SECONDS", 1000)
     rows = random_rows(0)
-    with RunningService(tmp_path / "data", log_max_bytes=2 << 20, flush_bytes=1 << 20) as service:
+    with RunningService(tmp_path / "data", log_max_bytes=2 << 20, checkpoint_bytes=1 << 19) as service:
         with RankStream(service.grpc) as rank:
             rank.opened()
             rank.send(*full_part(1, rows, WHOLE))
@@ -206,8 +213,9 @@ def test_a_full_log_refuses_parts_and_everything_else_goes_on(
 def test_what_the_service_keeps_is_its_own_to_read(tmp_path: Path) -> None:
     with ServiceProcess(tmp_path / "data") as process, RankStream(process.grpc) as rank:
         rank.publish_all()
+        Admin(Endpoint(process.http, ADMIN_TOKEN)).make_checkpoint("clicks")
     kept = [process.data_dir, *process.data_dir.rglob("*")]
-    assert {"endpoints.json", "lock", "data.mdb", "tables"} < {path.name for path in kept}
+    assert {"endpoints.json", "lock", "data.mdb", "manifests", "data"} < {path.name for path in kept}
     modes = {path: path.stat().st_mode & 0o777 for path in kept}
     assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in kept}
 

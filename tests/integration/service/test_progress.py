@@ -2,19 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.support.fleet import ITEM, USER, Recorder, Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.server import RunningService
 
-from deltasync.client.stored_copy import compare, snapshot_copy
+from deltasync.client.stored_copy import compare, stored_checkpoint
 from deltasync.core.progress import Progress
-from deltasync.service.snapshots import SnapshotOptions
-from deltasync.service.stored_state import check_data_directory
-from deltasync.snapshots.place import SnapshotPlace
-from deltasync.snapshots.reading import check_snapshot, models_of, snapshots_of
+from deltasync.service.fsck import check_data_directory
 
 Told = dict[str, list[tuple[int, int]]]
 
@@ -34,9 +30,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[RunningService]:
-    service = RunningService(tmp_path / "data")
-    service.options = replace(service.options, snapshots=SnapshotOptions(url=str(tmp_path / "at"), seconds=3600))
-    with service:
+    with RunningService(tmp_path / "data", checkpoints=str(tmp_path / "at")) as service:
         yield service
 
 
@@ -47,22 +41,14 @@ def check(told: Told, words: str) -> None:
     assert those[-1][0] == those[-1][1] > 0
 
 
-def test_snapshots_and_what_is_compared_with_them(service: RunningService, told: Told, tmp_path: Path) -> None:
+def test_checkpoints_and_what_is_compared_with_them(service: RunningService, told: Told, tmp_path: Path) -> None:
     with Trainer(service.grpc) as trainer:
         trainer.publish_all()
-        admin_of(service).make_snapshot("clicks")
-        check(told, "making a snapshot")
-        place = SnapshotPlace(str(tmp_path / "at"))
-        (model,) = models_of(place)
-        (newest,) = snapshots_of(place, model).manifests
-        assert check_snapshot(place, newest) == []
-        check(told, "comparing with checksums")
-        compare(service.grpc, "predictors", snapshot_copy(str(tmp_path / "at"), "predictors"), 30)
+        admin_of(service).make_checkpoint("clicks")
+        check(told, "copying a checkpoint")
+        compare(service.grpc, "predictors", stored_checkpoint(str(tmp_path / "at"), "predictors"), 30)
         check(told, "taking the service's rows")
         check(told, "reading table 'item'")
-        told.clear()  # Rows are looked at before they are stored, too.
-        admin_of(service).inspect()
-        check(told, "looking at all rows")
 
 
 def test_a_replica_that_reads_its_rows_again(
@@ -82,5 +68,15 @@ def test_a_replica_that_reads_its_rows_again(
 def test_a_data_directory_that_nobody_uses(tmp_path: Path, told: Told) -> None:
     with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
+        admin_of(service).make_checkpoint("clicks")
+        trainer.change(1)
     check_data_directory(tmp_path / "data")
-    check(told, "table 'item': looking at its rows")
+    check(told, "reading the checkpoints")
+    check(told, "reading the log")
+
+
+def test_a_service_that_reads_everything(service: RunningService, told: Told) -> None:
+    with Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        admin_of(service).fsck()
+    check(told, "comparing rows in memory")

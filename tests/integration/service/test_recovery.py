@@ -10,84 +10,103 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+from tests.support.fleet import release_at_once
+from tests.support.local_service import opened
+from tests.support.mortal_place import PowerCuts
 from tests.support.wire import ITEM, TABLES, USER, block, part, publish_open
 
+from deltasync.checkpoints.place import UNFINISHED, Place
+from deltasync.core.events import EventKind
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
 from deltasync.core.tables import Shard
-from deltasync.feeds.model import Model
-from deltasync.publish.coordinator import CutCoordinator
+from deltasync.core.value_types import ValueType
 from deltasync.publish.opening import check_open
 from deltasync.publish.session import PublishSession, open_session
-from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.storage import mapping
 from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.mapped_table import MappedTable
-from deltasync.storage.mapping import Mapping, TouchedArray
-from deltasync.storage.private_memory import PrivateMemory
 from deltasync.v1 import publish_pb2
+from deltasync.views.view import View
 
 SHARDS = [
     [Shard(USER, 0, 25, 0, 4), Shard(ITEM, 0, 30, 0, 2)],
     [Shard(USER, 25, 15, 0, 4), Shard(ITEM, 0, 30, 2, 4)],
 ]
 STEPS = 5
+POLICY = Policy(top_k=9, value_type=ValueType.INT8)
 Versions: TypeAlias = list[dict[str, np.ndarray]]
+Held: TypeAlias = dict[str, bytes]
 
 
 @dataclass
 class Image:
-    """What the disk holds at some moment, and the last version that was acknowledged by then."""
+    """What the disk holds at some moment, and what was promised by then: a version and a release."""
 
     path: Path
     moment: str
     acknowledged: int
+    released: int
 
 
 @dataclass
 class Camera:
-    """Takes an image after every commit, every write to a table or to one of its files, and every flush."""
+    """Takes an image after every commit of the log, and around all that happens to a file of a checkpoint.
+
+    Attributes:
+        held: what replicas of the view hold, by its position.
+    """
 
     data_dir: Path
+    power: PowerCuts
     images: list[Image] = field(default_factory=list)
+    held: dict[Position, Held] = field(default_factory=dict)
     acknowledged: int = 0
+    released: int = 0
     on: bool = False
     # Held by whatever writes: a folder is copied as it is at one moment.
     still: threading.RLock = field(default_factory=threading.RLock)
 
-    def take(self, moment: str, *, power_loss: bool = False) -> None:
+    def both(self, moment: str) -> None:
+        self._take(f"kill {moment}")
+        if path := self._take(f"power loss {moment}"):
+            shutil.rmtree(path / "checkpoints", ignore_errors=True)
+            self.power.restore(self.power.images[-1], path / "checkpoints")
+
+    def half(self, file: Path, content: bytes | memoryview) -> None:
+        """Before a file is written: as it is in between."""
+        if path := self._take("kill while a file is written"):
+            made = path / file.relative_to(self.data_dir)
+            made.parent.mkdir(parents=True, exist_ok=True)
+            made.write_bytes(content[: len(content) // 2])
+
+    def _take(self, moment: str) -> Path | None:
         if not self.on:
-            return
+            return None
         path = self.data_dir.with_name(f"image-{len(self.images)}")
         shutil.copytree(self.data_dir, path)
-        if power_loss:
-            # Only what was flushed is sure to be there.
-            shutil.rmtree(path / "models")
-            shutil.copytree(self.flushed, path / "models")
-        self.images.append(
-            Image(path, f"{'power loss' if power_loss else 'kill'} after {moment}", self.acknowledged)
-        )
+        self.images.append(Image(path, moment, self.acknowledged, self.released))
+        return path
 
-    def both(self, moment: str) -> None:
-        self.take(moment)
-        self.take(moment, power_loss=True)
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        put = Place.put
 
-    @property
-    def flushed(self) -> Path:
-        return self.data_dir.with_name("flushed")
-
-    def keep(self, flushed: Mapping) -> None:
-        """Note that a file is on disk as it is now."""
-        file = Path(flushed.name)
-        shutil.copyfile(file, self.flushed / file.relative_to(self.data_dir / "models"))
-        self.take("flush of one file", power_loss=True)
-
-    def after(self, patch: pytest.MonkeyPatch, owner: type, name: str, then: Callable[[Any], None]) -> None:
-        original = getattr(owner, name)
-
-        def wrapped(this: Any, *arguments: Any, **fields: Any) -> Any:
+        def putting(place: Place, name: str, content: bytes | memoryview) -> None:
             with self.still:
-                result = original(this, *arguments, **fields)
-                then(this)
+                self.half(Path(place.url) / f"{name}{UNFINISHED}", content)
+                put(place, name, content)
+                self.both("after a file was written")
+
+        patch.setattr(Place, "put", putting)
+        self._after(patch, Place, "remove", "after a file was removed")
+        self._after(patch, LmdbStore, "_commit", "after a commit")
+
+    def _after(self, patch: pytest.MonkeyPatch, owner: type, name: str, moment: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def wrapped(*arguments: Any) -> Any:
+            with self.still:
+                result = original(*arguments)
+                self.both(moment)
                 return result
 
         patch.setattr(owner, name, wrapped)
@@ -122,76 +141,86 @@ async def publish(
     raise AssertionError("a part ends with a close")
 
 
-async def flush(model: Model, camera: Camera) -> None:
-    await asyncio.to_thread(model.flush)
-    with camera.still:
-        camera.both("flush")
+async def held_by_replicas(view: View) -> Held:
+    tables = view.state.tables
+    return await view.model.on_thread(lambda: {table.name: table.held.rows.tobytes() for table in tables})
 
 
 async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        coordinator: CutCoordinator = await service.open_model("clicks")
-        await coordinator.model.add_tables(TABLES)  # As for the first cut; what is on disk of them, it is then.
+    async with opened(data_dir, keep_checkpoints=2) as service:
+        coordinator = await service.open_model("clicks")
         sessions = []
         for rank, shards in enumerate(SHARDS):
             message: publish_pb2.PublishOpen = publish_open(rank=rank, world_size=2, shards=shards).open
             sessions.append(await open_session(coordinator, check_open(message)))
-        shutil.copytree(data_dir / "models", camera.flushed)
-        flushing = asyncio.create_task(asyncio.sleep(0))
+        consumer = await service.create_consumer("top", "clicks", POLICY)
+        service.registry.connect(consumer, "r", asyncio.Event())
+        checkpointing: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(0))
         for step in range(1, STEPS + 1):
             camera.on = step > 1  # The first cut is as large as all others together.
             with camera.still:
-                camera.both("commit")  # The last one: a cut's rows and its seal may be in one.
+                camera.both("after a commit")  # The last one: a cut's rows and its seal may be in one.
             sealed = await asyncio.gather(
                 *(publish(*each, versions, step) for each in zip(sessions, SHARDS, strict=True))
             )
             assert sealed == [step, step]
             camera.acknowledged = step
             await coordinator.drain()
-            await flushing
-            if step % 2 == 0:
+            await follow(service, step, camera)
+            await checkpointing
+            if step != 3:
                 # While the next cut arrives, is sealed and applied.
-                flushing = asyncio.create_task(flush(coordinator.model, camera))
+                checkpointing = asyncio.create_task(service.checkpoints.make("clicks"))
+        await checkpointing
         camera.on = False
-        await service.drain()
 
 
-async def recovered(data_dir: Path) -> tuple[int, dict[str, np.ndarray]]:
-    async with asyncio.TaskGroup() as tasks:
-        service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        await service.recover()
+async def follow(service: Service, version: int, camera: Camera) -> None:
+    """Be the replica of the view until it has a release of a version. The next one comes once it has this one."""
+    view, consumer = service.views.by_consumer()["top"], service.registry.get("top")
+    while view.state.compared_version < version:
+        service.registry.acknowledge(consumer, consumer.replicas["r"], view.position)
+        await view.changed()
+        camera.held[view.position] = await held_by_replicas(view)
+        camera.released = view.position.number
+
+
+async def check(image: Image, versions: Versions, held: dict[Position, Held]) -> int:
+    failures = list[str]()
+    async with opened(
+        image.path, lambda event: failures.append(event.text) if event.kind is EventKind.FAILED else None
+    ) as service:
+        assert failures == [], "no crash is damage"
         model = service.models["clicks"]
-        head, tables = model.position.number, {each.spec.name: np.array(each.rows) for each in model.tables}
-        stamps = [int(each.stamps.max()) for each in model.tables]
-        assert max(stamps) == head
-        await service.drain()
-    return head, tables
+        head = model.position.number
+        assert image.acknowledged <= head <= STEPS
+        for table in model.tables:
+            np.testing.assert_array_equal(table.rows, versions[head][table.spec.name])
+            assert int(table.stamps.max()) == head
+        view = service.views.by_consumer()["top"]
+        assert view.position.number >= image.released
+        if image.released:
+            assert await held_by_replicas(view) == held[view.position]
+    return head
 
 
-def test_whenever_it_dies_every_acknowledged_version_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_file: bool
+def test_whenever_it_dies_every_acknowledged_version_and_release_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    private = not shared_file  # Mapped, that is: one test for either.
-    versions, camera = expected_rows(), Camera(tmp_path / "data")
+    versions = expected_rows()
     with monkeypatch.context() as patch:
-        camera.after(patch, LmdbStore, "_commit", lambda _: camera.both("commit"))
-        camera.after(patch, MappedTable, "apply", lambda _: camera.both("apply"))
-        camera.after(patch, Mapping, "flush", camera.keep)
-        camera.after(patch, TouchedArray, "write", lambda _: camera.take("write of one array"))
-        camera.after(patch, MappedTable, "remove_stale", lambda _: None)
-        patch.setattr(mapping, "PRIVATE", PrivateMemory(1 << 40 if private else 0))
+        camera = Camera(tmp_path / "data", PowerCuts(patch, tmp_path / "data" / "checkpoints"))
+        release_at_once(patch)
+        camera.watch(patch)
         asyncio.run(train(tmp_path / "data", versions, camera))
     assert {image.moment for image in camera.images} == {
-        f"{death} after {moment}" for death in ("kill", "power loss") for moment in ("commit", "apply", "flush")
-    } | {"power loss after flush of one file"} | ({"kill after write of one array"} if private else set())
+        f"{death} {moment}"
+        for death in ("kill", "power loss")
+        for moment in ("after a commit", "after a file was written", "after a file was removed")
+    } | {"kill while a file is written"}
     assert len(camera.images) > 50
     heads = set()
     for image in camera.images:
-        head, tables = asyncio.run(recovered(image.path))
-        assert image.acknowledged <= head <= STEPS, image
-        for name, rows in versions[head].items():
-            np.testing.assert_array_equal(tables[name], rows, err_msg=str(image))
-        heads.add(head)
+        heads.add(asyncio.run(check(image, versions, camera.held)))
         shutil.rmtree(image.path)
     assert heads == set(range(1, STEPS + 1))

@@ -1,10 +1,11 @@
 """Forgetting replicas, and deleting tables and models: refused, done, and never half done."""
 
 import contextlib
-import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,11 @@ from tests.support.fleet import (
 )
 from tests.support.metrics import samples_of
 from tests.support.server import TOKEN, RunningService
+from tests.support.waiting import wait_for
 from torch import nn
 
+from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.store import CheckpointStore
 from deltasync.cli.models import models
 from deltasync.cli.replicas import replicas
 from deltasync.cli.tables import tables
@@ -41,8 +45,9 @@ from deltasync.client import (
     TableSpec,
 )
 from deltasync.client.torch_target import TorchTarget
-from deltasync.service.stored_state import check_data_directory
+from deltasync.service.fsck import check_data_directory
 from deltasync.storage import removal
+from deltasync.storage.log_store import LogStore
 from deltasync.storage.model_store import ModelStore
 from deltasync.views.view import View
 
@@ -50,6 +55,10 @@ EXTRA = TableSpec("extra", 5000, 8)
 ALL = [USER, EXTRA, ITEM]  # In the middle: slots after it move.
 RIGHTS = {"DELTASYNC_TOKEN": TOKEN}
 CONSUMERS = ("predictors", "top")
+
+
+def checkpoint_files(data_dir: Path) -> list[Path]:
+    return [path for path in (data_dir / "checkpoints").rglob("*") if path.is_file()]
 
 
 @pytest.fixture
@@ -82,7 +91,7 @@ def test_a_replica_that_is_away_is_forgotten(service: RunningService) -> None:
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
-def test_a_table_disappears_and_the_others_stay(tmp_path: Path, service: RunningService, restart: bool) -> None:
+def test_a_table_disappears_and_the_others_stay(service: RunningService, restart: bool) -> None:
     admin, fleet = admin_of(service), {name: Recorder() for name in CONSUMERS}
     with Trainer(service.grpc, ALL) as trainer:
         for name, target in fleet.items():
@@ -101,8 +110,6 @@ def test_a_table_disappears_and_the_others_stay(tmp_path: Path, service: Running
         _check_without(service, left, fleet)
         left.change(4)
         _check_without(service, left, fleet)
-    names = {path.name for path in (tmp_path / "data" / "models" / "clicks" / "tables").rglob("*")}
-    assert names
     if restart:
         service.stop()
         service.start()
@@ -295,6 +302,8 @@ def test_a_model_is_deleted_whole(tmp_path: Path, service: RunningService) -> No
         trainer.publish_all()
         with pytest.raises(Contradiction, match="published by rank 0: stop the trainer first"):
             admin.delete_model("clicks")
+    admin.make_checkpoint("clicks")
+    assert checkpoint_files(tmp_path / "data")
     _wait_until_nobody_publishes(service)
     with pytest.raises(Contradiction, match="consumers follow model 'clicks': predictors, probes, top: delete"):
         admin.delete_model("clicks")
@@ -305,7 +314,7 @@ def test_a_model_is_deleted_whole(tmp_path: Path, service: RunningService) -> No
     done = CliRunner(env=RIGHTS).invoke(models, ["delete", "clicks", "--service", service.http])
     assert done.output == "model clicks deleted\n"
     assert service.get_json("/models") == []
-    assert os.listdir(tmp_path / "data" / "models") == []
+    assert checkpoint_files(tmp_path / "data") == []
     admin.create_consumer("predictors", "clicks", Policy())
     target = Recorder()
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", target):  # Under its name, anew.
@@ -315,20 +324,51 @@ def test_a_model_is_deleted_whole(tmp_path: Path, service: RunningService) -> No
         assert target.bytes() == trainer.expected()
 
 
-@contextlib.contextmanager
-def _failing_after(monkeypatch: pytest.MonkeyPatch, step: int) -> Iterator[list[int]]:
-    """While the log fails after so many writes of a deletion; how many are left."""
-    left = [step]
+class _Fuse:
+    """Whatever a deletion writes or removes after so many steps fails."""
 
-    def removed(log: object, model: str, directory: Path) -> None:
-        removal.remove_model(_Fuse(log, left), model, directory)  # type: ignore[arg-type]
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def burn(self) -> None:
+        if self.left == 0:
+            raise OSError("the process ends here")
+        self.left -= 1
+
+
+class _FusedLog:
+    def __init__(self, log: LogStore, fuse: _Fuse) -> None:
+        self._log, self._fuse = log, fuse
+
+    def __getattr__(self, name: str) -> object:
+        if name in ("put", "truncate"):
+            self._fuse.burn()
+        return getattr(self._log, name)
+
+
+@contextlib.contextmanager
+def _failing_after(monkeypatch: pytest.MonkeyPatch, step: int) -> Iterator[_Fuse]:
+    """While a deletion fails after so many steps."""
+    fuse, remove = _Fuse(step), Place.remove
+
+    def removed_model(log: LogStore, model: str, checkpoints: CheckpointStore) -> None:
+        removal.remove_model(_FusedLog(log, fuse), model, checkpoints)  # type: ignore[arg-type]
+
+    def removed_file(place: Place, name: str) -> None:
+        fuse.burn()
+        remove(place, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr("deltasync.service.removals.remove_model", removed)
-        yield left
+        patch.setattr("deltasync.service.removals.remove_model", removed_model)
+        patch.setattr(Place, "remove", removed_file)
+        yield fuse
 
 
-@pytest.mark.parametrize("step", range(7))
+# Of the log six before the files, three of a checkpoint, and the note that it is to be done.
+STEPS = range(10)
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_a_deletion_that_is_cut_short_is_finished_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -337,24 +377,26 @@ def test_a_deletion_that_is_cut_short_is_finished_at_the_next_start(
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
         _leave_to_nobody(service)
-        with _failing_after(monkeypatch, step) as left, contextlib.suppress(ServiceFailed):  # If it is cut short.
+        admin_of(service).make_checkpoint("clicks")
+        with _failing_after(monkeypatch, step) as fuse, pytest.raises(ServiceFailed):
             admin_of(service).delete_model("clicks")
-        assert left == [0] or step > 4
+        assert fuse.left == 0
     with RunningService(tmp_path / "data") as service:
         assert service.get_json("/models") == []
-        assert os.listdir(tmp_path / "data" / "models") == []
+        assert checkpoint_files(tmp_path / "data") == []
         with Trainer(service.grpc) as trainer:
             assert trainer.publish_all().number == 1
 
 
-@pytest.mark.parametrize("step", range(5))
+@pytest.mark.parametrize("step", STEPS[::2])
 def test_a_model_that_is_made_anew_is_not_taken_for_the_one_whose_deletion_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """Whichever step the log has refused."""
+    """Whichever step was refused."""
     with RunningService(tmp_path / "data") as service:
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
+            admin_of(service).make_checkpoint("clicks")
             trainer.change(3)
         _leave_to_nobody(service)
         with _failing_after(monkeypatch, step), pytest.raises(ServiceFailed):
@@ -372,7 +414,7 @@ def test_a_model_that_is_made_anew_is_not_taken_for_the_one_whose_deletion_faile
 def test_a_table_that_is_written_down_as_deleted_is_gone_after_a_crash(
     tmp_path: Path, service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files are still there, and a view has it."""
+    """A checkpoint still has its rows, and a view has it."""
     crashed, fleet = tmp_path / "crashed", {name: Recorder() for name in CONSUMERS}
     with Trainer(service.grpc, ALL) as trainer:
         trainer.publish_all()
@@ -380,13 +422,14 @@ def test_a_table_that_is_written_down_as_deleted_is_gone_after_a_crash(
             with lost(follow(service, name, "a", target)):
                 wait_until_in_sync(service, name, trainer.change(3))
     _wait_until_nobody_publishes(service)
-    remove_unused = ModelStore.remove_unused
+    admin_of(service).make_checkpoint("clicks")
+    describe = ModelStore.describe
 
-    def copied(store: ModelStore) -> None:
+    def copied(store: ModelStore, *arguments: Any) -> None:
+        describe(store, *arguments)
         shutil.copytree(tmp_path / "data", crashed)
-        remove_unused(store)
 
-    monkeypatch.setattr(ModelStore, "remove_unused", copied)
+    monkeypatch.setattr(ModelStore, "describe", copied)
     monkeypatch.setattr(View, "has_removed", False)
     admin_of(service).delete_table("clicks", "extra")
     monkeypatch.undo()
@@ -397,10 +440,6 @@ def test_a_table_that_is_written_down_as_deleted_is_gone_after_a_crash(
             with follow(again, name, "a", target, held=target.position):
                 wait_until_in_sync(again, name, _head(again))
                 assert target.bytes() == expected
-    row = trainer.rows["extra"][7].tobytes()
-    files = [path for path in (crashed / "models").rglob("*") if path.is_file()]
-    assert files
-    assert not any(row in path.read_bytes() for path in files)
 
 
 def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_another_of_its_name(
@@ -420,8 +459,7 @@ def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_another_of_its_name(
         trainer._publish([np.arange(USER.rows), np.arange(9), np.arange(ITEM.rows)], full=True)
         shutil.copytree(tmp_path / "data", crashed)
     monkeypatch.undo()
-    found = check_data_directory(crashed)
-    assert (found.problems, [path.name for path in found.unused]) == ([], ["top"])
+    assert not [problem for each in check_data_directory(crashed) for problem in each.problems]
     with RunningService(crashed, policies={"top": Policy(top_k=1000)}) as again:
         with follow(again, "top", "a", target, held=target.position):
             wait_until_in_sync(again, "top", _head(again))
@@ -429,37 +467,27 @@ def test_a_view_of_a_deleted_table_is_not_taken_for_one_of_another_of_its_name(
         assert _undamaged(again)
 
 
-def test_a_flush_that_comes_late_does_not_bring_a_deleted_model_back(
+def test_a_checkpoint_that_is_under_way_does_not_bring_a_deleted_model_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stores: list[ModelStore] = []
-    retire = ModelStore.retire
+    begun, go, put = threading.Event(), threading.Event(), Place.put
 
-    def noted(store: ModelStore) -> None:
-        stores.append(store)
-        retire(store)
+    def slow(place: Place, name: str, content: bytes) -> None:
+        begun.set()
+        assert go.wait(20)
+        put(place, name, content)
 
-    monkeypatch.setattr(ModelStore, "retire", noted)
-    with RunningService(tmp_path / "data") as service:
+    monkeypatch.setattr(Place, "put", slow)
+    with RunningService(tmp_path / "data", checkpoint_bytes=1) as service:
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
         _leave_to_nobody(service)
-        admin_of(service).delete_model("clicks")
-        (store,) = stores
-        assert not store.flush(1)
+        assert begun.wait(20)
+        deleting = threading.Thread(target=lambda: admin_of(service).delete_model("clicks"))
+        deleting.start()
+        wait_for(lambda: service.get_json("/models") == [], "the model is still there")
+        go.set()
+        deleting.join()
+        assert checkpoint_files(tmp_path / "data") == []
     with RunningService(tmp_path / "data") as service:
         assert service.get_json("/models") == []
-
-
-class _Fuse:
-    """A log that fails after so many writes."""
-
-    def __init__(self, log: object, left: list[int]) -> None:
-        self._log, self._left = log, left
-
-    def __getattr__(self, name: str) -> object:
-        if name in ("put", "truncate"):
-            if self._left[0] == 0:
-                raise OSError("the process ends here")
-            self._left[0] -= 1
-        return getattr(self._log, name)

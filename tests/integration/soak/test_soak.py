@@ -16,7 +16,15 @@ def test_nothing_is_lost_in_a_short_soak(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     report = json.loads(found.read_text())
     assert (report["rows_lost"], report["replicas_equal"], report["versions_lost"]) == (0, True, 0)
-    for findings in ("leftovers", "mixed_versions", "steps_back", "not_recovered", "tracebacks", "troubles"):
+    for findings in (
+        "problems",
+        "leftovers",
+        "mixed_versions",
+        "steps_back",
+        "not_recovered",
+        "tracebacks",
+        "troubles",
+    ):
         assert report[findings] == [], findings
     assert sum(report["faults"].values()) >= 5
     assert report["versions"] > 10

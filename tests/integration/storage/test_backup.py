@@ -5,9 +5,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,9 @@ from tests.support.fleet import ITEM, TABLES, USER, WAIT, Recorder, Trainer, adm
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 
+from deltasync.checkpoints.manifest import Manifest
+from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.store import CheckpointStore
 from deltasync.client import (
     Admin,
     Contradiction,
@@ -31,12 +33,8 @@ from deltasync.client import (
     TableSpec,
 )
 from deltasync.core.errors import StorageFailed
-from deltasync.service.offline import back_up_offline
+from deltasync.service.backup import back_up_offline
 from deltasync.service.restore import restore
-from deltasync.service.snapshot_making import SnapshotMaker
-from deltasync.service.snapshot_source import SourceTable
-from deltasync.service.snapshots import SnapshotOptions
-from deltasync.snapshots.manifest import SnapshotTable
 from deltasync.storage.data_directory import BACKUP_MARKER
 
 LATER = TableSpec("later", 50, 4)
@@ -60,20 +58,21 @@ class Past(Trainer):
 
 
 class Window:
-    """A backup that has stored its first table, and waits."""
+    """A backup that has copied its first model, and waits."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.reached, self._go = threading.Event(), threading.Event()
-        store = SnapshotMaker._table
+        copy = CheckpointStore.copy
 
-        def waiting(maker: SnapshotMaker, table: SourceTable) -> SnapshotTable:
-            stored = store(maker, table)
+        def waiting(
+            store: CheckpointStore, manifest: Manifest, place: Place, check: Callable[[], None] = lambda: None
+        ) -> None:
+            copy(store, manifest, place, check)
             self.reached.set()
             while not self._go.wait(0.01):
-                maker._check()  # Whether it is to be broken off.
-            return stored
+                check()  # Whether it is to be broken off.
 
-        patch.setattr(SnapshotMaker, "_table", waiting)
+        patch.setattr(CheckpointStore, "copy", waiting)
 
     @contextmanager
     def open(self, service: RunningService, directory: Path) -> Iterator[None]:
@@ -100,9 +99,8 @@ def held_by_newcomers(data_dir: Path, *consumers: str) -> tuple[int, list[dict[s
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("private", [True, False])
-def test_a_backup_under_load_has_all_rows_of_one_version(tmp_path: Path, private: bool) -> None:
-    service = ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks", private=private)
+def test_a_backup_under_load_has_all_rows_of_one_version(tmp_path: Path) -> None:
+    service = ServiceProcess(tmp_path / "data", "--consumer", "predictors=clicks")
     stopping = threading.Event()
     with service, Past(service.grpc) as trainer:
         admin_of(service).create_consumer("ranked", "clicks", TOP)
@@ -112,7 +110,7 @@ def test_a_backup_under_load_has_all_rows_of_one_version(tmp_path: Path, private
         with follow(service, "ranked", "r", Recorder()):
             for number in range(3):
                 made = admin_of(service).backup(str(tmp_path / f"backup-{number}"))
-                assert made["files"] == 2
+                assert made["files"] > 0
         stopping.set()
         load.join(WAIT)
         service.kill()
@@ -122,35 +120,35 @@ def test_a_backup_under_load_has_all_rows_of_one_version(tmp_path: Path, private
         assert rows == trainer.versions[head]
 
 
-def test_what_comes_while_files_are_copied_is_in_the_backup(
+def test_what_comes_while_files_are_copied_changes_nothing_of_a_backup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cuts, tables that are new or have grown, models, and consumers with a policy."""
+    """Cuts, tables that are new or have grown, models, checkpoints, and consumers with a policy."""
     window = Window(monkeypatch)
-    with RunningService(tmp_path / "data", policies=POLICIES | {"gone": TOP}) as service:
+    with RunningService(tmp_path / "data", policies=POLICIES | {"gone": TOP}, keep_checkpoints=2) as service:
         with Past(service.grpc) as trainer, follow(service, "ranked", "r", Recorder()) as early:
             trainer.publish_all()
-            early.wait_for(trainer.change(7), WAIT)
+            head = trainer.change(7)
+            early.wait_for(head, WAIT)
             with window.open(service, tmp_path / "backup"):
                 trainer.change(7)
                 later = Past(service.grpc, tables=[GROWN, ITEM, LATER], run="later", started=2, seed=3)
                 with later:
                     later.publish_all()
+                    for _ in range(3):  # Of those that are kept, none is that of the backup.
+                        admin_of(service).make_checkpoint("clicks")
+                        later.change(5)
                     admin_of(service).create_consumer("new", "clicks", TOP)
-                    with follow(service, "new", "n", Recorder()) as new:
-                        head = later.change(5)
-                        new.wait_for(head, WAIT)
                     admin_of(service).delete_consumer("gone")
                     with pytest.raises(Contradiction, match="another backup is being made"):
                         admin_of(service).backup(str(tmp_path / "another"))
         monkeypatch.undo()
-    restore(tmp_path / "backup", tmp_path / "restored")
-    found, rows = held_by_newcomers(tmp_path / "restored", "predictors", "ranked", "new")
+    restore(str(tmp_path / "backup"), tmp_path / "restored")
+    found, rows = held_by_newcomers(tmp_path / "restored", "predictors", "ranked", "gone")
     assert found == head.number
-    assert rows[0] == later.versions[found]
-    assert rows[2] == rows[0]
+    assert rows[0] == trainer.versions[found]
     with RunningService(tmp_path / "restored") as service, pytest.raises(NotFound):
-        admin_of(service).delete_consumer("gone")
+        admin_of(service).delete_consumer("new")
 
 
 def test_a_backup_goes_on_as_a_new_epoch_of_the_same_past(tmp_path: Path) -> None:
@@ -211,49 +209,31 @@ def open_umask() -> Iterator[None]:
 @pytest.mark.usefixtures("open_umask")
 def test_all_that_is_kept_is_for_its_owner_only(tmp_path: Path) -> None:
     """What the service and every command write, whatever the umask that they are started with."""
-    data, snapshots = tmp_path / "data", tmp_path / "snapshots"
-    with ServiceProcess(data, "--consumer", "predictors=clicks", "--snapshots", str(snapshots)) as service:
+    data, checkpoints = tmp_path / "data", tmp_path / "checkpoints"
+    with ServiceProcess(data, "--consumer", "predictors=clicks", "--checkpoints", str(checkpoints)) as service:
         admin = admin_of(service)
         admin.create_consumer("ranked", "clicks", TOP)
         with Trainer(service.grpc) as trainer, follow(service, "ranked", "r", Recorder()) as follower:
             trainer.publish_all()
             follower.wait_for(trainer.change(7), WAIT)
-            admin.make_snapshot("clicks")
+            admin.make_checkpoint("clicks")
             admin.backup(str(tmp_path / "backup"))
     (data / "lock").unlink()
     for command in (
         ("fsck", "--data-dir", str(data)),
-        ("fsck", "--mend", "--data-dir", str(data)),
         ("backup", str(tmp_path / "offline"), "--data-dir", str(data)),
         ("restore", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "restored")),
         ("restore", str(tmp_path / "offline"), "--data-dir", str(tmp_path / "restored-offline")),
-        ("restore", str(snapshots), "--data-dir", str(tmp_path / "restored-snapshots")),
+        ("restore", str(checkpoints), "--data-dir", str(tmp_path / "restored-checkpoints")),
     ):
         status, _, said = deltasync(*command)
         assert status == 0, said
     made = [path for path in tmp_path.rglob("*") if "kernels" not in path.relative_to(tmp_path).parts]
     assert {path.relative_to(tmp_path).parts[0] for path in made} == {
-        *("data", "snapshots", "backup", "offline", "restored", "restored-offline", "restored-snapshots")
+        *("data", "checkpoints", "backup", "offline", "restored", "restored-offline", "restored-checkpoints")
     }
     modes = {str(path.relative_to(tmp_path)): path.stat().st_mode & 0o777 for path in made}
     assert modes == {str(path.relative_to(tmp_path)): 0o700 if path.is_dir() else 0o600 for path in made}
-
-
-def test_what_is_restored_has_its_room(tmp_path: Path) -> None:
-    """On a disk that is full later, writing to a mapped file without it would end the process."""
-    table = TableSpec("zeros", 300_000, 8)
-    with RunningService(tmp_path / "data") as service, Trainer(service.grpc, [table]) as trainer:
-        trainer.rows["zeros"][:] = 0
-        trainer.publish_all()
-    back_up_offline(tmp_path / "data", tmp_path / "backup")
-    restore(tmp_path / "backup", tmp_path / "new")
-    assert _holes(tmp_path / "new" / "models") == 0
-
-
-def _holes(folder: Path) -> int:
-    """Bytes that files have no room for."""
-    found = [path.stat() for path in folder.rglob("*") if path.is_file()]
-    return sum(max(0, each.st_size - each.st_blocks * 512) for each in found)
 
 
 def test_a_damaged_backup_is_refused_by_name_and_leaves_nothing(backup: Path, tmp_path: Path) -> None:
@@ -266,7 +246,7 @@ def test_a_damaged_backup_is_refused_by_name_and_leaves_nothing(backup: Path, tm
                 path.unlink()
             else:
                 path.write_bytes(damaged)
-            said = f"{path.relative_to(backup / 'snapshots')}( is damaged|: FileNotFound)"
+            said = f"{path.name}( is damaged| is missing| has)"
             with pytest.raises(StorageFailed, match=said):
                 restore(backup, tmp_path / "new")
             assert not (tmp_path / "new").exists() or not any((tmp_path / "new").iterdir())
@@ -283,7 +263,7 @@ def test_a_backup_without_a_sound_marker_is_none(backup: Path, tmp_path: Path) -
     marker, new = backup / BACKUP_MARKER, tmp_path / "new"
     changed = marker.read_text().replace('"made_unix_ns": 1', '"made_unix_ns": 2')
     marker.unlink()
-    with pytest.raises(StorageFailed, match="no complete backup"):
+    with pytest.raises(StorageFailed, match="has neither a backup nor a checkpoint"):
         restore(backup, new)
     for content, said in (
         ("{", "is damaged"),
@@ -293,7 +273,7 @@ def test_a_backup_without_a_sound_marker_is_none(backup: Path, tmp_path: Path) -
         marker.write_text(content)
         with pytest.raises(StorageFailed, match=said):
             restore(backup, new)
-    with pytest.raises(StorageFailed, match=r"gone: there is no such folder$"):
+    with pytest.raises(StorageFailed, match="gone has neither a backup nor a checkpoint"):
         restore(tmp_path / "gone", new)
     assert not new.exists()
 
@@ -314,7 +294,7 @@ def test_what_cannot_be_a_backup_is_refused(running: RunningService, tmp_path: P
     with pytest.raises(InvalidInput, match="inside of the data directory"):
         admin.backup(str(data / "backup"))
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidInput, match="cannot be used"):
+    with pytest.raises(StorageFailed, match=r"file.* cannot be written"):
         admin.backup(str(tmp_path / "file"))
     with pytest.raises(StorageFailed, match="is in use by another service: stop it, or back it up while it runs"):
         back_up_offline(data, tmp_path / "backup")
@@ -334,8 +314,6 @@ def test_a_backup_ends_with_who_has_asked_for_it(
     with pytest.raises(ServiceUnavailable):
         admin_of(running).backup(str(tmp_path / "left"), timeout_seconds=0.5)
     assert window.reached.is_set()
-    with pytest.raises(StorageFailed, match="no complete backup"):
-        restore(tmp_path / "left", tmp_path / "new")
     monkeypatch.undo()
     _made_soon(admin_of(running), tmp_path)
     assert list((tmp_path / "left").iterdir()) == []
@@ -402,20 +380,18 @@ def test_the_commands(running: RunningService, tmp_path: Path) -> None:
     assert {table.name for table in TABLES} == rows.keys() == {USER.name, ITEM.name}
 
 
-def running_with_snapshots(data_dir: Path, url: str) -> RunningService:
-    service = RunningService(data_dir, policies={"ranked": TOP})
-    service.options = replace(service.options, snapshots=SnapshotOptions(url=url, seconds=3600))
-    return service
+def running_with_checkpoints(data_dir: Path, url: str) -> RunningService:
+    return RunningService(data_dir, policies={"ranked": TOP}, checkpoints=url)
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_a_data_directory_is_made_of_the_newest_snapshots(tmp_path: Path, scheme: str) -> None:
-    url = f"{scheme}{tmp_path / 'snapshots'}"
-    with running_with_snapshots(tmp_path / "data", url) as service, Trainer(service.grpc) as trainer:
+def test_a_data_directory_is_made_of_the_newest_checkpoints(tmp_path: Path, scheme: str) -> None:
+    url = f"{scheme}{tmp_path / 'checkpoints'}"
+    with running_with_checkpoints(tmp_path / "data", url) as service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
-        admin_of(service).make_snapshot("clicks")
+        admin_of(service).make_checkpoint("clicks")
         head = trainer.change(7)
-        admin_of(service).make_snapshot("clicks")
+        admin_of(service).make_checkpoint("clicks")
         expected = trainer.expected()
         trainer.change(7)
     status, said, _ = deltasync("restore", url, "--data-dir", str(tmp_path / "new"))
@@ -424,18 +400,18 @@ def test_a_data_directory_is_made_of_the_newest_snapshots(tmp_path: Path, scheme
     assert plain == expected
 
 
-def test_what_is_no_backup_and_has_no_snapshot_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_backup_and_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(StorageFailed, match="is no complete backup"):
-        restore(tmp_path / "empty", tmp_path / "new")
-    with pytest.raises(StorageFailed, match="has no snapshot of any model"):
-        restore(f"file://{tmp_path / 'empty'}", tmp_path / "new")
+    for url in (str(tmp_path / "empty"), f"file://{tmp_path / 'empty'}"):
+        with pytest.raises(StorageFailed, match="has neither a backup nor a checkpoint of any model"):
+            restore(url, tmp_path / "new")
     with pytest.raises(InvalidInput, match="nosuch"):
         restore("nosuch://bucket", tmp_path / "new")
-    (tmp_path / "snapshots" / "clicks" / "manifests").mkdir(parents=True)
-    (tmp_path / "snapshots" / "clicks" / "manifests" / "00000000000000000001-x.json").write_text("{")
-    with pytest.raises(StorageFailed, match=r"no snapshot of model 'clicks' can be used: .* is damaged"):
-        restore(tmp_path / "snapshots", tmp_path / "new")
+    name = "00000000000000000001-0123abcd.json"
+    (tmp_path / "checkpoints" / "clicks" / "manifests").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "clicks" / "manifests" / name).write_text("{")
+    with pytest.raises(StorageFailed, match=r"no checkpoint of model 'clicks' can be used: .* is damaged"):
+        restore(tmp_path / "checkpoints", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -448,22 +424,22 @@ def test_a_consumer_whose_model_was_not_published_is_in_a_backup(tmp_path: Path)
         assert "early" in {each["consumer"] for each in admin_of(service).consumers()}
 
 
-def test_snapshots_are_listed_and_checked_without_a_service(tmp_path: Path) -> None:
-    url = str(tmp_path / "snapshots")
-    with running_with_snapshots(tmp_path / "data", url) as service, Trainer(service.grpc) as trainer:
+def test_checkpoints_are_listed_and_checked_without_a_service(tmp_path: Path) -> None:
+    url = str(tmp_path / "checkpoints")
+    with running_with_checkpoints(tmp_path / "data", url) as service, Trainer(service.grpc) as trainer:
         for _ in range(2):
             trainer.publish_all()
-            admin_of(service).make_snapshot("clicks")
-    status, said, _ = deltasync("snapshots", "--at", url, "--check")
+            admin_of(service).make_checkpoint("clicks")
+    status, said, _ = deltasync("checkpoints", "--at", url, "--check")
     assert status == 0
-    assert re.sub(r"  +", "  ", said.splitlines()[0]) == "model  version  age  bytes  new  snapshot"
-    stored = json.loads(deltasync("snapshots", "--at", url, "--json")[1])
+    assert re.sub(r"  +", "  ", said.splitlines()[0]) == "model  version  age  bytes  new  checkpoint"
+    stored = json.loads(deltasync("checkpoints", "--at", url, "--json")[1])
     assert [(each["model"], each["version"]) for each in stored] == [("clicks", 2), ("clicks", 1)]
     assert [line.split()[-1] for line in said.splitlines()[1:]] == [each["name"] for each in stored]
-    assert deltasync("snapshots", "other", "--at", url)[1] == f"no snapshots of other at {url}\n"
-    damaged = max((tmp_path / "snapshots" / "clicks" / "data").iterdir())
+    assert deltasync("checkpoints", "other", "--at", url)[1] == f"no checkpoints of other at {url}\n"
+    damaged = max((tmp_path / "checkpoints" / "clicks" / "data").iterdir())
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert deltasync("snapshots", "--at", url)[0] == 0
-    status, _, said = deltasync("snapshots", "--at", url, "--check")
-    assert (status, f"{damaged.name} is damaged at byte" in said) == (1, True)
-    assert "--check reads what is at --at URL" in deltasync("snapshots", "--check")[2]
+    assert deltasync("checkpoints", "--at", url)[0] == 0
+    status, _, said = deltasync("checkpoints", "--at", url, "--check")
+    assert (status, damaged.name in said) == (1, True)
+    assert "--check reads the checkpoints at --at URL" in deltasync("checkpoints", "--check")[2]

@@ -36,9 +36,10 @@ def test_consumers_policies_and_offsets_are_there_again(written: tuple[RunningSe
         assert lag["head"] == 7
         offsets = {each["replica"]: each["offset"] for each in lag["replicas"]}
         early, late = (content.held[f"{consumer}/{replica}"].number for replica in ("early", "late"))
-        # A service that ends writes all offsets; one that is killed loses the last, which replicas tell again.
-        assert offsets.keys() == {"early", "late"}
-        assert (offsets["early"], offsets["late"] <= late) == (early, True)
+        # A service that ends writes all offsets; one that is killed loses the last, which replicas tell again: on
+        # a slow disk perhaps all that there was of a replica.
+        assert offsets.keys() <= {"early", "late"}
+        assert (offsets["early"], offsets.get("late", 0) <= late) == (early, True)
         assert {
             position.history for name, position in content.held.items() if name.startswith(f"{consumer}/")
         } == {lag["history"]}

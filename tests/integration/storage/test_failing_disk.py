@@ -89,10 +89,10 @@ def readiness(service: ServiceProcess) -> int:
 def test_while_calls_fail_at_random_every_word_is_true_and_all_is_there_afterwards(
     disk: FailingDisk, tmp_path: Path, pool: ThreadPoolExecutor, calls: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the log and of tables: one in eight."""
+    """Of the log and of checkpoints: one in eight."""
     target, published, stop = NumpyTarget(), list[Position](), threading.Event()
     with (
-        service_on(disk, tmp_path / "data", "--flush-bytes", "1") as service,
+        service_on(disk, tmp_path / "data", "--checkpoint-bytes", "1") as service,
         Trainer(service.grpc) as trainer,
         follow(service, "predictors", "p", target) as replica,
     ):
@@ -138,18 +138,16 @@ def test_while_calls_fail_at_random_every_word_is_true_and_all_is_there_afterwar
         (errno.ENXIO, "look for its errors in the system's log"),
     ],
 )
-@pytest.mark.parametrize("file", ["data.mdb", "shared"])
 def test_each_refusal_has_its_remedy_and_where_that_helps_the_service_goes_on(
-    disk: FailingDisk, tmp_path: Path, pool: ThreadPoolExecutor, error: int, remedy: str, file: str
+    disk: FailingDisk, tmp_path: Path, pool: ThreadPoolExecutor, error: int, remedy: str
 ) -> None:
-    """Of the log, and of tables as they are flushed."""
     with (
-        service_on(disk, tmp_path / "data", "--flush-bytes", "1") as service,
+        service_on(disk, tmp_path / "data", "--checkpoint-bytes", "1") as service,
         Trainer(service.grpc) as trainer,
         follow(service, "predictors", "p", NumpyTarget()) as replica,
     ):
         replica.wait_for(trainer.publish_all(), WAIT)
-        disk.fail("write", file, error=error)
+        disk.fail("write", "data.mdb", error=error)
         published = pool.submit(trainer.change, 7)
         assert remedy in service.wait_for_status("/readyz", 503)
         check_said(service)

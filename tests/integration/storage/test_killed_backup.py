@@ -13,17 +13,16 @@ from tests.support.fleet import WAIT, Trainer, admin_of, follow
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 
+from deltasync.checkpoints.manifest import Manifest
+from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.store import CheckpointStore
 from deltasync.client import InvalidInput, NumpyTarget, ServiceUnavailable
 from deltasync.core.errors import StorageFailed
 from deltasync.core.progress import Progress
-from deltasync.service.backup_folder import read_marker
-from deltasync.service.offline import back_up_offline
+from deltasync.service.backup import BackupPlace, back_up_offline
+from deltasync.service.fsck import check_data_directory
 from deltasync.service.restore import restore
-from deltasync.service.snapshot_making import SnapshotMaker
-from deltasync.service.snapshot_source import SourceTable
-from deltasync.service.stored_state import check_data_directory
-from deltasync.snapshots.manifest import SnapshotTable
-from deltasync.storage.data_directory import BACKUP_MARKER, lock_data_directory
+from deltasync.storage.data_directory import BACKUP_MARKER, UNFINISHED_BACKUP, lock_data_directory
 
 KILLED_IN_A_BACKUP = """
 import importlib, os, runpy, signal, sys
@@ -36,10 +35,11 @@ setattr(owner, last, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 runpy.run_module("deltasync", run_name="__main__")
 """
 STEPS = [
-    "deltasync.service.snapshot_making:SnapshotMaker._table",
-    "deltasync.snapshots.packing:PieceWriter.end",
-    "deltasync.service.snapshot_making:pack_manifest",
-    "deltasync.service.backup_folder:BackupFolder.complete",
+    "deltasync.checkpoints.writing:CheckpointWriter.write",
+    "deltasync.checkpoints.store:pack_manifest",
+    "deltasync.checkpoints.store:CheckpointStore.copy",
+    "deltasync.service.backup:BackupPlace.complete",
+    "deltasync.service.backup:asdict",
 ]
 
 
@@ -50,7 +50,7 @@ class Steps:
         self.copies: list[Path] = []
         self._folder, self._into = folder, into
         for owner, name in (
-            *((os, each) for each in ("fsync", "posix_fallocate")),
+            (os, "fsync"),
             *((Path, each) for each in ("mkdir", "rename", "unlink", "open")),
             (shutil, "rmtree"),
             (Progress, "add"),
@@ -110,17 +110,19 @@ def test_a_backup_that_was_killed_is_none_and_is_replaced(
 
     for killed in stages(monkeypatch, target, tmp_path / "steps", back_up):
         if (killed / BACKUP_MARKER).exists():
+            (killed / UNFINISHED_BACKUP).unlink(missing_ok=True)  # The last step: it is complete with it, too.
             assert contents(killed) == contents(target)
             complete += 1
             continue
-        with pytest.raises(StorageFailed, match="take another one, which replaces it"):
-            restore(killed, tmp_path / "new")
         if any(killed.iterdir()):
+            with pytest.raises(StorageFailed, match="make another one, which replaces it"):
+                restore(killed, tmp_path / "new")
+        if (killed / UNFINISHED_BACKUP).exists():
             with pytest.raises(StorageFailed, match="is a backup that is not complete"):
                 lock_data_directory(killed)
         made = back_up_offline(data_dir, killed)
-        assert read_marker(killed) == made
-        assert made.files == read_marker(target).files == len(contents(killed)) - 1
+        assert BackupPlace(str(killed)).read() == made
+        assert made.files == len(contents(killed)) - 1  # Nothing of the one that was killed.
     assert complete
 
 
@@ -141,13 +143,11 @@ def test_a_restore_that_was_killed_is_no_data_directory_and_is_replaced(
                 lock_data_directory(killed)
         restore(backup, killed)
         assert {path.name for path in contents(killed)} == {path.name for path in expected}
-        found = check_data_directory(killed)
-        assert not found.problems
-        assert not any(each.left for each in found.tables)
+        assert [each for each in check_data_directory(killed) if each.problems or each.unknown] == []
     assert complete
 
 
-@pytest.mark.parametrize("stranger", ["something", "models/something", "log"])
+@pytest.mark.parametrize("stranger", ["something", "checkpoints/something", "log"])
 def test_a_folder_with_anything_else_is_not_touched(data_dir: Path, tmp_path: Path, stranger: str) -> None:
     """Nor is one with a folder that both make, if nothing says that it was made by them."""
     folder = tmp_path / "folder"
@@ -164,28 +164,22 @@ def test_a_folder_with_anything_else_is_not_touched(data_dir: Path, tmp_path: Pa
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_backup_that_is_being_made_is_not_replaced(data_dir: Path, tmp_path: Path) -> None:
+def test_of_two_backups_into_one_place_one_fails_and_the_other_is_whole(data_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "backup").mkdir()
-    begun = list[Exception]()
+    begun, copy = list[Path](), CheckpointStore.copy
 
-    store = SnapshotMaker._table
-
-    def busy(maker: SnapshotMaker, table: SourceTable) -> SnapshotTable:
+    def busy(store: CheckpointStore, manifest: Manifest, place: Place, check: Any = lambda: None) -> None:
         if not begun:
-            begun.append(ValueError())
-            with pytest.raises(StorageFailed, match="another backup is being made there"):
-                back_up_again()
-        return store(maker, table)
-
-    def back_up_again() -> None:
-        shutil.copytree(data_dir, tmp_path / "copy")
-        back_up_offline(tmp_path / "copy", tmp_path / "backup")
+            begun.append(shutil.copytree(data_dir, tmp_path / "copy"))
+            back_up_offline(begun[0], tmp_path / "backup")
+        copy(store, manifest, place, check)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SnapshotMaker, "_table", busy)
-        back_up_offline(data_dir, tmp_path / "backup")
-    assert begun
+        patch.setattr(CheckpointStore, "copy", busy)
+        with pytest.raises(StorageFailed, match="another backup"):
+            back_up_offline(data_dir, tmp_path / "backup")
     restore(tmp_path / "backup", tmp_path / "new")
+    assert [each for each in check_data_directory(tmp_path / "new") if each.problems] == []
 
 
 def is_backed_up(service: ServiceProcess, folder: Path) -> bool:
@@ -204,7 +198,6 @@ def test_a_service_that_is_killed_while_it_makes_a_backup_goes_on_afterwards(tmp
     service, folder = ServiceProcess(tmp_path / "data", *arguments), tmp_path / "backup"
     with service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
-        before = {path.relative_to(tmp_path) for path in (tmp_path / "data").rglob("*")}
         for step in STEPS:
             service.kill()
             service.program = ["-c", KILLED_IN_A_BACKUP, step]
@@ -216,7 +209,6 @@ def test_a_service_that_is_killed_while_it_makes_a_backup_goes_on_afterwards(tmp
             assert not (folder / BACKUP_MARKER).exists()
         service.program = ["-m", "deltasync"]
         service.start()
-        assert {path.relative_to(tmp_path) for path in (tmp_path / "data").rglob("*")} <= before
         head = trainer.change(7)
         while not is_backed_up(service, folder):
             pass
@@ -225,4 +217,4 @@ def test_a_service_that_is_killed_while_it_makes_a_backup_goes_on_afterwards(tmp
         assert {name: rows.tobytes() for name, rows in target.tables.items()} == trainer.expected()
     done = deltasync("restore", str(folder), "--data-dir", str(tmp_path / "new"))
     assert done[0] == 0
-    assert not check_data_directory(tmp_path / "new").problems
+    assert [each for each in check_data_directory(tmp_path / "new") if each.problems] == []

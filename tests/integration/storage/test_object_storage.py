@@ -1,18 +1,20 @@
-"""Snapshots in real object storage, which is killed and comes back."""
+"""Checkpoints in real object storage, which is killed and comes back."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from tests.support.local_service import publish
+from tests.support.checkpointed import MODEL, Checkpointed, loaded, same
+from tests.support.fleet import WAIT, Recorder, Trainer, admin_of, follow
 from tests.support.object_storage import ObjectStorage
-from tests.unit.service.test_snapshots import MODEL, Process, cut, in_processes
+from tests.support.server import RunningService
 
-from deltasync.core.errors import StorageFailed
-from deltasync.snapshots.place import SnapshotPlace
-from deltasync.snapshots.reading import check_snapshot, models_of, snapshots_of
+from deltasync.checkpoints.chunks import CheckpointDamaged
+from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.store import CheckpointStore, NotCopied, models_of
+from deltasync.core.errors import InvalidInput, StorageFailed
+from deltasync.service.restore import restore
 
 
 @pytest.fixture(scope="module")
@@ -22,71 +24,108 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStorage]
 
 
 @pytest.fixture
-def place(storage: ObjectStorage, request: pytest.FixtureRequest) -> SnapshotPlace:
+def place(storage: ObjectStorage, request: pytest.FixtureRequest) -> Place:
     bucket = f"bucket-{abs(hash(request.node.name)) % 10**8}"
-    place = SnapshotPlace(f"s3://{bucket}/models", storage.settings)
+    place = Place(f"s3://{bucket}/models", storage.settings)
     place._files.mkdir(bucket)
     return place
 
 
-def test_objects_are_there_whole_and_listed(place: SnapshotPlace) -> None:
+def _world(folder: Path, place: Place) -> Checkpointed:
+    world = Checkpointed(CheckpointStore(MODEL, Place(str(folder / "checkpoints")), place))
+    world.model.add("user", 100_000, 32)
+    world.model.change("user", 0.5)
+    return world
+
+
+def test_objects_are_there_whole_and_listed(place: Place) -> None:
     assert place.names("m/data") == []
     content = os.urandom(9_000_000)
     place.put("m/data/1", content)
     place.put("m/data/0", b"x")
-    assert [(each.name, each.bytes) for each in place.names("m/data")] == [
-        ("m/data/0", 1),
-        ("m/data/1", 9_000_000),
-    ]
+    listed = place.names("m/data")
+    assert [(each.name, each.bytes) for each in listed] == [("m/data/0", 1), ("m/data/1", 9_000_000)]
+    assert all(each.modified for each in listed)
     assert place.get("m/data/1") == content
-    assert place.get("m/data/1", 10, 20) == content[10:20]
+    with place.open("m/data/1") as file:
+        assert file.read(10) == content[:10]
     place.remove("m/data/1")
     place.remove("m/data/1")
     assert [each.name for each in place.names("m/data")] == ["m/data/0"]
-    with pytest.raises(StorageFailed, match="m/data/1"):
+    with pytest.raises(CheckpointDamaged, match="m/data/1 is missing"):
         place.get("m/data/1")
 
 
-@in_processes()
-async def test_a_model_is_taken_over_by_way_of_object_storage(
-    a: Process, b: Process, place: SnapshotPlace
-) -> None:
-    for each in (a, b):
-        each.place = each.snapshots.place = each.files._place = place
-    await a.take()
-    session = await publish(a.service)
-    await a.snapshots.make(MODEL)
-    await cut(session, 2, 1, 2)
-    second = await a.snapshots.make(MODEL)
-    await cut(session, 3, 3)
-    before = a.rows
+def test_a_model_is_taken_over_by_way_of_object_storage(place: Place, tmp_path: Path) -> None:
+    world = _world(tmp_path, place)
+    for _ in range(3):
+        world.model.change("user", 0.1)
+        made = world.write()
+        world.store.copy_to_remote(made)
+    world.store.remove_old(2, remote=True)
     assert models_of(place) == [MODEL]
-    assert check_snapshot(place, second) == []
-    await a.give_up()
-    await b.take()
-    assert all(np.array_equal(each, before[name]) for name, each in b.rows.items())
+    other = CheckpointStore(MODEL, Place(str(tmp_path / "other")), place)
+    found = other.manifests()
+    assert (found.manifests[0], len(found.manifests), found.problems, found.unreachable) == (made, 2, [], [])
+    assert other.verify() == []
+    assert same(loaded(other, made), world.held[made.id])
+    other.remove_all()
+    assert models_of(place) == []
+
+
+def test_a_backup_is_made_in_object_storage_and_restored(
+    storage: ObjectStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the place of one that was broken off."""
+    for name, value in (("ENDPOINT_URL", storage.url), ("ACCESS_KEY_ID", "any"), ("SECRET_ACCESS_KEY", "any")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    url = "s3://backups/monday"
+    place, target = Place(url), Recorder()
+    place._files.mkdir("backups")
+    with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
+        trainer.publish_all()
+        admin_of(service).backup(url)
+        with pytest.raises(InvalidInput, match="s3://backups/monday has something already"):
+            admin_of(service).backup(url)
+        place.remove("backup.json")
+        place.put("backup.json.new", b"of a backup that was broken off")
+        with pytest.raises(StorageFailed, match="no complete backup"):
+            restore(url, tmp_path / "new")
+        head = trainer.change(7)
+        made = admin_of(service).backup(url)
+    folders = [each.name for each in place.names("checkpoints/clicks")]
+    stored = [file for folder in folders for file in place.names(folder)]
+    assert (len(stored), sum(file.bytes for file in stored)) == (made["files"], made["bytes"])
+    assert restore(url, tmp_path / "new").models == {"clicks": head.number}
+    with RunningService(tmp_path / "new") as service, follow(service, "predictors", "new", target) as replica:
+        replica.wait_for(head.number, WAIT)
+    assert target.bytes() == trainer.expected()
 
 
 @pytest.mark.nightly
-@in_processes()
-async def test_storage_that_is_gone_is_an_error_and_no_more(a: Process, b: Process, tmp_path: Path) -> None:
+def test_storage_that_is_gone_is_an_error_and_no_more(tmp_path: Path) -> None:
     with ObjectStorage(tmp_path / "storage") as storage:
         settings = {
             **storage.settings,
             "config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 1},
         }
-        place = a.snapshots.place = a.files._place = SnapshotPlace("s3://gone/models", settings)
+        place = Place("s3://gone/models", settings)
         place._files.mkdir("gone")
-        await a.take()
-        session = await publish(a.service)
-        await a.snapshots.make(MODEL)
+        world = _world(tmp_path, place)
+        first = world.write()
+        world.store.copy_to_remote(first)
         storage.kill()
-        await cut(session, 2, 1)
-        with pytest.raises(StorageFailed):
-            await a.snapshots.make(MODEL)
-        assert a.snapshots.troubles
-        await cut(session, 3, 2)
+        world.model.change("user", 0.1)
+        second = world.write()
+        with pytest.raises(NotCopied, match="s3://gone/models has no copy"):
+            world.store.copy_to_remote(second)
+        found = world.store.manifests()
+        assert (found.manifests, len(found.unreachable)) == ([second, first], 1)
+        assert same(loaded(world.store, second), world.held[second.id])
         storage.start()
-        made = await a.snapshots.make(MODEL)
-        assert (made.version, a.snapshots.troubles) == (3, [])
-        assert [each.version for each in snapshots_of(place, MODEL).manifests] == [3, 1]
+        world.model.change("user", 0.1)
+        third = world.write()
+        world.store.copy_to_remote(third)
+        remote = CheckpointStore(MODEL, place)
+        assert remote.manifests().manifests == [third, first]
+        assert same(loaded(remote, third), world.held[third.id])

@@ -19,7 +19,7 @@ from tests.support.state import lag_of
 from tests.support.wire import ReplicaStream, ack
 
 from deltasync.client import CallbackTarget, Policy, Position, Release, Subscriber
-from deltasync.service.offline import back_up_offline
+from deltasync.service.backup import back_up_offline
 from deltasync.service.restore import restore
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions

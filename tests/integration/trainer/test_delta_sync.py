@@ -3,17 +3,19 @@
 import copy
 import shutil
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from tests.integration.trainer.following import assert_equal, published_rows, subscriber
-from tests.support.process import ServiceProcess
+from tests.support.damage import change_value, entries
+from tests.support.process import ADMIN_TOKEN, ServiceProcess
 from tests.support.waiting import wait_for
 from tests.unit.trainer.tracking.test_id_maps import RAW_IDS, fill, model_of, sorted_ids
 from torch import nn
 
-from deltasync.client import CallbackTarget, NumpyTarget, Publisher, Release, Subscriber, SubscriberOptions
+from deltasync.client import Admin, CallbackTarget, Endpoint, NumpyTarget, Release, Subscriber, SubscriberOptions
 from deltasync.core.errors import InvalidInput, NotFound, ServiceUnavailable
 from deltasync.core.position import Position
 from deltasync.core.raw_ids import FREE_ID
@@ -331,40 +333,37 @@ def test_what_is_left_out_must_be_there() -> None:
         DeltaSync(Shop(10, items=7), options)
 
 
-def test_rows_of_which_the_service_lost_a_bit_are_published_again(service: ServiceProcess) -> None:
-    model, target = linear(), NumpyTarget()
+def lose_newest_version(service: ServiceProcess) -> None:
+    newest = max(key for key in entries(service.data_dir / "log", "records") if key.startswith(b"cuts/"))
+    change_value(service.data_dir / "log", "records", newest, 200)
+
+
+def lose_everything(service: ServiceProcess) -> None:
+    for path in (service.data_dir / "checkpoints" / "clicks" / "data").iterdir():
+        path.write_bytes(bytes(100))
+
+
+@pytest.mark.parametrize(("lose", "rows"), [(lose_newest_version, 2), (lose_everything, 31)])
+def test_what_log_and_checkpoints_have_lost_is_published_again(
+    service: ServiceProcess, lose: Callable[[ServiceProcess], None], rows: int
+) -> None:
+    """Only that, where the run knows which rows came after what is left."""
+    model, target = nn.Linear(5, 30), NumpyTarget()
     with delta_sync(service, model) as sync:
         sync.flush()
-        service.terminate()  # The log has nothing of it any more.
-        (file,) = service.data_dir.glob("models/clicks/tables/**/shared")
-        damaged = bytearray(file.read_bytes())
-        damaged[damaged.index(model.weight[1].detach().numpy().tobytes())] ^= 1
-        file.write_bytes(damaged)
+        for row in range(3):
+            with torch.no_grad():
+                model.weight[row].add_(1.0)
+            sync.step()
+            sync.flush()
+            Admin(Endpoint(service.http, ADMIN_TOKEN)).make_checkpoint("clicks") if row < 2 else None
+        service.terminate()
+        lose(service)
         service.start()
-        with subscriber(service, target) as replica:
-            while "row 1 of table 'weight'" not in service.get_json("/consumers/predictors/lag")["reason"]:
-                pass
-            assert target.tables == {}, "nobody is given a part of a version"
-            while sync.stats.cuts[-1][0] < 3:  # The answer to the second one asks for the row.
-                with torch.no_grad():
-                    model.bias.add_(1.0)
-                sync.step()
-            replica.wait_for(sync.flush().number, 30)
-        assert_equal(target, model)
-
-
-def test_a_service_that_goes_on_asking_for_rows_is_sent_them_once_by_a_flush(
-    service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It asks with the answer to the very cut that brings them, which it has yet to apply."""
-
-    def ask(publisher: Publisher, _: object) -> None:
-        publisher.wanted = (("weight", np.array([1])),)
-
-    monkeypatch.setattr(Publisher, "_note_requests", ask)
-    with delta_sync(service, linear()) as sync:
-        sync.flush()
-        assert [number for number, *_ in sync.stats.cuts] == [1, 2]
+        with torch.no_grad():
+            model.weight[9].add_(1.0)
         sync.step()
-        sync.flush()
-        assert len(sync.stats.cuts) == 3, "a step that publishes sends them again"
+        with subscriber(service, target) as replica:
+            replica.wait_for(sync.flush(), 30)
+        assert_equal(target, model)
+        assert published_rows(service) == rows

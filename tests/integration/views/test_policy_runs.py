@@ -1,9 +1,8 @@
 """Consumers with a policy through full disks, lost files, other runs and other forms."""
 
-import errno
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +30,12 @@ from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions
 from deltasync.storage.model_store import ModelStore
+from deltasync.storage.records import pack_json, unpack_json
+from deltasync.views.records import view_name
+from deltasync.views.table import EncodedTable
 
 POLICIES = {
     "top": Policy(top_k=0.1),
@@ -54,14 +58,10 @@ def rows_of(release: Release) -> int:
 
 
 def no_room_for_views(patch: pytest.MonkeyPatch) -> None:
-    mkdir = Path.mkdir
+    def full(*_: object) -> None:
+        raise StorageFailed("no room for a table")
 
-    def full(path: Path, *arguments: Any, **named: Any) -> None:
-        if "views" in path.parts:
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        mkdir(path, *arguments, **named)
-
-    patch.setattr(Path, "mkdir", full)
+    patch.setattr(EncodedTable, "_room_for", full)
 
 
 def test_without_room_for_another_form_the_old_one_goes_on_until_there_is(
@@ -75,7 +75,7 @@ def test_without_room_for_another_form_the_old_one_goes_on_until_there_is(
             admin.update_consumer("top", Policy(top_k=0.1, value_type=ValueType.INT8))
             wait_for_lag(service, "top", lambda lag: "the policy is not in force" in lag["reason"])
             head = trainer.change(5)
-            assert "No space left on device" in wait_until_in_sync(service, "top", head)["reason"]
+            assert "no room for a table" in wait_until_in_sync(service, "top", head)["reason"]
             with follow(service, "top", "b", joining) as other:
                 other.wait_for(head, WAIT)
             assert target.bytes() == joining.bytes() == trainer.expected()
@@ -84,12 +84,7 @@ def test_without_room_for_another_form_the_old_one_goes_on_until_there_is(
         replica.check()
 
 
-@pytest.mark.parametrize("kind", ["*.since", "*", "shared"])
-def test_a_view_that_has_lost_files_begins_anew_and_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    if kind != "shared":
-        monkeypatch.setattr("deltasync.storage.table_files.SMALL_BYTES", 0)
+def test_a_view_that_cannot_come_back_begins_anew_and_others_go_on(tmp_path: Path) -> None:
     lost, other = Recorder(), Recorder()
     with (
         RunningService(tmp_path / "data", policies=POLICIES) as service,
@@ -100,10 +95,9 @@ def test_a_view_that_has_lost_files_begins_anew_and_others_go_on(
         head = trainer.publish_all()
         for consumer in ("top", "user"):
             wait_until_in_sync(service, consumer, head)
-    files = [each for each in (tmp_path / "data/models/clicks/views/top").rglob(kind) if each.is_file()]
-    assert files
-    for each in files:
-        each.unlink()
+    with closing(LmdbStore(LogOptions(directory=tmp_path / "data" / "log"))) as log:
+        record = unpack_json(log.items(view_name("top"))[""])
+        log.put(view_name("top"), pack_json(record | {"model_history": "another"})).result()
     sizes = {id(each): len(each.releases) for each in (lost, other)}
     with (
         RunningService(tmp_path / "data", policies=POLICIES) as service,

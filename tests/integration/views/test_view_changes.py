@@ -23,7 +23,7 @@ from deltasync.client import Admin, CallbackTarget, Position, Release, TableSpec
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.views.store import ViewStore
+from deltasync.views.log import ViewLog
 
 POLICIES = {"top": Policy(top_k=5)}
 
@@ -213,17 +213,17 @@ def test_a_replica_that_joins_while_tables_change_is_given_them_as_they_were_ann
     """It waits for what the policy wants to be there."""
     target, joining = Recorder(), Recorder()
     changing, go = threading.Event(), threading.Event()
-    install = ViewStore.install
+    write = ViewLog.write
 
-    def held_back(store: ViewStore, *arguments: Any) -> None:
+    def held_back(log: ViewLog, *arguments: Any) -> None:
         changing.set()
         assert go.wait(WAIT)
-        install(store, *arguments)
+        write(log, *arguments)
 
     with Trainer(service.grpc) as trainer, follow(service, "top", "a", target):
         head = trainer.publish_all()
         wait_until_in_sync(service, "top", head)
-        monkeypatch.setattr(ViewStore, "install", held_back)
+        monkeypatch.setattr(ViewLog, "write", held_back)
         policy = Policy(value_type=ValueType.INT8)
         admin.update_consumer("top", policy)
         assert changing.wait(WAIT)

@@ -106,10 +106,13 @@ class Fleet:
         return lag
 
 
-def kill_and_follow(folder: Path, kills: int, seed: int, flush_bytes: int, *, private: bool) -> None:
+# A checkpoint, and the log cut, at every occasion.
+OFTEN = ("--checkpoint-bytes", "1")
+
+
+def kill_and_follow(folder: Path, kills: int, seed: int, *options: str) -> None:
     moments = random.Random(seed)
-    arguments = ("--flush-bytes", str(flush_bytes))
-    with ServiceProcess(folder / "data", *arguments, private=private) as service, ExitStack() as stack:
+    with ServiceProcess(folder / "data", *options) as service, ExitStack() as stack:
         for name, policy in POLICIES.items():
             admin_of(service).create_consumer(name, "clicks", policy)
         fleets = [Fleet(service, name, names, stack) for name, names in FLEETS.items()]
@@ -134,7 +137,6 @@ def kill_and_follow(folder: Path, kills: int, seed: int, flush_bytes: int, *, pr
         assert len(damages) == len(POLICIES)
         assert all(line.endswith(" 0.0") for line in damages)
         assert service.terminate() == 0
-    the_log_was_cut(folder)
 
 
 def everybody_holds(service: ServiceProcess, fleet: Fleet, trainer: Trainer, head: Position) -> None:
@@ -152,19 +154,24 @@ def everybody_holds(service: ServiceProcess, fleet: Fleet, trainer: Trainer, hea
 def the_log_was_cut(folder: Path) -> None:
     log = LmdbStore(LogOptions(directory=folder / "data" / "log"))
     for name in POLICIES:
-        assert not list(log.read(f"releases/{name}"))
+        assert not list(log.read(f"releases/{name}", 1, 1))
     log.close()
 
 
 @pytest.mark.parametrize(
-    ("private", "kills"), [(True, 3), pytest.param(False, 2, marks=pytest.mark.nightly)], ids=["private", "shared"]
+    ("options", "kills"),
+    [((), 3), pytest.param(("--table-memory", "{}/scratch"), 2, marks=pytest.mark.nightly)],
+    ids=["memory", "files"],
 )
-def test_nothing_is_lost_by_kills_in_the_middle_of_releases(tmp_path: Path, private: bool, kills: int) -> None:
-    kill_and_follow(tmp_path, kills=kills, seed=1, flush_bytes=1, private=private)
+def test_nothing_is_lost_by_kills_in_the_middle_of_releases(
+    tmp_path: Path, options: tuple[str, ...], kills: int
+) -> None:
+    kill_and_follow(tmp_path, kills, 1, *OFTEN, *(each.format(tmp_path) for each in options))
+    the_log_was_cut(tmp_path)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", [2, 3])
-def test_nothing_is_lost_by_many_kills(tmp_path: Path, seed: int) -> None:
-    """Flushed at every occasion, or hardly ever."""
-    kill_and_follow(tmp_path, kills=15, seed=seed, flush_bytes=1 if seed == 2 else 1_000_000, private=True)
+@pytest.mark.parametrize(("seed", "options"), [(2, OFTEN), (3, ("--checkpoint-bytes", "1000000"))])
+def test_nothing_is_lost_by_many_kills(tmp_path: Path, seed: int, options: tuple[str, ...]) -> None:
+    """With a checkpoint at every occasion, or hardly ever."""
+    kill_and_follow(tmp_path, 15, seed, *options)

@@ -69,8 +69,8 @@ def test_a_call_is_refused_whatever_it_holds(
     """A stream is even before its first message, and a message that only a newer side could read is not read."""
     metadata = (("deltasync-protocol", number), ("authorization", f"Bearer {TOKEN}"))
     with grpc.insecure_channel(running.grpc) as channel:
-        wanted: Any = channel.unary_unary("/deltasync.v1.PublishService/Wanted")
-        assert refusal(lambda: wanted(b"\xff", timeout=WAIT, metadata=metadata)) == (code, words)
+        leave: Any = channel.unary_unary("/deltasync.v1.SubscribeService/Leave")
+        assert refusal(lambda: leave(b"\xff", timeout=WAIT, metadata=metadata)) == (code, words)
         for name in ("PublishService/Publish", "SubscribeService/Subscribe"):
             requests = queue.SimpleQueue[bytes | None]()
             stream: Any = channel.stream_stream(f"/deltasync.v1.{name}")

@@ -1,9 +1,9 @@
-"""The service's disk: full, slow, and with a bit that has flipped."""
+"""The service's disk: full and slow; and bits that have flipped, there and in its memory."""
 
 import random
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,17 +13,21 @@ from tests.soak.fuse import slow_file
 from tests.soak.journal import replace_file
 from tests.soak.schedule import Fault
 from tests.soak.world import SERVICE, World
+from tests.support.memory_flips import flip_in_memory
+
+from deltasync.storage.data_directory import CHECKPOINTS
 
 _WRITE_SECONDS = 0.05
+_ROW_BYTES, _TRIES, _NEWEST = 16, 20, 3
 
 
-def flip_bit(models: Path, pick: float) -> str:
+def flip_bit(folder: Path, pick: float) -> str:
     """Flip a bit of some file below a folder, where that has something; which, and at what byte."""
     rng = random.Random(pick)  # to be repeated, not to be secret
-    files = [file for file in sorted(models.rglob("*")) if file.is_file()]
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     while files:
         file = files.pop(rng.randrange(len(files)))
-        used = np.flatnonzero(np.fromfile(file, np.uint8))  # There may be room for more rows.
+        used = np.flatnonzero(np.fromfile(file, np.uint8))  # Zeros may never be read.
         if len(used):
             at = int(used[rng.randrange(len(used))])
             with file.open("r+b") as opened:
@@ -61,6 +65,42 @@ def slow_disk(world: World, fault: Fault) -> Sequence[str]:
 
 
 def flip(world: World, fault: Fault) -> Sequence[str]:
-    """A bit of a table's file is another one when the service starts again."""
-    world.crew.restart(SERVICE, between=lambda: flip_bit(world.data_dir / "models", fault.pick))
+    """A bit of a checkpoint is another one when the service starts again.
+
+    Where others need the same file, the service goes on from an older version, and trainers publish again.
+    """
+
+    def flip_there() -> None:
+        flip_bit(world.data_dir / CHECKPOINTS, fault.pick)
+        world.note_put_back()
+
+    world.crew.restart(SERVICE, between=flip_there)
     return everywhere(world)
+
+
+def flip_row(world: World, fault: Fault) -> Sequence[str]:
+    """A bit of some rows is another one in the service's memory, which has to find that."""
+    try:
+        pid, rows = world.crew.pid(SERVICE), _row_bytes(world.data_dir / CHECKPOINTS, fault.pick)
+        if not sum(flip_in_memory(pid, each) for each in rows):
+            raise NotDone("the service has none of the rows in memory that its checkpoints have")
+    except (OSError, ProcessLookupError) as error:
+        raise NotDone(f"the memory of the service cannot be changed: {error}") from error
+    world.call(lambda admin: admin.fsck())  # It finds what no replica happens to be sent.
+    world.await_there(world.ready, "/readyz of a service with a row in memory that was damaged")
+    return everywhere(world)
+
+
+def _row_bytes(checkpoints: Path, pick: float) -> Iterator[bytes]:
+    """Bytes of some rows of the newest checkpoints. Without zeros, so that they are of no ids and no stamps."""
+    rng = random.Random(pick)  # to be repeated, not to be secret
+    files = sorted((each for each in checkpoints.glob("*/data/*-000000")), key=lambda each: each.name)[-_NEWEST:]
+    for _ in range(_TRIES if files else 0):  # Rows may have changed since.
+        try:
+            content = np.fromfile(rng.choice(files), np.uint8)
+        except FileNotFoundError:
+            continue
+        starts = np.flatnonzero(np.lib.stride_tricks.sliding_window_view(content, _ROW_BYTES).all(axis=1))
+        if len(starts):
+            at = int(starts[rng.randrange(len(starts))])
+            yield content[at : at + _ROW_BYTES].tobytes()

@@ -40,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "disk full": disk.fill_disk,
     "disk slow": disk.slow_disk,
     "bit flipped at rest": disk.flip,
+    "bit flipped in memory": disk.flip_row,
     "connection cut": network.cut,
     "connection half-open": network.half_open,
     "connection delayed": network.delay,

@@ -53,9 +53,9 @@ def _kill(world: World, _: Fault) -> None:
 
 # What does not come by itself.
 _PROVOKED: dict[str, Provocation] = {
-    "table files": add_table,
     "table record": add_table,
     "recovery": _kill,
+    "loading": _kill,
     "backup": make_and_restore,
 }
 

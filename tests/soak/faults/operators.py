@@ -63,7 +63,7 @@ def delete_rows(world: World, fault: Fault) -> Sequence[str]:
 
 def look_at_all_rows(world: World, _: Fault) -> Sequence[str]:
     """`deltasync fsck` while the service runs."""
-    world.call(lambda admin: admin.inspect())
+    world.call(lambda admin: admin.fsck())
     return []
 
 

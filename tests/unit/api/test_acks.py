@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import USER, changed, run
@@ -17,11 +15,9 @@ from deltasync.api.sent_releases import AHEAD, SentRelease, SentReleases
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput
-from deltasync.core.rows import Ids
 from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
-from deltasync.feeds.frozen_release import FrozenRelease, Head
-from deltasync.feeds.repair import NO_REPAIR, Repair
+from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head
 from deltasync.v1 import subscribe_pb2, tables_pb2
 
 DELIVERIES = [Delivery.unchanged(TableSpec(name, 10, 2)) for name in ("user", "item")]
@@ -32,9 +28,7 @@ DELIVERIES = [Delivery.unchanged(TableSpec(name, 10, 2)) for name in ("user", "i
     [
         ({"unbound": [0, 1, 0]}, "3 tables, but there are only 2"),
         ({"sums": [tables_pb2.Checksum(slot=1)] * 3}, "3 tables, but there are only 2"),
-        ({"wanted": [tables_pb2.WantedRows()] * 3}, "3 tables, but there are only 2"),
         ({"unbound": [2]}, "table 2, but there are only 2"),
-        ({"wanted": [tables_pb2.WantedRows(ids=[1] * 131_073)]}, "131073 rows, at most 131072"),
     ],
 )
 def test_an_ack_of_too_much_is_refused(fields: dict[str, Any], said: str) -> None:
@@ -43,9 +37,8 @@ def test_an_ack_of_too_much_is_refused(fields: dict[str, Any], said: str) -> Non
 
 
 def test_an_ack_of_every_table_is_taken() -> None:
-    wanted = [tables_pb2.WantedRows(table=0, ids=[1] * 131_072), tables_pb2.WantedRows(table=1)]
     sums = [tables_pb2.Checksum(slot=1), tables_pb2.Checksum(slot=0)]
-    check_ack(subscribe_pb2.Ack(wanted=wanted, sums=sums, unbound=[0, 1]), DELIVERIES)
+    check_ack(subscribe_pb2.Ack(sums=sums, unbound=[0, 1]), DELIVERIES)
 
 
 def send(sent: SentReleases, number: int, end_bytes: int) -> None:
@@ -67,7 +60,7 @@ def test_so_many_are_under_way_until_the_first_is_acknowledged() -> None:
 
 
 def test_an_ack_is_of_the_last_release_of_its_number_that_its_bytes_hold() -> None:
-    """What repairs a release has its number."""
+    """A release that repairs another one has its number."""
     replica = Replica("a")
     sent = SentReleases(replica)
     for number, end_bytes in ((1, 10), (2, 20), (2, 50), (2, 60)):
@@ -85,7 +78,7 @@ def test_an_ack_is_of_the_last_release_of_its_number_that_its_bytes_hold() -> No
 
 RIGHT = {0: 10, 1: 20}
 WRONG = {0: 11, 1: 20}
-WHOLE = Repair(frozenset({0}))
+WHOLE = frozenset({0})
 
 
 class Stream:
@@ -96,25 +89,20 @@ class Stream:
         self.audit = ReplicaAudit(self._sent)
         self._bytes = 0
 
-    def send(self, number: int, repair: Repair = NO_REPAIR, *, now: float = 0.0) -> tuple[int, int]:
+    def send(self, number: int, whole: frozenset[int] = NO_TABLES, *, now: float = 0.0) -> tuple[int, int]:
         """Send a release of 50 bytes; returns its number, and how many the stream has carried with it."""
         self._bytes, head = self._bytes + 50, Head(number, number, 0, 0)
-        self._sent.note(FrozenRelease(head, repair=repair, checksums=(10, 20)), head, self._bytes)
-        self.audit.note_repair(repair, now)
+        self._sent.note(FrozenRelease(head, whole=whole, checksums=(10, 20)), head, self._bytes)
+        self.audit.note_sent(whole, now)
         return number, self._bytes
 
-    def ack(
-        self,
-        release: tuple[int, int],
-        checksums: Mapping[int, int],
-        rows: Mapping[int, Ids] = MappingProxyType({}),
-    ) -> frozenset[int]:
+    def ack(self, release: tuple[int, int], checksums: Mapping[int, int]) -> frozenset[int]:
         """What differs, where the replica holds a release with such checksums."""
-        return self.audit.check(release[0], self._sent.take(*release), checksums, rows)
+        return self.audit.check(release[0], self._sent.take(*release), checksums)
 
     def due(self, now: float = 0.0) -> frozenset[int]:
-        """The slots that are to be repaired."""
-        return self.audit.due_repair(now).slots
+        """The slots of tables that are to be sent again."""
+        return self.audit.due(now)
 
 
 def test_a_repair_is_due_until_it_was_sent() -> None:
@@ -144,7 +132,7 @@ def test_an_ack_that_comes_while_the_repair_is_sent_asks_for_no_other() -> None:
     stream = Stream()
     first, second = stream.send(1), stream.send(2)
     assert stream.ack(first, WRONG) == {0}
-    repair = stream.audit.due_repair(0.0)
+    repair = stream.due()
     assert stream.ack(second, WRONG) == {0}
     stream.send(2, repair)
     assert stream.due() == frozenset()
@@ -166,7 +154,7 @@ def test_a_repair_that_did_not_help_is_made_again_later() -> None:
     assert stream.ack(stream.send(1, WHOLE), {0: 10, 1: 5}) == {1}
     assert stream.due(4.9) == frozenset()
     assert stream.due(5.0) == {1}
-    assert stream.ack(stream.send(1, Repair(frozenset({1})), now=5.0), WRONG) == {0}
+    assert stream.ack(stream.send(1, frozenset({1}), now=5.0), WRONG) == {0}
     assert stream.due(14.9) == frozenset()
     assert stream.due(15.0) == {0}
 
@@ -196,22 +184,6 @@ def test_an_ack_that_was_repeated_before_the_repair_arrived_is_none_of_the_repai
         stream.ack(first, WRONG)
     assert stream.due(1e9) == frozenset()
     assert stream.ack(repair, RIGHT) == frozenset()
-
-
-def test_rows_that_the_replica_knows_to_be_damaged_are_sent_alone_and_the_table_if_that_did_not_help() -> None:
-    stream, rows = Stream(), {0: np.array([3, 7])}
-    assert stream.ack(stream.send(1), {0: 99, 1: 98}, rows) == {0, 1}
-    repair = stream.audit.due_repair(0.0)
-    assert repair.whole == {1}
-    assert repair.rows == rows
-    assert stream.ack(stream.send(1, repair), WRONG, rows) == {0}
-    again = stream.audit.due_repair(5.0)
-    assert again.whole == {0}
-    assert not again.rows
-    helped = stream.send(1, again)
-    assert stream.ack(helped, RIGHT) == frozenset()
-    assert stream.ack(helped, WRONG, rows) == {0}
-    assert stream.audit.due_repair(5.0).rows == rows, "it had helped"
 
 
 def test_what_a_later_release_has_put_right_is_damaged_no_more() -> None:

@@ -1,20 +1,25 @@
-"""Streams of replicas that are replaced while they wait for a model, or say more than they were told."""
+"""Streams of replicas: those that are replaced, say more than they were told, or are sent large releases."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.support.local_service import join, publish, run, send
-from tests.support.wire import WHOLE, ack, full_part, random_rows, subscribe_open
+from tests.support.wire import USER, WHOLE, ack, full_part, part, random_rows, subscribe_open
 
 from deltasync.api import subscribe
 from deltasync.api.subscribe import ReplicaStream
-from deltasync.core.errors import DeltasyncError, NotFound, Superseded
+from deltasync.core.errors import DeltasyncError, NotFound, ServiceUnavailable, Superseded
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
+from deltasync.feeds import releases
+from deltasync.feeds.frozen_release import copied
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2
+from deltasync.wire.row_messages import decode_rows, serialized
 
 
 async def nothing() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
@@ -73,3 +78,77 @@ def test_a_flood_of_acks_stays_with_who_sends_it(tmp_path: Path, monkeypatch: py
         await responses.aclose()
 
     run(tmp_path, scenario)
+
+
+async def acks_of(requests: "asyncio.Queue[subscribe_pb2.SubscribeRequest]") -> AsyncIterator[Any]:
+    while True:
+        yield await requests.get()
+
+
+def message_of(response: Any) -> subscribe_pb2.SubscribeResponse:
+    return subscribe_pb2.SubscribeResponse.FromString(serialized(response))
+
+
+def test_rows_of_a_large_release_are_read_as_the_replica_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that it holds in the end are of the version that is there by then."""
+    monkeypatch.setattr(releases, "BLOCK_BYTES", 10 * USER.row_bytes)
+    read = list[int]()
+
+    def noted(*arguments: Any) -> Any:
+        read.append(len(arguments[2]))
+        return copied(*arguments)
+
+    async def scenario(service: Service) -> None:
+        session = await publish(service)
+        await service.create_consumer("predictors", "clicks", Policy())
+        requests = asyncio.Queue[subscribe_pb2.SubscribeRequest]()
+        responses = ReplicaStream(service, subscribe_open(budget=1).open).run(acks_of(requests))
+        assert message_of(await anext(responses)).HasField("opened")
+        rows, received, taken = np.zeros((USER.rows, USER.dim), "<f4"), 0, 0
+        while not (message := message_of(await anext(responses))).HasField("release_end"):
+            some = decode_rows(message.chunk.rows, WHOLE)
+            if message.chunk.rows.slot == 0:
+                rows[some.ids] = some.values
+            received += some.nbytes
+            taken += len(some)
+            assert sum(read) - taken < 20, "no block ahead"
+            if len(read) == 2:
+                await send(session, part(2, [(0, [3], np.full((1, USER.dim), 7, "<f4"))]))
+                await session.coordinator.settled()
+            await requests.put(ack(received))
+        assert message.release_end.position.version == 2
+        assert rows.tobytes() == service.models["clicks"].tables[0].rows.tobytes()
+        assert (rows[3] == 7).all()
+        await responses.aclose()
+
+    monkeypatch.setattr(releases, "copied", noted)
+    run(tmp_path, scenario, release_memory_bytes=0)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_stream_ends_with_the_reason_where_rows_do_not_fit_their_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    monkeypatch.setattr(releases, "BLOCK_BYTES", 10 * USER.row_bytes)
+
+    async def scenario(service: Service) -> None:
+        await publish(service)
+        await service.create_consumer("predictors", "clicks", Policy())
+        model = service.models["clicks"]
+        model.tables[0].rows.view(np.uint8)[15, 0] ^= 1
+        responses = ReplicaStream(service, subscribe_open().open).run(nothing())
+        sent = list[int]()
+
+        async def take_all() -> None:
+            async for response in responses:
+                sent.extend(decode_rows(message_of(response).chunk.rows, WHOLE).ids.tolist())
+
+        with pytest.raises(ServiceUnavailable, match=r"model 'clicks' .* reloaded.* in row 15\)") as refused:
+            await take_all()
+        assert "row 15" not in refused.value.text, "who may not read is not told"
+        assert 15 not in sent
+        assert "row 15" in model.failed
+
+    run(tmp_path, scenario, release_memory_bytes=0 if large else 1 << 20)

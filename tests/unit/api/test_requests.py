@@ -102,7 +102,7 @@ ROLES = Roles((TokenRoles("ana", token_digest("ana's"), (Grant(Role.ADMIN),)),))
 SCOPE: Scope = {
     "type": "http",
     "method": "POST",
-    "path": "/inspect",
+    "path": "/fsck",
     "headers": [(b"authorization", b"Bearer ana's")],
     "client": ("127.0.0.1", 4711),
 }

@@ -16,7 +16,6 @@ from deltasync.client import Endpoint
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.ownership.options import OwnershipOptions
 from deltasync.publish.norm_guard import NormLimit
-from deltasync.service.snapshots import SnapshotOptions
 from deltasync.storage.brokers import BrokerOptions
 
 FLAG, FILE = "--grpc-port", "grpc_port"
@@ -62,7 +61,7 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         roles = "roles.toml"
         insecure = true
         log_max_bytes = 8_000_000
-        flush_bytes = 3
+        checkpoint_bytes = 3
         replica_retention_seconds = 4.5
         drain_seconds = 6
         max_norm_growth = 50
@@ -83,10 +82,12 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         advertise_grpc = "sync-0:1"
         advertise_http = "http://sync-0:2"
         lease_seconds = 9
-        snapshots = "s3://bucket/models"
-        snapshot_seconds = 60
-        keep_snapshots = 5
-        keep_snapshots_seconds = 86400
+        checkpoints = "s3://bucket/models"
+        checkpoint_seconds = 60
+        keep_checkpoints = 5
+        keep_checkpoints_seconds = 86400
+        table_memory = "/scratch"
+        release_memory = 2_000_000
         limit = ["models=5"]
         [limits]
         models = 6
@@ -104,7 +105,7 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
     )
     assert (options.roles, options.insecure) == (Path("roles.toml"), True)
     kept = options.service
-    assert (kept.data_dir, kept.log_max_bytes, kept.flush_bytes) == (Path("/data"), 8_000_000, 3)
+    assert (kept.data_dir, kept.log_max_bytes, kept.checkpoint_bytes) == (Path("/data"), 8_000_000, 3)
     assert kept.norm_limit == NormLimit(50.0, quarantine=True)
     assert kept.replica_retention_seconds == 4.5
     assert options.tls == TlsOptions(cert=Path("c.pem"), key=Path("k.pem"), client_ca=Path("ca.pem"))
@@ -112,11 +113,12 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
     settings = {option.name for option in cli.get_command(click.Context(cli), "serve").params}  # type: ignore[union-attr]
     assert settings - {"config"} == {
         "data_dir", "host", "grpc_port", "http_port", "consumer", "admin_token_file", "log_max_bytes",
-        "flush_bytes", "replica_retention_seconds", "drain_seconds", "max_norm_growth", "poisoned", "roles",
+        "checkpoint_bytes", "replica_retention_seconds", "drain_seconds", "max_norm_growth", "poisoned", "roles",
         "insecure", "limit", "tls_cert", "tls_key", "tls_client_ca", "log", "log_replicas", "log_prefix",
         "log_monitor", "log_credentials", "log_ca", "log_cert", "log_key", "accept_log_risk", "process",
-        "advertise_grpc", "advertise_http", "lease_seconds", "snapshots", "snapshot_seconds", "keep_snapshots",
-        "keep_snapshots_seconds", "log_format", "log_level", "probe_seconds", "probe_endpoint",
+        "advertise_grpc", "advertise_http", "lease_seconds", "checkpoints", "checkpoint_seconds",
+        "keep_checkpoints", "keep_checkpoints_seconds", "table_memory", "release_memory", "log_format",
+        "log_level", "probe_seconds", "probe_endpoint",
     }  # fmt: skip
     assert options.shared == SharedLogOptions(
         brokers=BrokerOptions(
@@ -127,15 +129,16 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
         process="sync-0", grpc="sync-0:1", http="http://sync-0:2",
         ownership=OwnershipOptions(lease_seconds=9), accept_risk=True,
     )  # fmt: skip
-    wanted = SnapshotOptions(url="s3://bucket/models", seconds=60, keep=5, keep_seconds=86400)
-    assert options.snapshots == wanted
+    assert (kept.checkpoints, kept.checkpoint_seconds) == ("s3://bucket/models", 60)
+    assert (kept.keep_checkpoints, kept.keep_checkpoints_seconds) == (5, 86400)
+    assert (kept.table_memory, kept.release_memory_bytes) == (Path("/scratch"), 2_000_000)
 
 
-def test_what_is_flushed_follows_the_size_of_the_log(served: list[ServerOptions]) -> None:
+def test_when_a_checkpoint_is_written_follows_the_size_of_the_log(served: list[ServerOptions]) -> None:
     serve("--log-max-bytes", "8000000")
     serve()
-    serve("--flush-bytes", "5")
-    assert [options.service.most_unflushed_bytes for options in served] == [4_000_000, 1 << 30, 5]
+    serve("--checkpoint-bytes", "5")
+    assert [options.service.most_log_bytes for options in served] == [2_000_000, 256 << 20, 5]
 
 
 def test_several_consumers_come_from_flags_or_the_environment(served: list[ServerOptions]) -> None:
@@ -178,10 +181,10 @@ def test_a_wrong_file_is_an_error_that_says_what(
         (["--limit", "streams=-1"], "'streams=-1': expected NAME=NUMBER"),
         (["--limit", "streams=0"], "limit streams: 0, expected a whole number from 1 on"),
         (["--limit", "colours=1"], "unknown limit 'colours'; limits: models"),
-        (["--flush-bytes", "0"], "--flush-bytes"),
+        (["--checkpoint-bytes", "0"], "--checkpoint-bytes"),
         (
-            ["--flush-bytes", "9000000", "--log-max-bytes", "8000000"],
-            "flush_bytes: 9000000, expected 1 to 4000000",
+            ["--checkpoint-bytes", "9000000", "--log-max-bytes", "8000000"],
+            "checkpoint_bytes: 9000000, expected 1 to 2000000",
         ),
         (["--log-max-bytes", "1"], "--log-max-bytes"),
         (["--drain-seconds", "-1"], "--drain-seconds"),

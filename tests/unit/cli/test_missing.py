@@ -86,7 +86,7 @@ def service() -> Iterator[Processes]:
 
 LISTS = [
     ("lag",), ("consumers", "list"), ("tables", "list"), ("versions",), ("events",), ("replicas", "list"),
-    ("snapshots",),
+    ("checkpoints",),
 ]  # fmt: skip
 
 
@@ -111,8 +111,8 @@ def test_a_process_that_has_not_answered_is_named(
 def test_lists_of_all_processes_are_one_list(service: Processes) -> None:
     for number, model in enumerate(("c", "a", "b")):
         service.answers[number]["/models"] = [{"model": model}]
-        service.answers[number]["/snapshots"] = [{"model": model}]
-    found = json.loads(service.run("snapshots", "--json")[1])
+        service.answers[number]["/checkpoints"] = [{"model": model}]
+    found = json.loads(service.run("checkpoints", "--json")[1])
     assert [each["model"] for each in found] == ["a", "b", "c"]
 
 

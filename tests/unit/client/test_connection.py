@@ -6,12 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.client import Endpoint
 from deltasync.client.connection import Connectivity, should_log
 from deltasync.client.troubles import meaning
-from deltasync.client.wanted_rows import ask_wanted
 from deltasync.core.errors import ServiceUnavailable
-from deltasync.v1 import publish_pb2
 
 
 class Clock:
@@ -120,9 +117,3 @@ def test_what_is_known_is_said(details: str, tls: bool, certificate: bool, said:
     found = meaning(details, tls=tls, certificate=certificate)
     assert found.startswith(said) or said in found
     assert bool(found) == bool(said)
-
-
-def test_nobody_answers_on_a_closed_channel() -> None:
-    channel = Endpoint("localhost:1").channel()
-    channel.close()
-    assert ask_wanted(channel, publish_pb2.PublishOpen(model="clicks")) is None

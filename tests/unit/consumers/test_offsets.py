@@ -147,7 +147,7 @@ async def test_nothing_of_a_consumer_that_is_deleted_is_found_by_one_of_its_name
 
 
 @in_service()
-async def test_a_service_whose_tables_cannot_be_flushed_at_its_end_writes_its_offsets(
+async def test_a_service_that_fails_at_its_end_has_written_its_offsets(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refused(_: Model) -> None:
@@ -158,7 +158,7 @@ async def test_a_service_whose_tables_cannot_be_flushed_at_its_end_writes_its_of
     _offsets(service)._resting = True
     service.registry.acknowledge(consumer, replica, AT)
     with monkeypatch.context() as patch:
-        patch.setattr(Model, "close", refused)
+        patch.setattr(Model, "stop", refused)
         with pytest.raises(StorageFailed, match="the disk is full"):
             await service.drain()
     await asyncio.wrap_future(log_of(service).put("written", b""))  # So is what was submitted before.

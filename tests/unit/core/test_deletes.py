@@ -1,12 +1,9 @@
 """Deletes, from hop to hop: rows that are no more, and that add nothing to a checksum."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.releases import deleted_rows, frozen_at, live_rows
 from tests.support.stamped import stamped_table
 
 from deltasync.core.digests import checksum_of
@@ -14,7 +11,6 @@ from deltasync.core.errors import InvalidInput
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.feeds.repair import NO_REPAIR, Repair
 from deltasync.storage import records
 from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.row_messages import chunked, decode_rows, release_chunk
@@ -31,7 +27,7 @@ def live(ids: np.ndarray, value: float = 1.0) -> RowBatch:
 
 @given(st.lists(st.tuples(ids_of, st.booleans()), max_size=8), st.integers(0, 9))
 def test_a_table_knows_what_was_deleted_and_when(changes: list[tuple[np.ndarray, bool]], since: int) -> None:
-    stamped = StampedTable.zeros(TABLE)
+    stamped = StampedTable(TABLE)
     rows: dict[int, tuple[int, float]] = {}  # Version, and value; 0.0 = deleted.
     for version, (ids, deleted) in enumerate(changes, 1):
         stamped.apply(RowBatch.deletes(WHOLE, ids) if deleted else live(ids, version), version)
@@ -42,7 +38,7 @@ def test_a_table_knows_what_was_deleted_and_when(changes: list[tuple[np.ndarray,
     assert stamped.counts.after(since) == len(changed)
     # Who has applied everything agrees with who comes later and is given the live rows alone.
     there = sorted(row for row, (_, value) in rows.items() if value)
-    late = StampedTable.zeros(TABLE)
+    late = StampedTable(TABLE)
     for row in there:
         late.apply(live(np.array([row]), rows[row][1]), 1)
     assert stamped.checksum == late.checksum == checksum_of(np.arange(TABLE.rows), stamped.rows)
@@ -83,33 +79,13 @@ def test_only_rows_of_embeddings_inside_of_the_table_are_deleted() -> None:
         RowBatch.deletes(Shard.whole(buffer), np.array([1])).check()
 
 
-def test_who_was_away_learns_of_deletes_and_who_is_new_need_not(tmp_path: Path) -> None:
-    stamped = StampedTable.zeros(TABLE)
-    stamped.apply(live(np.arange(5)), 1)
-    stamped.apply(RowBatch.deletes(WHOLE, np.array([1, 3])), 2)
-    stamped.apply(live(np.array([3]), 7.0), 3)  # A row that comes back is a new row.
-
-    def frozen(after: int, repair: Repair = NO_REPAIR) -> tuple[list[int], list[int]]:
-        release = frozen_at([stamped], after, None, tmp_path, 1 << 20, repair)
-        batches = live_rows(release), deleted_rows(release)
-        live_ids, deleted = ([row for rows in each.values() for row in rows.ids.tolist()] for each in batches)
-        assert release.rows == len(live_ids) + len(deleted)
-        return live_ids, deleted
-
-    assert frozen(0) == frozen(1, Repair(frozenset({0}))) == ([0, 2, 3, 4], [])
-    assert frozen(1) == ([3], [1])
-    assert frozen(2) == ([3], [])
-    # Rows to be repaired come too; one that never was is no more, to who holds something of it.
-    assert frozen(2, Repair(rows={0: np.array([0, 1, 9, 99])})) == ([0, 3], [1, 9])
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("kept", ["unnamed", "live", "deleted"])
 def test_a_row_is_there_as_long_as_a_shard_of_columns_has_some_of_it(order: tuple[int, int], kept: str) -> None:
     """Whichever shard comes first: after a restart that may be another."""
     left, right = Shard(TABLE, 0, 12, 0, 1), Shard(TABLE, 0, 12, 1, 2)
     ids = np.array([2, 5])
-    stamped = StampedTable.zeros(TABLE)
+    stamped = StampedTable(TABLE)
     stamped.apply(live(np.arange(12)), 1)
     parts = [RowBatch.deletes(left, ids), RowBatch.deletes(right, ids)]
     if kept == "live":

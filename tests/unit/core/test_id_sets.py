@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.core.id_sets import difference, distinct, members, union
+from deltasync.core.id_sets import distinct, members
 from deltasync.core.rows import Ids
 
 IDS = st.sets(st.integers(0, 30), max_size=12)
@@ -17,8 +17,6 @@ def sorted_ids(ids: set[int]) -> Ids:
 @given(IDS, IDS)
 def test_sets_are_as_those_of_python(ids: set[int], others: set[int]) -> None:
     some, more = sorted_ids(ids), sorted_ids(others)
-    assert union(some, more).tolist() == sorted(ids | others)
-    assert difference(some, more).tolist() == sorted(ids - others)
     assert some[members(some, more)].tolist() == sorted(ids & others)
 
 

@@ -30,6 +30,7 @@ KEPT = 4  # Seals of a history.
         (Position("h", 3), 8, NOWHERE, True, "version 3"),
         (Position("h", 3), 0, NOWHERE, True, "version 3"),
         (Position("h", 6, 7), 0, NOWHERE, False, "the newest one is only 5"),
+        (Position("h", 6, 7), 0, Position("h", 6, 7), False, "the newest one is only 5"),
         (Position("x", 3), 0, NOWHERE, False, "history x, the service history h"),
         (Position("x", 3, 7), 8, NOWHERE, False, "history x, the service history h"),
         (Position("x", 3, 7), 7, NOWHERE, True, "version 3"),

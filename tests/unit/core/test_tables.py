@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.documents import ROOT
-from tests.support.mapping import new_view_table
 
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import checksum_of, squared_norms
@@ -36,6 +34,7 @@ from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.v1 import tables_pb2
 from deltasync.views.records import table_record
+from deltasync.views.table import ViewTable
 from deltasync.wire.messages import (
     delivery_from_message,
     delivery_to_message,
@@ -254,21 +253,21 @@ def bits_of(spec: TableSpec, seed: int) -> Values:
 
 
 @pytest.mark.parametrize("spec", [MAP, *(buffer(dtype) for dtype in STATE_TYPES)], ids=str)
-def test_a_view_sees_every_bit_that_changes(spec: TableSpec, tmp_path: Path) -> None:
-    source, ids = StampedTable.zeros(spec), np.arange(spec.rows)
+def test_a_view_sees_every_bit_that_changes(spec: TableSpec) -> None:
+    source, ids = StampedTable(spec), np.arange(spec.rows)
     source.apply(RowBatch.of_table(spec, ids, bits_of(spec, 1)), 1)
     delivery = Policy(value_type=ValueType.INT8, top_k=1).delivery_of(spec)
-    view = new_view_table(source, delivery, tmp_path)
-    assert delivery_of_record(table_record(view), spec) == delivery == Delivery(spec, None, Mode.EMBEDDINGS)
     with not_shared_yet():
-        view.copy(ids, 1)
+        view = ViewTable(source, delivery)
+        assert delivery_of_record(table_record(view), spec) == delivery == Delivery(spec, None, Mode.EMBEDDINGS)
+        view.copy(ids)
         assert view.held.rows.tobytes() == source.rows.tobytes()
         changed = source.rows.copy()
         changed.view(np.uint8)[1, -1] ^= 1
         source.apply(RowBatch.of_table(spec, ids, changed), 2)
-        dirty = view.find_dirty(1)
-    assert (dirty.ids.tolist(), dirty.norms.tolist()) == ([1], [0.0])
-    assert source.norm == view.held.norm == 0.0
+        found = view.compare(ids)
+    assert np.flatnonzero(found.dirty).tolist() == [1]
+    assert found.norms[1] == source.norm == view.held.norm == 0.0
 
 
 # Types of numbers that releases do not encode in: those of tables that are no embedding tables.

@@ -1,11 +1,9 @@
 """Races and failures of a model's tables and releases: what must hold whichever comes first."""
 
 import asyncio
-import gc
-import os
 import shutil
 import threading
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,16 @@ import numpy as np
 import pytest
 from tests.support.local_service import join, opened, publish, run, send
 from tests.support.log import log_of
-from tests.support.mapping import in_a_file
 from tests.support.releases import deleted_rows
 from tests.support.wire import WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_service
 
+from deltasync.checkpoints.place import Place
 from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableSpec
-from deltasync.feeds import releases
-from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.publish.session import PublishSession
 from deltasync.service.service import Service
-from deltasync.storage.lmdb_store import LmdbStore
 
 
 def check_rows(service: Service, rows: list[Any], model: str = "clicks") -> None:
@@ -32,49 +28,55 @@ def check_rows(service: Service, rows: list[Any], model: str = "clicks") -> None
         np.testing.assert_array_equal(table.rows, expected)
 
 
-async def test_a_flush_cuts_the_log_and_what_is_left_is_enough(tmp_path: Path) -> None:
-    rows = random_rows(0)
-    async with opened(tmp_path) as service:
-        session = await join(service)
-        for step in (1, 2):
-            await send(session, full_part(step, rows, WHOLE))
-        model = service.models["clicks"]
-        await service.coordinators["clicks"].drain()
-        assert model.should_flush(1)
-        await asyncio.gather(*(asyncio.to_thread(model.flush) for _ in range(3)))
-        assert not model.should_flush(1)
-        assert log_of(service).streams() == ["seals/clicks"]
-        assert [seal.version for seal in model.store.seals()] == [1, 2]
-    async with opened(tmp_path) as service:
-        assert service.models["clicks"].position.number == 2
-        check_rows(service, rows)
+def logged_versions(service: Service) -> set[int]:
+    return {record.number for record in log_of(service).read("cuts/clicks")}
 
 
-async def test_a_flush_meanwhile_does_not_forget_a_new_table(
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_the_log_is_kept_back_to_the_second_newest_checkpoint_which_is_enough(
+    tmp_path: Path, lost: int
+) -> None:
+    async with opened(tmp_path) as service:
+        session = await publish(service)
+        for step, left in {2: {1, 2}, 3: {3}, 4: {4}}.items():
+            await send(session, full_part(step, random_rows(step), WHOLE))
+            await session.coordinator.settled()
+            newest = await service.checkpoints.make("clicks")
+            assert logged_versions(service) == left
+    if lost:
+        (tmp_path / "checkpoints" / newest.name).unlink()
+    async with opened(tmp_path) as service:
+        assert service.models["clicks"].position.number == 4
+        check_rows(service, random_rows(4))
+
+
+async def test_a_checkpoint_that_a_new_table_overtakes_loses_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both write down which tables there are: who has read last must write last."""
     extra = TableSpec("extra", 2, 1)
-    put = LmdbStore.put
+    put = Place.put
     joining: list[Future[PublishSession]] = []
     async with opened(tmp_path) as service:
         loop = asyncio.get_running_loop()
         await publish(service)
 
-        def slow(log: LmdbStore, *arguments: Any) -> Future[None]:
+        def overtaken(place: Place, *arguments: Any) -> None:
             if not joining:
                 another = publish(service, 2, run="run-2", started=2, tables=[extra])
                 joining.append(asyncio.run_coroutine_threadsafe(another, loop))
-                # It either overtakes what is written here, or has to wait for it.
-                wait(joining, 0.2)
-            return put(log, *arguments)
+                joining[0].result(20)
+            put(place, *arguments)
 
-        monkeypatch.setattr(LmdbStore, "put", slow)
-        await asyncio.to_thread(service.models["clicks"].flush)
-        await asyncio.wrap_future(joining[0])
-    async with opened(tmp_path) as service:
-        tables = service.models["clicks"].tables
-        assert [each.spec for each in tables] == [WHOLE[0].table, WHOLE[1].table, extra]
+        monkeypatch.setattr(Place, "put", overtaken)
+        manifest = await service.checkpoints.make("clicks")
+        assert joining
+    shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))
+    (copy / "checkpoints" / manifest.name).unlink()
+    for folder in (tmp_path, copy):
+        async with opened(folder) as service:
+            tables = service.models["clicks"].tables
+            assert [each.spec for each in tables] == [WHOLE[0].table, WHOLE[1].table, extra]
+            check_rows(service, [*random_rows(1), *random_rows(2, [extra])])
 
 
 async def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
@@ -99,15 +101,15 @@ async def test_tables_are_written_down_even_if_the_rank_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, making, go = random_rows(1), threading.Event(), threading.Event()
-    allocate = os.posix_fallocate
+    zeros = TableMemory.zeros
 
-    def slow(*arguments: int) -> None:
+    def slow(*arguments: Any) -> Any:
         making.set()
         assert go.wait(20)
-        allocate(*arguments)
+        return zeros(*arguments)
 
     async with opened(tmp_path) as service:
-        monkeypatch.setattr(os, "posix_fallocate", slow)
+        monkeypatch.setattr(TableMemory, "zeros", slow)
         gone = asyncio.create_task(publish(service))
         await asyncio.to_thread(making.wait)
         gone.cancel()
@@ -121,35 +123,15 @@ async def test_tables_are_written_down_even_if_the_rank_has_gone(
 
 
 @in_service()
-async def test_releases_share_the_memory_there_is_for_them(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def spilled(release: FrozenRelease) -> bool:
-        return any(in_a_file(chunk.rows.values) for chunk in release.chunks)
-
-    session = await publish(service)
-    await send(session, full_part(2, random_rows(1), WHOLE))
-    await service.coordinators["clicks"].drain()
-    model = service.models["clicks"]
-    first = await model.release(0)
-    monkeypatch.setattr(releases, "RELEASES_IN_MEMORY_BYTES", 2 * first.memory_bytes - 1)
-    second = await model.release(1)
-    assert (spilled(first), spilled(second), second.memory_bytes) == (False, True, 0)
-    del first
-    gc.collect()
-    assert not spilled(await model.release(0))
-
-
-@in_service()
-async def test_no_table_is_made_once_the_service_ends(service: Service, tmp_path: Path) -> None:
+async def test_no_table_is_made_once_the_service_ends(service: Service) -> None:
     """The log is closed by then: whoever waits for it would wait for ever, and the process with it."""
     await publish(service)
     model = service.models["clicks"]
-    closing = asyncio.create_task(model.close())
+    closing = asyncio.create_task(model.stop())
     with pytest.raises(ServiceUnavailable, match="shutting down"):
         await model.add_tables([TableSpec("another", 2, 2)])
     await closing
-    assert not list(tmp_path.rglob("*another*"))
+    assert "another" not in model.store.specs
 
 
 def test_rows_that_a_full_cut_does_not_name_are_deleted_also_when_it_is_applied_again(tmp_path: Path) -> None:

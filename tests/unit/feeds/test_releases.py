@@ -1,109 +1,70 @@
-"""Releases: what they hold, in memory or spilled, of a cut or of tables, shared by replicas."""
+"""Releases: what they hold, of a cut or of tables; small ones are shared, large ones copied block by block."""
 
 import asyncio
-import tempfile
-import threading
+import gc
 import weakref
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
+from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.folders import fast_folder
-from tests.support.local_model import LocalModel
-from tests.support.mapping import in_a_file, mapping_of
-from tests.support.releases import deleted_rows, frozen_at, live_rows
-from tests.support.stamped import stamped_table
-from tests.support.wire import random_rows
+from tests.support.releases import ChangingTables, deleted_rows, live_rows
 
-from deltasync.core.rows import RowBatch, Values
+from deltasync.core.damage import DamagedRows
+from deltasync.core.errors import Superseded
+from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.feeds import releases
 from deltasync.feeds.cut_rows import cut_rows
-from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.feeds.frozen_release import Chunk, FrozenRelease, checksums_of, freeze
+from deltasync.feeds.releases import Copying
 
 TABLES = [TableSpec("a", 40, 3), TableSpec("b", 20, 2, np.dtype("<f2")), TableSpec("c", 5, 1)]
-
-
-def stamped(seed: int, versions: int) -> list[StampedTable]:
-    rng = np.random.default_rng(seed)
-    made = []
-    for table, rows in zip(TABLES, random_rows(seed, TABLES), strict=True):
-        stamps = rng.integers(0, versions + 1, table.rows)
-        made.append(stamped_table(table, rows, stamps))
-    return made
+A_BYTES = TABLES[0].row_bytes
 
 
 def content(frozen: FrozenRelease) -> list[tuple[int, list[int], bytes]]:
     return [(slot, rows.ids.tolist(), rows.values.tobytes()) for slot, rows in live_rows(frozen).items()]
 
 
-def arrays(frozen: FrozenRelease) -> list[Values]:
-    return [array for chunk in frozen.chunks for array in (chunk.rows.ids, chunk.rows.values)]
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sets(st.integers(0, 4), min_size=1)), max_size=4), st.integers(0, 4)
+)
+def test_a_release_has_the_rows_stamped_after_a_number(changes: list[tuple[int, set[int]]], after: int) -> None:
+    made = ChangingTables(TABLES)
+    for slot, ids in changes:
+        made.write(slot, sorted(ids))
+    frozen = freeze(made.tables, after, None)
+    expected = {slot: table.changed_since(after).tolist() for slot, table in enumerate(made.tables)}
+    assert [(slot, ids) for slot, ids, _ in content(frozen)] == [each for each in expected.items() if each[1]]
+    assert frozen.rows == sum(map(len, expected.values()))
+    assert frozen.nbytes == sum(len(ids) * TABLES[slot].row_bytes for slot, ids in expected.items())
+    assert frozen.checksums == checksums_of(made.tables)
 
 
-@given(st.integers(0, 999), st.integers(0, 4))
-def test_a_spilled_release_is_the_same_as_one_in_memory(seed: int, after: int) -> None:
-    tables = stamped(seed, 4)
-    with tempfile.TemporaryDirectory() as folder:
-        in_memory = frozen_at(tables, after, None, Path(folder), 1 << 20)
-        spilled = frozen_at(tables, after, None, Path(folder), 0)
-        assert not list(Path(folder).iterdir())
-    assert all(in_a_file(array) for array in arrays(spilled))
-    assert not any(in_a_file(array) for array in arrays(in_memory))
-    assert spilled.memory_bytes == 0
-    assert in_memory.memory_bytes == sum(array.nbytes for array in arrays(in_memory))
-    assert content(spilled) == content(in_memory)
-    for kept, unkept in zip(in_memory.chunks, spilled.chunks, strict=True):
-        assert kept.message is not None
-        assert unkept.message is None
-        assert kept.sent() == unkept.sent()
-    expected = [np.flatnonzero(table.stamps > after) for table in tables]
-    assert [ids for _, ids, _ in content(in_memory)] == [ids.tolist() for ids in expected if len(ids)]
-    assert in_memory.rows == sum(len(ids) for ids in expected)
-
-
-def test_a_spilled_release_is_mapped_once(tmp_path: Path) -> None:
-    """Each subscriber may lack something else, of thousands of tables."""
-    release = frozen_at(stamped(0, 4), 0, None, tmp_path, 0)
-    bases = {id(mapping_of(array)) for array in arrays(release)}
-    assert len(release.chunks) > len(bases) == 1
-
-
-def test_a_release_does_not_change_with_its_tables(tmp_path: Path) -> None:
-    tables = stamped(0, 4)
-    frozen = frozen_at(tables, 0, None, tmp_path, 1 << 20)
+def test_a_release_does_not_change_with_its_tables() -> None:
+    made = ChangingTables(TABLES)
+    made.write(0, range(40), 3)
+    frozen = freeze(made.tables, 0, None)
     before = content(frozen)
-    for table in tables:
-        table.apply(RowBatch.of_table(table.spec, np.arange(table.spec.rows), np.zeros_like(table.rows)), 9)
+    made.write(0, range(40), 9)
     assert content(frozen) == before
 
 
-def test_deletes_take_no_more_memory_than_is_allowed(tmp_path: Path) -> None:
-    table = StampedTable.zeros(TABLES[0])
-    table.apply(RowBatch.of_table(table.spec, np.arange(9), np.ones((9, 3), np.float32)), 1)
-    table.apply(RowBatch.deletes(Shard.whole(table.spec), np.arange(2, 8)), 2)
-    in_memory, spilled = (frozen_at([table], 1, None, tmp_path, size) for size in (48, 47))
-    assert (in_memory.memory_bytes, spilled.memory_bytes) == (48, 0)
-    assert [in_a_file(each.chunks[0].rows.ids) for each in (in_memory, spilled)] == [False, True]
-    assert [deleted_rows(each)[0].ids.tolist() for each in (in_memory, spilled)] == [[2, 3, 4, 5, 6, 7]] * 2
-
-
-def test_what_a_spilled_release_takes_is_freed_in_a_thread_of_its_own(tmp_path: Path) -> None:
-    """To unmap gigabytes takes a while, and the last to use a release is the event loop."""
-    freed, by = threading.Event(), list[str]()
-
-    def note() -> None:
-        by.append(threading.current_thread().name)
-        freed.set()
-
-    release = frozen_at(stamped(0, 4), 0, None, tmp_path, 0)
-    weakref.finalize(release.chunks[0].rows.values.base, note)
-    del release
-    assert freed.wait(20)
-    assert by == ["release-freeing"]
+def test_deleted_rows_are_named_to_replicas_that_may_hold_them() -> None:
+    made = ChangingTables(TABLES)
+    made.write(0, range(9))
+    made.delete(0, range(2, 8))
+    frozen = freeze(made.tables, 1, None)
+    assert deleted_rows(frozen)[0].ids.tolist() == [2, 3, 4, 5, 6, 7]
+    assert frozen.nbytes == 6 * 8
+    for after, whole in ((0, frozenset[int]()), (1, frozenset({0}))):
+        frozen = freeze(made.tables, after, None, whole)
+        assert (live_rows(frozen)[0].ids.tolist(), deleted_rows(frozen)) == ([0, 1, 8], {})
+        assert frozen.whole == whole
 
 
 CUT_TABLES = [TableSpec("a", 12, 2), TableSpec("b", 6, 3, np.dtype("<f2"))]
@@ -138,16 +99,14 @@ def rows_of(found: list[tuple[int, RowBatch]]) -> Rows:
 
 @given(st.lists(batches(WHOLE), max_size=4), st.lists(batches(SHARDS), max_size=5))
 def test_a_cut_is_what_the_tables_hold_of_it_or_is_not_used(before: list[RowBatch], cut: list[RowBatch]) -> None:
-    tables = [StampedTable.zeros(table) for table in CUT_TABLES]
+    tables = [StampedTable(table) for table in CUT_TABLES]
     for version, some in ((1, before), (2, cut)):
         for batch in some:
             tables[SLOTS[batch.table.name]].apply(batch, version)
     found = cut_rows(cut, SLOTS)
-    with tempfile.TemporaryDirectory() as folder:
-        frozen = frozen_at(tables, 1, None, Path(folder), 1 << 20)
     named = [(batch.table.name, row) for batch in cut for row in batch.ids.tolist()]
     if found is not None:
-        assert rows_of(found) == rows_of([(chunk.slot, chunk.rows) for chunk in frozen.chunks])
+        assert rows_of(found) == rows_of([(chunk.slot, chunk.rows) for chunk in freeze(tables, 1, None).chunks])
     elif len(set(named)) == len(named):
         assert any(batch.shard.cols < batch.table.dim for batch in cut) or _interleaved(cut)
 
@@ -174,82 +133,286 @@ def test_the_parts_of_many_ranks_are_few_messages() -> None:
     assert (slot, rows.ids.tolist(), rows.values[:, 0].tolist()) == (0, list(range(12)), list(range(12)))
 
 
-TABLE = TableSpec("user", 12, 2)
-BYTES = TABLE.rows * TABLE.row_bytes
+# Small releases.
 
-# Rows are written, or deleted; a replica at a number asks, and keeps its release, or one is given up.
-ids = st.sets(st.integers(0, TABLE.rows - 1), min_size=1)
+
+def played(scenario: Callable[[], Awaitable[None]], block_bytes: int = 1) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(), 20)
+
+    with mock.patch.object(releases, "BLOCK_BYTES", block_bytes):
+        asyncio.run(bounded())
+
+
+def test_replicas_that_lack_the_same_share_one_release_as_long_as_any_uses_it() -> None:
+    made = ChangingTables(TABLES)
+
+    async def scenario() -> None:
+        made.write(0, range(9))
+        made.write(0, [3])
+        first = await made.small(1)
+        assert await made.small(1) is first
+        assert await made.small(0) is not first
+        assert await made.small(1, frozenset({0})) is not first
+        assert (first.head and first.head.number, live_rows(first)[0].ids.tolist()) == (2, [3])
+        kept = weakref.ref(first)
+        assert made.releases.room < (1 << 20)
+        del first
+        gc.collect()
+        assert kept() is None
+
+    played(scenario)
+    assert made.releases.room == 1 << 20
+
+
+def test_what_was_made_of_the_rows_of_a_cut_is_kept_until_the_next_one() -> None:
+    made = ChangingTables(TABLES)
+
+    async def scenario() -> None:
+        made.write(0, range(9))
+        rows = RowBatch.of_table(TABLES[0], [3], np.ones((1, 3), "<f4"))
+        prepared = made.releases.prepared([(0, rows)])
+        assert prepared
+        made.change(rows)
+        state = made._state()
+        assert state
+        made.releases.have(made.releases.completed(prepared, *state), made.head)
+        assert await made.small(1) is prepared
+        assert prepared.checksums == (await made.small(0)).checksums
+        kept = weakref.ref(prepared)
+        del prepared
+        gc.collect()
+        assert kept()
+        made.write(0, [4])
+        gc.collect()
+        assert kept() is None
+
+    played(scenario)
+
+
+def test_a_cut_that_there_is_no_memory_for_is_read_from_the_tables() -> None:
+    made = ChangingTables(TABLES, memory_bytes=A_BYTES)
+    rows = RowBatch.of_table(TABLES[0], [3, 4], np.ones((2, 3), "<f4"))
+    assert made.releases.prepared([(0, rows)]) is None
+    assert made.releases.prepared([(0, rows[:1])])
+
+
+def test_nobody_is_given_tables_that_are_not_durable_yet() -> None:
+    made = ChangingTables(TABLES)
+
+    async def scenario() -> None:
+        made.write(0, [1])
+        made.open = False
+        asked = asyncio.ensure_future(made.get(0))
+        await asyncio.sleep(0.01)
+        assert not asked.done()
+        made.open = True
+        made.write(0, [2])
+        release = await asked
+        assert isinstance(release, FrozenRelease)
+        assert (release.head and release.head.number, release.rows) == (2, 2)
+
+    played(scenario)
+
+
+def test_who_waits_is_told_of_rows_that_do_not_fit_their_digests() -> None:
+    made = ChangingTables(TABLES, memory_bytes=A_BYTES)
+
+    async def scenario() -> None:
+        made.write(0, range(9))
+        made.tables[0].rows[0] += 1
+        made.write(0, [8])
+        with pytest.raises(DamagedRows, match=r"table 'a': .* row 0"):
+            await (await made.large(0)).begin().next()
+        made.tables[0].rows[8] += 1
+        with pytest.raises(DamagedRows, match=r"table 'a': .* row 8"):
+            await made.small(1)
+
+    played(scenario)
+
+
+# Large releases.
+
+
+class Receiver:
+    """A replica that is sent a release, with the rows that it holds before."""
+
+    def __init__(self, made: ChangingTables, after: int) -> None:
+        self._rows = [
+            np.frombuffer(rows, table.spec.dtype).reshape(table.rows.shape).copy()
+            for rows, table in zip(made.past[after], made.tables, strict=True)
+        ]
+        self._made, self._after = made, after
+        self.taken = 0
+
+    def take(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            assert len(chunk.rows)
+            self._rows[chunk.slot][chunk.rows.ids] = chunk.rows.values
+            self.taken += len(chunk.rows)
+
+    def end(self, release: FrozenRelease) -> None:
+        self.take(release.chunks)
+        assert release.rows == self.taken
+        assert release.head
+        assert self._after <= release.head.number
+        assert [rows.tobytes() for rows in self._rows] == self._made.past[release.head.number]
+
+
+ids = st.sets(st.integers(0, 19), min_size=1)
 changes = st.tuples(st.sampled_from(["write", "write", "delete"]), ids)
-asked = st.tuples(st.just("ask"), st.integers(0, 9))
-events = st.one_of(asked, asked, asked, changes, st.tuples(st.just("give up"), st.integers(0, 20)))
+# Which of the replicas that are being sent something takes the next block, or stalls for ever.
+events = st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, 9)),
+    changes,
+    *[st.tuples(st.just("take"), st.integers(0, 9))] * 5,
+    st.tuples(st.just("stall"), st.integers(0, 9)),
+)
 
 
-@given(st.lists(changes, min_size=5, max_size=9), st.lists(events, min_size=8, max_size=24))
-def test_whoever_is_sent_a_release_holds_the_tables_of_its_head(
-    before: list[tuple[str, object]], events: list[tuple[str, object]]
+@given(st.lists(changes, min_size=2, max_size=5), st.lists(events, max_size=40), st.integers(1, 200))
+def test_whatever_changes_meanwhile_replicas_hold_the_tables_of_the_head_in_the_end(
+    before: list[tuple[str, object]], events: list[tuple[str, object]], block_bytes: int
 ) -> None:
-    memory, releases.RELEASES_IN_MEMORY_BYTES = releases.RELEASES_IN_MEMORY_BYTES, 0
-    try:
-        with fast_folder() as folder:
-            asyncio.run(asyncio.wait_for(_play(Path(folder), [*before, *events]), 20))
-    finally:
-        releases.RELEASES_IN_MEMORY_BYTES = memory
+    made = ChangingTables(TABLES[:2], memory_bytes=300)
+    receivers: list[tuple[Receiver, Copying]] = []
+    stalled: list[object] = []
+
+    async def play(kind: str, what: object) -> None:
+        if kind in ("write", "delete"):
+            assert isinstance(what, set)
+            change = made.write if kind == "write" else made.delete
+            change(made.head % 2, sorted(what))
+            return
+        assert isinstance(what, int)
+        if kind == "ask":
+            after = min(what, made.head)
+            release = await made.get(after)
+            receiver = Receiver(made, after)
+            if isinstance(release, FrozenRelease):
+                receiver.end(release)
+            else:
+                receivers.append((receiver, release.begin()))
+        elif receivers:
+            at = what % len(receivers)
+            receiver, copying = receivers[at]
+            piece = await copying.next()
+            if kind == "stall":
+                stalled.append(piece)
+                del receivers[at]
+            elif isinstance(piece, FrozenRelease):
+                receiver.end(piece)
+                del receivers[at]
+            else:
+                receiver.take(piece)
+
+    async def scenario() -> None:
+        for kind, what in [*before, *events]:
+            await play(kind, what)
+        while receivers:  # Once nothing changes any more all get to an end.
+            await play("take", 0)
+
+    played(scenario, block_bytes)
 
 
-async def _play(folder: Path, events: Sequence[tuple[str, object]]) -> None:
-    local = await LocalModel.opened(folder)
-    await local.add(TABLE)
-    past = [np.zeros((TABLE.rows, TABLE.dim), "<f4")]
-    held: list[FrozenRelease] = []
-    waiting: list[tuple[int, asyncio.Future[FrozenRelease]]] = []
-    try:
-        for kind, value in events:
-            if kind in ("write", "delete"):
-                await _cut(local, past, np.array(sorted(value)), deleted=kind == "delete")  # type: ignore[call-overload]
-            elif kind == "ask":
-                number = min(int(value), len(past) - 1)  # type: ignore[call-overload]
-                waiting.append((number, local.model.release(number)))
-            elif held:
-                held.pop(int(value) % len(held))  # type: ignore[call-overload]
-            await _settle(local, waiting, held, past)
-            assert local.model.releases.spilled_bytes <= 2 * BYTES
-        while waiting:
-            held.clear()
-            await asyncio.wait({future for _, future in waiting}, return_when=asyncio.FIRST_COMPLETED)
-            await _settle(local, waiting, held, past)
-    finally:
-        held.clear()
-        waiting.clear()
-        await local.close()
+def test_rows_that_change_after_they_were_sent_are_sent_again_and_deleted_ones_named() -> None:
+    made = ChangingTables(TABLES[:1], memory_bytes=0)
+
+    async def scenario() -> None:
+        made.write(0, range(20))
+        made.delete(0, [0])
+        copying, receiver = (await made.large(0)).begin(), Receiver(made, 0)
+        first = await copying.next()
+        assert isinstance(first, list)
+        assert [chunk.rows.ids.tolist() for chunk in first] == [list(range(1, 10))]  # What was gone is not named.
+        receiver.take(first)
+        made.delete(0, [3, 12])  # One that was sent, and one that was not.
+        made.write(0, [0, 5])  # One that was not there, and one that was sent.
+        second = await copying.next()
+        assert isinstance(second, list)
+        receiver.take(second)
+        made.write(0, [3])  # It is there again.
+        made.delete(0, [5])
+        third = await copying.next()
+        assert isinstance(third, FrozenRelease)
+        receiver.end(third)
+        assert third.checksums == (made.tables[0].checksum,)
+        assert (live_rows(third)[0].ids.tolist(), deleted_rows(third)[0].ids.tolist()) == ([0, 3], [5, 12])
+
+    played(scenario, block_bytes=10 * A_BYTES)
 
 
-async def _cut(local: LocalModel, past: list[np.ndarray], rows: np.ndarray, *, deleted: bool) -> None:
-    values = np.full((len(rows), TABLE.dim), 0 if deleted else len(past), "<f4")
-    shard = Shard.whole(TABLE)
-    await local.cut_batches([RowBatch.deletes(shard, rows) if deleted else RowBatch(shard, rows, values)])
-    past.append(past[-1].copy())
-    past[-1][rows] = values
+def test_a_table_that_is_sent_whole_may_be_large() -> None:
+    made = ChangingTables(TABLES[:2], memory_bytes=0)
+
+    async def scenario() -> None:
+        made.write(0, range(40))
+        made.write(1, [1])
+        copying = (await made.large(2, frozenset({0}))).begin()
+        assert isinstance(await copying.next(), list)
+        while not isinstance(piece := await copying.next(), FrozenRelease):
+            pass
+        assert (set(piece.whole), piece.rows) == ({0}, 40)
+
+    played(scenario, block_bytes=10 * A_BYTES)
 
 
-async def _settle(
-    local: LocalModel,
-    waiting: list[tuple[int, asyncio.Future[FrozenRelease]]],
-    held: list[FrozenRelease],
-    past: list[np.ndarray],
-) -> None:
-    """Take what is done, and see what replicas then hold."""
-    for _ in range(3):
-        await local.model.on_thread(int)  # What was asked of it before is done.
-    for number, future in [each for each in waiting if each[1].done()]:
-        waiting.remove((number, future))
-        release = future.result()
-        held.append(release)
-        if release.head is None:
-            continue
-        rows = past[number].copy()
-        for batch in live_rows(release).values():
-            rows[batch.ids] = batch.values
-        for batch in deleted_rows(release).values():
-            rows[batch.ids] = 0
-        assert number <= release.head.number
-        assert rows.tobytes() == past[release.head.number].tobytes()
+def test_no_more_than_a_block_is_read_at_a_time() -> None:
+    """Cuts wait for one, and no longer."""
+    made = ChangingTables(TABLES[:1], memory_bytes=30 * A_BYTES)
+
+    async def scenario() -> None:
+        made.write(0, range(40))
+        copying, sizes = (await made.large(0)).begin(), list[int]()
+        while not isinstance(piece := await copying.next(), FrozenRelease):
+            sizes.append(sum(len(chunk.rows) for chunk in piece))
+            if len(sizes) == 2:
+                made.write(0, range(5))
+        assert sizes == [10, 10, 10, 10]
+        assert (piece.nbytes, piece.rows) == (5 * A_BYTES, 45)
+        assert made.releases.room == 25 * A_BYTES
+
+    played(scenario, block_bytes=10 * A_BYTES)
+
+
+def test_where_all_rows_change_all_the_time_the_rest_is_frozen_unless_another_is_sent_as_much() -> None:
+    made = ChangingTables(TABLES[:1], memory_bytes=10 * A_BYTES)
+
+    async def taken(copying: Copying, most: int) -> FrozenRelease | None:
+        for _ in range(most):
+            made.write(0, range(40))
+            if isinstance(piece := await copying.next(), FrozenRelease):
+                return piece
+        return None
+
+    async def scenario() -> None:
+        made.write(0, range(40))
+        large = await made.large(0)
+        first, second = large.begin(), large.begin()
+        rest = await taken(first, 20)
+        assert rest
+        assert rest.nbytes == 40 * A_BYTES
+        assert await taken(second, 50) is None
+        del rest
+        gc.collect()
+        assert await taken(second, 20)
+
+    played(scenario, block_bytes=5 * A_BYTES)
+
+
+@pytest.mark.parametrize("change", ["added", "grown"])
+def test_no_release_goes_on_with_other_tables(change: str) -> None:
+    made = ChangingTables(TABLES[:1], memory_bytes=0)
+
+    async def scenario() -> None:
+        made.write(0, range(40))
+        copying = (await made.large(0)).begin()
+        await copying.next()
+        if change == "added":
+            made.tables = [*made.tables, StampedTable(TABLES[1])]
+        else:
+            made.tables[0].grown(TableSpec("a", 50, 3))()
+        with pytest.raises(Superseded, match="the tables have changed"):
+            await copying.next()
+
+    played(scenario, block_bytes=10 * A_BYTES)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, run, send
-from tests.support.releases import live_rows
+from tests.support.releases import frozen, live_rows
 from tests.support.wire import USER, WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_service
 
@@ -22,7 +22,6 @@ from deltasync.core.seal import Seal
 from deltasync.feeds import releases
 from deltasync.feeds.frozen_release import freeze
 from deltasync.feeds.model import Model
-from deltasync.feeds.repair import Repair
 from deltasync.publish.session import PublishSession
 from deltasync.service.service import Service
 from deltasync.storage.lmdb_store import LmdbStore
@@ -67,14 +66,14 @@ def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypa
 
     async def scenario(service: Service) -> None:
         written = list[int]()
-        frozen = list[int]()
+        made = list[int]()
 
         def counted(slot: int, rows: RowBatch) -> bytes:
             written.append(slot)
             return release_chunk(slot, rows)
 
         def noted(*arguments: Any) -> Any:
-            frozen.append(arguments[0].after)
+            made.append(arguments[1])
             return freeze(*arguments)
 
         monkeypatch.setattr("deltasync.feeds.frozen_release.release_chunk", counted)
@@ -92,7 +91,7 @@ def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypa
             assert all(one == other for each in sent for one, other in zip(each, sent[0], strict=True))
             assert [len(each) for each in sent] == [chunks] * REPLICAS
             written.clear()
-        assert frozen == [0]  # Later cuts were sent as they came.
+        assert made == [0]  # Later cuts were sent as they came.
         for stream in streams:
             await stream.aclose()
 
@@ -105,37 +104,23 @@ async def test_a_cut_is_kept_for_replicas_only_while_some_follow(service: Servic
     model = await published(session, service, full_part(1, random_rows(0), WHOLE))
     for step in (2, 3):  # Nobody has asked for the second: the third is not kept.
         await published(session, service, changed(step, step))
-    release = await model.release(2)
+    release = frozen(await model.release(2))
     (kept,) = live_rows(release).values()
     assert (kept.ids.tolist(), release.head) == ([3], model.head)
     await published(session, service, changed(4, 4))
-    newest = weakref.ref(await model.release(3))
+    newest = weakref.ref(frozen(await model.release(3)))
     gc.collect()
     found = newest()
     assert found is not None
     assert found is await model.release(3)
     assert found is not await model.release(2)
-    assert found.checksums == (await model.release(0)).checksums
-    whole = await model.release(3, Repair(frozenset({1})))  # A table that is repaired comes from the tables.
+    assert found.checksums == frozen(await model.release(0)).checksums
+    whole = await model.release(3, frozenset({1}))  # A table that is sent whole comes from the tables.
     assert {slot: len(rows) for slot, rows in live_rows(whole).items()} == {0: 1, 1: 30}
     del found
     await published(session, service, changed(5, 5))
     gc.collect()
     assert newest() is None
-
-
-@in_service()
-async def test_a_cut_that_there_is_no_memory_for_is_read_from_the_tables(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = await join(service)
-    model = await published(session, service, full_part(1, random_rows(0), WHOLE))
-    await model.release(0)
-    monkeypatch.setattr(releases, "RELEASES_IN_MEMORY_BYTES", USER.row_bytes - 1)
-    await published(session, service, changed(2, 7))
-    release = await model.release(1)
-    assert release.memory_bytes == 0
-    assert [rows.ids.tolist() for rows in live_rows(release).values()] == [[7]]
 
 
 @in_service()

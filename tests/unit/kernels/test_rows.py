@@ -11,7 +11,7 @@ from tests.unit.kernels import reference
 
 from deltasync.core.digests import weights
 from deltasync.kernels.digests import exchange
-from deltasync.kernels.rows import gather, gather_checked, scatter
+from deltasync.kernels.rows import gather, gather_checked, scatter, write
 
 Array = NDArray[Any]
 DTYPES = ["u1", "<u2", "<u4"]
@@ -53,21 +53,66 @@ def test_rows_are_scattered_and_gathered_bit_by_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@given(st.data(), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3))
+@given(st.data(), st.integers(1, 40), st.integers(1, 40))
 def test_rows_are_gathered_and_those_counted_that_do_not_fit(
-    dtype: str, data: st.DataObject, rows: int, width: int, segments: int
+    dtype: str, data: st.DataObject, rows: int, width: int
 ) -> None:
     table, ids = words(rows, width, dtype, 0), data.draw(numbers(rows))
     expected = reference.row_digests(table)
-    kept = words(rows, 2 * segments, "<u4", 1).view(np.uint64).copy()
-    kept[:, 0] += expected - kept.sum(axis=1)
-    wrong = data.draw(numbers(rows))
-    kept[wrong, -1] += np.uint64(2**63)
+    kept, wrong = expected.copy(), data.draw(numbers(rows))
+    kept[wrong] += np.uint64(2**63)
     found, digests = np.zeros((len(ids), width), dtype), np.zeros(len(ids), np.uint64)
     factors = weights(0, width)
     assert gather_checked(table, kept, ids, factors, found, digests) == np.count_nonzero(np.isin(ids, wrong))
     assert np.array_equal(found, table[ids])
     assert np.array_equal(digests, expected[ids])
+
+
+NONE = np.zeros(0, np.uint64), np.zeros((0, 0), np.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.data(), st.integers(1, 9), st.integers(1, 40), st.booleans())
+def test_columns_are_written_with_stamps_and_digests(
+    dtype: str, data: st.DataObject, rows: int, width: int, one_stamp: bool
+) -> None:
+    table, ids = words(rows, width, dtype, 0), data.draw(numbers(rows))
+    digests, stamps = reference.row_digests(table), np.full(rows, 7)
+    first = data.draw(st.integers(0, width - 1))
+    columns = slice(first, data.draw(st.integers(first + 1, width)))
+    some = words(len(ids), columns.stop - first, dtype, 1)
+    before, expected = reference.checksum(np.arange(rows), digests), table.copy()
+    expected[ids, columns] = some
+    new_stamps = np.array([9]) if one_stamp else -np.arange(1, len(ids) + 1)
+    factors = NONE[0] if some.shape[1] == width else weights(first, some.shape[1])
+    new_digests = reference.row_digests(some, first)
+    change, squares = write(
+        table, stamps, digests, NONE[1], first, first, ids, some, new_stamps, new_digests, NONE[1], factors
+    )
+    assert np.array_equal(table, expected)
+    assert np.array_equal(digests, reference.row_digests(expected))
+    expected_stamps = np.full(rows, 7)
+    expected_stamps[ids] = new_stamps
+    assert np.array_equal(stamps, expected_stamps)
+    assert (before + int(change)) % 2**64 == reference.checksum(np.arange(rows), digests)
+    assert squares == 0
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<f8"])
+@given(st.data(), st.integers(1, 9), st.integers(1, 20))
+def test_the_sum_of_squares_moves_by_what_is_written(
+    dtype: str, data: st.DataObject, rows: int, width: int
+) -> None:
+    table, ids = np.random.default_rng(0).integers(-9, 9, (rows, width)).astype(dtype), data.draw(numbers(rows))
+    first = data.draw(st.integers(0, width - 1))
+    some = np.full((len(ids), width - first), 3, dtype)
+    before = np.square(table).sum()
+    halves = table.itemsize // 4
+    table_words, some_words = (each.view("<u4") for each in (table, some))
+    arrays = table_words, np.zeros(rows, np.int64), np.zeros(rows, np.uint64), table
+    digests = np.zeros(len(ids), np.uint64)
+    _, change = write(*arrays, first * halves, first, ids, some_words, np.array([1]), digests, some, NONE[0])
+    assert before + change == np.square(table).sum()
 
 
 @given(st.data(), st.integers(1, 9))

@@ -160,7 +160,7 @@ def test_changed_rows_are_those_that_cuts_have_named(
     cuts: list[list[tuple[int, bool]]], since: int, blocks: list[tuple[int, int]]
 ) -> None:
     spec = TableSpec("t", 12, 2)
-    table, named = StampedTable.zeros(spec), list[set[int]]()
+    table, named = StampedTable(spec), list[set[int]]()
     for version, cut in enumerate(cuts, 1):
         rows = dict(cut)
         for deleted in (False, True):
@@ -195,7 +195,7 @@ def test_a_part_is_counted_by_what_it_names_however_often_and_anew(
 ) -> None:
     """A row comes twice where it is written and deleted."""
     spec = TableSpec("t", 20, 2)
-    table, shard = StampedTable.zeros(spec), Shard(spec, 8, 12, 0, 2)
+    table, shard = StampedTable(spec), Shard(spec, 8, 12, 0, 2)
     ids = np.array(sorted(changed), np.int64) + 8
     if len(ids):
         table.apply(RowBatch(Shard.whole(spec), ids, np.ones((len(ids), 2), "<f4")), 1)

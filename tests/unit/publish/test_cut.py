@@ -4,11 +4,13 @@ import itertools
 import re
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.local_model import LocalModel
 from tests.support.wire import publish_open
 
 from deltasync.core.errors import Contradiction, InvalidInput, ResyncRequired
@@ -270,3 +272,29 @@ def test_half_floats_deletes_and_buffers() -> None:
     assert not NormGuard(None).look(rows([1e30])).excess
     guard.forget("t")
     assert not guard.look(rows([60000.0])).excess
+
+
+async def test_after_a_restart_rows_are_compared_with_the_largest_of_their_table(tmp_path: Path) -> None:
+    """Wherever it is: large tables are looked at in several turns."""
+    wide, narrow, buffer = (
+        TableSpec("wide", 20, 2, np.dtype("<f2")),
+        TableSpec("narrow", 5 << 20, 1),
+        TableSpec("buffer", 3, 2, kind=TableKind.BUFFER),
+    )
+    values = {
+        wide: np.array([[3.0, 4.0]], "<f2"),
+        narrow: np.array([[-6.0]], "<f4"),
+        buffer: np.ones((1, 2), "<f4"),
+    }
+    local = await LocalModel.opened(tmp_path)
+    try:
+        await local.add(*values)
+        await local.cut({table.name: {table.rows - 1: row} for table, (row,) in values.items()})
+        guard = NormGuard(NormLimit(2.0))
+        await guard.learn(local.model, values)
+        for table, (row,) in values.items():
+            for factor, excess in ((2.0, False), (2.1, table is not buffer)):
+                batch = RowBatch(Shard.whole(table), np.array([0]), row[None] * row.dtype.type(factor))
+                assert bool(guard.look(batch).excess) is excess, table.name
+    finally:
+        await local.close()

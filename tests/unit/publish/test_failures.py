@@ -83,7 +83,7 @@ async def test_a_version_that_cannot_be_applied_is_applied_later_and_before_the_
 async def test_no_later_version_is_sealed_at_the_end_over_one_that_was_not_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be flushed, and the log cut, without the rows of the one before."""
+    """A checkpoint would be written, and the log cut, without the rows of the one before."""
     apply = Model._apply
 
     def broken_at_2(model: Model, seal: Seal, rows: Iterable[RowBatch] | None) -> None:

@@ -61,7 +61,7 @@ def test_ranks_that_publish_faster_than_the_disk_takes_it_wait_together(tmp_path
 async def test_many_opens_leave_the_loops_threads_to_others(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which flush, and write releases down."""
+    """Which write checkpoints and releases."""
     begun, go = threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> bytes:

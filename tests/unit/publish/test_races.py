@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.support.local_service import HeldWrites, join, opened, publish, run, send
 from tests.support.log import log_of
+from tests.support.releases import frozen
 from tests.support.wire import ITEM, TABLES, USER, WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import in_service
 
@@ -36,7 +37,7 @@ async def test_a_run_that_takes_over_while_a_cut_is_sealed_is_not_taken_for_its_
         await send(new, delta)
     sealing.let_go()
     await last
-    (seal,) = service.models["clicks"].store.seals()
+    (seal,), _ = service.models["clicks"].store.seals()
     assert (seal.run, seal.world_size) == ("run-1", 1)
     assert not new.decision.yes
     with pytest.raises(DeltasyncError, match="publish every row first"):
@@ -55,16 +56,16 @@ def test_nothing_of_a_cut_is_there_before_it_is_on_disk(tmp_path: Path, monkeypa
             sealed = asyncio.create_task(send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))])))
             await sealing.begun.wait()
             await model.on_thread(lambda: None)  # What was asked of the thread before is done.
-            release = await model.release(0)
+            release = frozen(await model.release(0))
             assert (release.head, model.position.number, model.seals.newest_version) == (model.head, 1, 1)
             assert not (await model.on_thread(lambda: model.tables[0].rows[3].copy()) == 7).any()
             assert not sealed.done()
             sealing.let_go()
             assert await sealed == Position(model.history, 2)
         await service.coordinators["clicks"].drain()
-        kept = await model.release(1)
+        kept = frozen(await model.release(1))
         assert kept.head is not None
-        assert (kept.head.number, kept.checksums) == (2, (await model.release(0)).checksums)
+        assert (kept.head.number, kept.checksums) == (2, frozen(await model.release(0)).checksums)
         assert (await model.on_thread(lambda: model.tables[0].rows[3].copy()) == 7).all()
 
     run(tmp_path, scenario)
@@ -128,7 +129,7 @@ async def test_a_cut_given_up_while_its_last_part_reaches_the_disk_stays_given_u
     appending.let_go()
     with pytest.raises(Superseded, match="cut of step 1: abandoned for the cut of step 2"):
         await slow
-    assert not ranks[0].coordinator.model.store.seals()
+    assert not ranks[0].coordinator.model.store.seals()[0]
     position = await send(ranks[0], full_part(2, rows, shards[0]))
     assert await other == position == Position(ranks[0].sealed.history, 1)
 
@@ -151,7 +152,7 @@ async def test_a_part_of_which_a_record_is_not_on_disk_is_not_sealed(
         patch.setattr(ModelStore, "append", first_chunk_fails)
         with pytest.raises(StorageFailed, match="the log is full"):
             await send(session, full_part(1, random_rows(0), WHOLE))
-    assert not session.coordinator.model.store.seals()
+    assert not session.coordinator.model.store.seals()[0]
     again = await join(service)
     assert await send(again, full_part(1, random_rows(0), WHOLE)) == Position(again.sealed.history, 1)
 

@@ -54,9 +54,9 @@ async def test_a_consumer_of_a_misspelt_model_makes_no_model(service: Service, t
         assert await ask(service, name) == "empty"
     assert (service.models, service.coordinators) == ({}, {})
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("model-clikcs")]
-    assert not (tmp_path / "models").exists()
+    assert not (tmp_path / "checkpoints").exists()
     kinds = {name.partition("/")[0] for name in log_of(service).items("")}
-    assert kinds <= {"format", "consumer", "offset"}
+    assert kinds <= {"data-format", "consumer", "offset"}
 
 
 @in_service()

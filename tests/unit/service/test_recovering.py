@@ -14,22 +14,29 @@ import numpy as np
 import pytest
 from tests.support.command import deltasync
 from tests.support.http import HttpStatus
-from tests.support.local_service import join, publish, run, send
+from tests.support.local_service import join, opened, publish, run, send
+from tests.support.log import log_of
 from tests.support.ports import free_port
 from tests.support.wire import part
 
 from deltasync.api import server
 from deltasync.api.server_options import ServerOptions
 from deltasync.api.subscribe import ReplicaStream
+from deltasync.checkpoints.place import Place, PlaceFailed, Stored
+from deltasync.checkpoints.store import CheckpointStore, Found
 from deltasync.core import progress
 from deltasync.core.errors import InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
+from deltasync.feeds.model import Model, RowsLost
 from deltasync.service.options import ServiceOptions
+from deltasync.service.recovery import recover_model
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.storage import volume
+from deltasync.storage.log_store import LogUnavailable
 from deltasync.storage.model_store import ModelStore
+from deltasync.storage.removal import note_removal
 from deltasync.v1 import subscribe_pb2
 from deltasync.views.view import View
 
@@ -133,26 +140,176 @@ async def refused(service: Service) -> None:
 async def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
     data_dir: Path, held: HeldRecovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = list[str]()
-    monkeypatch.setattr("deltasync.storage.table_files._damaged", lambda path, *_: _noted(opened, path))
+    asked, manifests = list[str](), CheckpointStore.manifests
+
+    def unreadable(store: CheckpointStore) -> Found:
+        if store._model == "fast":
+            asked.append("fast")
+            raise StorageFailed("checkpoints: fast cannot be read")
+        return manifests(store)
+
+    monkeypatch.setattr(CheckpointStore, "manifests", unreadable)
     async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        (folder,) = (data_dir / "models" / "fast" / "tables").iterdir()
-        (folder / "shared").unlink()
         recovery = asyncio.create_task(service.recover())
-        while not opened:
+        while not asked:
             await asyncio.sleep(0)
         assert not recovery.done()
         held.let_go()
-        with pytest.raises(StorageFailed, match="shared is missing"):
+        with pytest.raises(StorageFailed, match="fast cannot be read"):
             await recovery
         assert list(service.models) == ["slow"]
         await service.drain()
 
 
-def _noted(found: list[str], path: Path) -> StorageFailed:
-    found.append(path.name)
-    return StorageFailed(f"{path.name} is missing")
+@pytest.mark.parametrize("error", [PlaceFailed("away"), LogUnavailable("away")], ids=["place", "log"])
+async def test_one_whose_checkpoints_or_log_do_not_answer_waits_for_them(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, error: StorageFailed
+) -> None:
+    asked, manifests, away = list[str](), CheckpointStore.manifests, [True]
+
+    def unreachable(store: CheckpointStore) -> Found:
+        if store._model == "slow" and away:
+            asked.append("slow")
+            raise error
+        return manifests(store)
+
+    monkeypatch.setattr(CheckpointStore, "manifests", unreachable)
+    async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
+        service = Service(ServiceOptions(data_dir=data_dir), tasks)
+        recovery = asyncio.create_task(service.recover())
+        while not asked or "fast" not in service.models:
+            await asyncio.sleep(0)
+        assert await join(service, model="fast", continues=service.models["fast"].position)
+        away.clear()
+        await recovery
+        assert sorted(service.models) == ["fast", "slow"]
+        await service.drain()
+    with monkeypatch.context() as patch, pytest.raises(ExceptionGroup) as raised:  # noqa: PT012
+        away.append(True)
+        patch.setattr(CheckpointStore, "manifests", unreachable)
+        async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
+            service = Service(ServiceOptions(data_dir=data_dir), tasks)
+            try:
+                await service.recover(patient=False)
+            finally:
+                await service.drain()
+    assert raised.value.exceptions == (error,)
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+async def test_one_that_has_recovered_and_cannot_be_had_leaves_neither_a_thread_nor_views(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    reached, have = asyncio.Event(), Service.have
+
+    async def had(service: Service, model: Model) -> None:
+        if model.name == "slow":
+            for consumer in service.registry.of_model("slow"):
+                await service.have_view(consumer, model)
+            reached.set()
+            if how == "fails":
+                raise StorageFailed("damaged")
+            await asyncio.Event().wait()
+        await have(service, model)
+
+    monkeypatch.setattr(Service, "have", had)
+    async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
+        service = Service(ServiceOptions(data_dir=data_dir), tasks)
+        recovery = asyncio.create_task(recover_model(service, "slow", service.recovering["slow"], patient=True))
+        await reached.wait()
+        if how == "is cancelled":
+            recovery.cancel()
+        await asyncio.wait([recovery])
+        assert not service.views.by_consumer()
+        assert not [each.name for each in threading.enumerate() if each.name.startswith("model-slow")]
+        monkeypatch.undo()
+        await service.recover()
+        assert isinstance(service.feed(service.registry.get("top")), View)
+        await service.drain()
+
+
+async def test_where_checkpoints_are_gone_as_a_whole_they_may_be_put_back(tmp_path: Path) -> None:
+    """Say, a volume that is not mounted: nothing shows that they are lost."""
+    data, away = tmp_path / "data", tmp_path / "away"
+    async with opened(data) as service:
+        session = await publish(service)
+        for step in (2, 3):
+            await send(session, part(step, [(0, [3], np.full((1, 4), step, "<f4"))]))
+            await session.coordinator.settled()
+            await service.checkpoints.make("clicks")
+        rows = [table.rows.tobytes() for table in service.models["clicks"].tables]
+    (data / "checkpoints").rename(away)
+    with pytest.raises(ExceptionGroup) as raised:
+        async with opened(data):
+            pass
+    (error,) = raised.value.exceptions
+    assert isinstance(error, StorageFailed)
+    assert "no rows of model 'clicks' up to version 2, and there are no checkpoints of it: put them back" in str(
+        error
+    )
+    away.rename(data / "checkpoints")
+    async with opened(data) as service:
+        assert [table.rows.tobytes() for table in service.models["clicks"].tables] == rows
+
+
+async def test_checkpoints_that_cannot_be_read_now_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, opened_by = list[str](), Path.open
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name in refused and args[:1] == ("rb",):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened_by(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    made = []
+    async with opened(tmp_path) as service:
+        session = await publish(service)
+        for step in (2, 3):
+            await send(session, part(step, [(0, [3], np.full((1, 4), step, "<f4"))]))
+            await session.coordinator.settled()
+            made.append(await service.checkpoints.make("clicks"))
+        rows = [table.rows.tobytes() for table in service.models["clicks"].tables]
+    refused.append(made[1].layers[-1].files[0].name.rpartition("/")[2])
+    async with opened(tmp_path) as service:
+        assert [table.rows.tobytes() for table in service.models["clicks"].tables] == rows
+        assert refused[0] in "".join(service.models["clicks"].problems)
+    refused.append(made[0].layers[0].files[0].name.rpartition("/")[2])
+    with pytest.raises(ExceptionGroup) as raised:
+        async with opened(tmp_path):
+            pass
+    assert not raised.group_contains(RowsLost)
+    assert raised.group_contains(StorageFailed, match="cannot be read: .*system's log")
+    refused.clear()
+    async with opened(tmp_path) as service:
+        assert [table.rows.tobytes() for table in service.models["clicks"].tables] == rows
+
+
+async def test_what_is_left_of_a_deleted_model_where_its_copies_are_waits_for_the_place_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, copies = Place.names, tmp_path / "copies"
+
+    def unreachable(place: Place, folder: str) -> list[Stored]:
+        if place.url == str(copies):
+            raise PlaceFailed("it does not answer")
+        return names(place, folder)
+
+    async with opened(tmp_path / "data", checkpoints=str(copies)) as service:
+        await publish(service)
+        await service.checkpoints.make("clicks")
+        await asyncio.wrap_future(note_removal(log_of(service), "clicks"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Place, "names", unreachable)
+        async with opened(tmp_path / "data", checkpoints=str(copies)) as service:
+            assert not service.models
+            with pytest.raises(StorageFailed, match="it does not answer"):  # Else it had the copies of the other.
+                await publish(service)
+    assert [each for each in copies.rglob("*") if each.is_file()]
+    async with opened(tmp_path / "data", checkpoints=str(copies)):
+        assert not [each for each in copies.rglob("*") if each.is_file()]
 
 
 class Starting(HttpStatus):
@@ -209,7 +366,7 @@ async def test_the_service_listens_and_is_ready_once_all_are_there(
 async def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, listening: asyncio.Event
 ) -> None:
-    recover, path = ModelStore.recover, data_dir / "models" / "slow"
+    recover, path = ModelStore.recover, data_dir / "checkpoints" / "slow"
 
     def refusing(store: ModelStore, record: Mapping[str, Any]) -> None:
         if store._model == "slow":
@@ -221,7 +378,7 @@ async def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_e
         await listening.wait()
         while "nothing new can be written" not in (await service.ask("/readyz"))[1]:
             await asyncio.sleep(0)
-        trouble = rf"{path} on volume 'models': No space left on device .* make room on it"
+        trouble = rf"{path} on volume 'checkpoints': No space left on device .* make room on it"
         for where, said in (
             ("/readyz", "still recovering: slow; nothing new can be written"),
             ("/consumers/top/lag", "model 'slow' is still recovering; try again"),

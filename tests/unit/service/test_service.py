@@ -14,6 +14,7 @@ from tests.support.log import log_of
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
+from deltasync.checkpoints.place import Place, PlaceFailed
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.errors import Contradiction, DeltasyncError, ServiceUnavailable, StorageFailed
@@ -21,12 +22,10 @@ from deltasync.core.events import Events
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.feeds import model as models
-from deltasync.service.backups import Backups
-from deltasync.service.housekeeping import housekeeping
+from deltasync.service.backup import Backups
 from deltasync.service.service import Service
+from deltasync.status.readiness import checks, not_ready
 from deltasync.status.report import report
-from deltasync.storage import model_store
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
 from deltasync.storage.logs import EmbeddedLogs
@@ -115,24 +114,11 @@ async def test_offsets_come_back_and_replicas_have_time_to(tmp_path: Path) -> No
         assert list(service.registry.get("c").replicas) == ["p"]
 
 
-@in_service()
-async def test_many_small_cuts_are_flushed_too(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their bytes never add up, but a seal that is no longer kept cannot be applied again."""
-    for module in (models, model_store):
-        monkeypatch.setattr(module, "KEPT_SEALS", 4)
-    session = await publish(service)
-    model = service.models["clicks"]
-    assert not model.should_flush(1 << 30)
-    await send(session, part(2, []))
-    assert model.should_flush(1 << 30)
-
-
-@in_service(log_max_bytes=2 << 20, flush_bytes=1)
-async def test_a_full_log_is_flushed_and_takes_parts_again(
+@in_service(log_max_bytes=2 << 20)
+async def test_a_log_that_was_full_takes_parts_again_after_a_checkpoint(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
-    monkeypatch.setattr(models.Model, "should_flush", lambda *_: False)
+    monkeypatch.setattr("deltasync.service.checkpoints._LOOK_SECONDS", 0.001)
     wide = TableSpec("wide", 1 << 13, 4)
     rows = np.ones((wide.rows, wide.dim), "<f4")
     fields: dict[str, Any] = {"tables": [wide], "shards": [Shard.whole(wide)]}
@@ -144,47 +130,48 @@ async def test_a_full_log_is_flushed_and_takes_parts_again(
             step += 1
             await send(session, part(step, [(0, range(wide.rows), rows)], full=True))
 
-    with pytest.raises(StorageFailed, match="the log is full"):
+    with pytest.raises(StorageFailed, match="the log is full until a checkpoint is written"):
         await publish_on()
     assert log_of(service).refusing
-    keeper = asyncio.create_task(housekeeping(service))
+    checkpoints = asyncio.create_task(service.checkpoints.run())
     while log_of(service).refusing:
         await asyncio.sleep(0.001)
     position = await send(await join(service, **fields), part(step, [(0, range(wide.rows), rows)], full=True))
     assert position
     assert position.number == step
-    keeper.cancel()
+    checkpoints.cancel()
 
 
 @in_service()
-async def test_a_log_that_is_full_while_a_snapshot_is_made_stays_so(
+async def test_a_log_stays_full_until_a_checkpoint_is_written(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snapshot is broken off for that; and a cut that finds no room meanwhile is not too large for the log."""
-    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
+    """A cut that finds no room meanwhile is not too large for the log."""
+    monkeypatch.setattr("deltasync.service.checkpoints._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.service.checkpoints._FIRST_PAUSE_SECONDS", 0.001)
     await publish(service)
-    notes, passes = list[object](), asyncio.Semaphore(0)
+    notes = list[object]()
     monkeypatch.setattr(service.coordinators["clicks"], "note_room", lambda: notes.append(None))
-    monkeypatch.setattr(service.registry, "forget_the_gone", passes.release)
     log_of(service).refusing = True
-    with service.models["clicks"].store.pin.held(0):
-        keeper = asyncio.create_task(housekeeping(service))
-        for _ in range(2):
-            await passes.acquire()
+    checkpoints = asyncio.create_task(service.checkpoints.run())
+    with monkeypatch.context() as patch:
+        patch.setattr(Place, "put", Mock(side_effect=PlaceFailed("no space")))
+        while service.checkpoints.failures < 3:
+            await asyncio.sleep(0.001)
         assert log_of(service).refusing
+        assert not_ready(checks(service)).endswith("; checkpoints of model 'clicks': no space")
         assert not notes
-    for _ in range(2):
-        await passes.acquire()
-    assert not log_of(service).refusing
+    while log_of(service).refusing:
+        await asyncio.sleep(0.001)
     assert notes
-    keeper.cancel()
+    checkpoints.cancel()
 
 
 def test_a_process_among_others_makes_no_backup(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
         service.hosting = Mock()
-        with pytest.raises(Contradiction, match="deltasync snapshot MODEL makes a snapshot of each"):
-            await Backups(service).make(tmp_path / "backup", "test")
+        with pytest.raises(Contradiction, match="checkpoints are at the URL of --checkpoints"):
+            await Backups(service).make(str(tmp_path / "backup"), "test")
 
     run(tmp_path / "data", scenario)
     assert not (tmp_path / "backup").exists()

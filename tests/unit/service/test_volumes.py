@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.support.local_service import join, publish, send
 from tests.support.log import Heads, log_of
+from tests.support.releases import frozen
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
@@ -16,91 +17,56 @@ from deltasync.client import Policy
 from deltasync.core.errors import StorageFailed
 from deltasync.core.events import EventKind
 from deltasync.core.position import Position
-from deltasync.feeds.repair import NO_REPAIR
-from deltasync.service.housekeeping import housekeeping
+from deltasync.core.table_memory import TableMemory
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.status.readiness import checks, not_ready
 from deltasync.status.sampler import Sampler
 from deltasync.storage import lmdb_store
 from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.volume import refused
 
 
-def no_room(*_: object, **__: object) -> None:
-    raise OSError(28, "No space left on device")
+def no_memory(_: TableMemory, nbytes: int, what: str) -> None:
+    raise StorageFailed(f"no room for {what}: it takes {nbytes} bytes, and 0 are free of memory")
 
 
 @in_service()
-async def test_no_room_for_the_files_of_a_view_is_trouble_of_the_volume(
+async def test_no_room_for_the_tables_of_a_view_keeps_back_its_consumer_alone(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await publish(service)
+    monkeypatch.setattr("deltasync.views.release_loop._PREPARE_AGAIN_SECONDS", 0.001)
+    session = await publish(service)
+    consumer = await service.create_consumer("top", "clicks", Policy(top_k=3))
     with monkeypatch.context() as patch:
-        patch.setattr("os.posix_fallocate", no_room)
-        consumer = await service.create_consumer("top", "clicks", Policy(top_k=3))
+        patch.setattr(TableMemory, "check", no_memory)
         service.registry.connect(consumer, "p", asyncio.Event())
-        while not service.volumes.trouble:
+        view = service.views.by_consumer()["top"]
+        while not view.trouble:
             await asyncio.sleep(0.001)
-    assert "on volume 'models': No space left on device" in service.volumes.trouble
-    lag = await Answers(service).lag("top")
-    assert lag.state == "failed"
-    assert "nothing new can be written" in lag.reason
+        lag = await Answers(service).lag("top")
+        assert "no room for table" in lag.reason
+        await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
+        await session.coordinator.settled()
+        assert service.models["clicks"].position.number == 2
+        assert not service.volumes.trouble
+    while not view.position.number:
+        await asyncio.sleep(0.001)
+    assert not view.trouble
+
+
+@in_service()
+async def test_a_consumer_without_replicas_says_too_that_nothing_new_can_come(service: Service) -> None:
+    await service.create_consumer("early", "clicks", Policy())
+    file = service.options.data_dir / "log" / "data.mdb"
+    service.volumes.note(refused("the log could not be written", file, OSError(28, "No space left on device")))
+    lag = await Answers(service).lag("early")
+    assert lag.state == "empty"
+    assert "on volume 'log': No space left on device" in lag.reason
     await service.volumes.look_after()
     assert not service.volumes.trouble
     counts = service.event_counts
     assert (counts[EventKind.VOLUME_FAILED], counts[EventKind.VOLUME_RECOVERED]) == (1, 1)
-
-
-@in_service()
-async def test_a_consumer_without_replicas_says_too_that_nothing_new_can_come(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await service.create_consumer("early", "clicks", Policy())
-    with monkeypatch.context() as patch:
-        patch.setattr("os.posix_fallocate", no_room)
-        with pytest.raises(StorageFailed, match="No space left on device") as refused:
-            await publish(service)
-    service.volumes.note(refused.value)  # As who answers the rank's stream does.
-    lag = await Answers(service).lag("early")
-    assert lag.state == "empty"
-    assert "on volume 'models': No space left on device" in lag.reason
-
-
-@in_service()
-async def test_no_room_for_a_release_in_a_file_is_trouble_of_the_volume(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await publish(service)
-    monkeypatch.setattr("deltasync.feeds.releases.RELEASES_IN_MEMORY_BYTES", 0)
-    with monkeypatch.context() as patch:
-        patch.setattr("os.posix_fallocate", no_room)
-        with pytest.raises(StorageFailed, match="No space left on device") as refused:
-            await service.models["clicks"].release(0, NO_REPAIR)
-    service.volumes.note(refused.value)  # As who answers the replica's stream does.
-    assert "on volume 'models'" in service.volumes.trouble
-
-
-@in_service(flush_bytes=1)
-async def test_files_that_cannot_be_flushed_are_trouble_of_the_volume_until_they_can(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
-    await publish(service)
-    keeper = asyncio.create_task(housekeeping(service))
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.storage.mapping.os.fdatasync", no_room)
-        patch.setattr("deltasync.storage.volume.os.fsync", no_room)
-        while service.event_counts[EventKind.VOLUME_FAILED] == 0:
-            await asyncio.sleep(0.001)
-        assert "cannot be flushed" not in service.volumes.trouble  # The reason alone, and where.
-        assert "on volume 'models'" in service.volumes.trouble
-        assert service.event_counts[EventKind.FAILED] > 0, "it is flushed again later"
-        session = await join(service, continues=service.models["clicks"].position)
-        assert (await send(session, part(2, [])) or Position()).number == 2
-    while service.volumes.trouble:
-        await asyncio.sleep(0.001)
-    keeper.cancel()
-    assert service.event_counts[EventKind.VOLUME_FAILED] == 1
 
 
 @in_service()
@@ -124,7 +90,7 @@ async def test_while_the_disk_is_slow_the_event_loop_goes_on(
     sealing = asyncio.create_task(send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])))
     while not slow.is_set():
         await asyncio.sleep(0.001)
-    release = await model.release(0)
+    release = frozen(await model.release(0))
     assert release.head
     assert release.head.number == 1
     service.registry.acknowledge(consumer, replica, Position(model.history, 1))
@@ -169,6 +135,8 @@ async def test_while_the_log_can_be_neither_written_nor_read_all_who_ask_are_tol
     for name, policy in {"all": Policy(), "top": Policy(top_k=3)}.items():
         consumer = await service.create_consumer(name, "clicks", policy)
         service.registry.connect(consumer, "p", asyncio.Event())
+    while not service.views.by_consumer()["top"].position.number:
+        await asyncio.sleep(0.001)
     heads.refused, heads.opened = True, False
     with pytest.raises(StorageFailed, match="Input/output error"):
         await asyncio.wrap_future(log_of(service).put("x", b""))

@@ -1,6 +1,5 @@
 """What the processes of a soak write down and leave, and what is done to their files."""
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -20,12 +19,9 @@ from tests.soak.leftovers import directory_bytes, leftovers, tracebacks
 from tests.soak.plain_model import PlainModel
 from tests.soak.rank import journal_file
 from tests.soak.schedule import Fault
+from tests.support import flips
 
 from deltasync.core.position import Position
-from deltasync.core.tables import TableSpec
-from deltasync.feeds.model import Model
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
 
 
 def test_of_a_journal_half_a_line_was_never_written_and_the_next_one_is_whole(tmp_path: Path) -> None:
@@ -67,24 +63,16 @@ def test_the_last_line_of_each_traceback_is_found(tmp_path: Path) -> None:
     assert tracebacks(tmp_path) == ["service.log: deltasync.core.errors.Damaged: a bit"]
 
 
-async def _make(data_dir: Path) -> None:
-    log = LmdbStore(LogOptions(directory=data_dir / "log"))
-    model = Model("m", log, data_dir / "models" / "m")
-    await model.add_tables([TableSpec("users", 10, 2)])
-    await model.close()
-    log.close()
-
-
-def test_files_of_tables_belong_there_and_others_do_not(tmp_path: Path) -> None:
-    asyncio.run(_make(tmp_path))
-    (tmp_path / "lock").touch()
-    (tmp_path / "endpoints.json").write_text("{}")
-    assert leftovers(tmp_path) == []
-    lost = tmp_path / "models" / "m" / "0123456789abcdef" / "rows"
-    lost.parent.mkdir()
-    lost.write_bytes(bytes(10))
-    assert leftovers(tmp_path) == ["models/m/0123456789abcdef/rows"]
-    assert directory_bytes(tmp_path) >= 4096
+def test_files_of_checkpoints_belong_there_and_others_do_not(tmp_path: Path) -> None:
+    flips.write(tmp_path / "data", checkpoints=[2, 3, 4])
+    data_dir = tmp_path / "data"
+    (data_dir / "endpoints.json").write_text("{}")
+    assert leftovers(data_dir) == []
+    lost = ["checkpoints/clicks/data/00000000000000000001-0123abcd-000000", "models"]
+    for name in lost:
+        (data_dir / name).write_bytes(bytes(10))
+    assert leftovers(data_dir) == lost
+    assert directory_bytes(data_dir) >= 4096
 
 
 def test_one_bit_is_flipped_where_there_is_something(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ SOUND: dict[str, Any] = {
     "mixed_versions": [],
     "steps_back": [],
     "not_recovered": [],
+    "problems": [],
     "leftovers": [],
     "tracebacks": [],
     "troubles": [],
@@ -28,7 +29,8 @@ WRONG: dict[str, Any] = {
     "mixed_versions": ["table 'users' has rows of steps [1, 2] in step 2"],
     "steps_back": ["whole-numpy-0: number 3: version 6 after 7"],
     "not_recovered": ["kill service: whole-numpy-0"],
-    "leftovers": ["models/m/0123456789abcdef/rows"],
+    "problems": ["checkpoints: m/data/1-000000 is damaged at byte 0"],
+    "leftovers": ["checkpoints/m/data/strange"],
     "tracebacks": ["service.log: ValueError"],
     "troubles": ["service ended with status 1: ValueError"],
 }

@@ -13,7 +13,6 @@ from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
 from deltasync.api.consumer_routes import ConsumerLine, consumer_routes
-from deltasync.core.change_counts import ChangeCounts
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.feeds import model as models
@@ -24,6 +23,7 @@ from deltasync.status import answers as module
 from deltasync.status.answers import Answers
 from deltasync.status.metrics import Figures, exposition
 from deltasync.views import view as views
+from deltasync.views.table import ViewTable
 
 CONSUMERS = 40
 EVERYTHING, TOP = Policy(), Policy(top_k=1)
@@ -85,7 +85,7 @@ async def test_no_table_is_looked_at_in_the_event_loop(service: Service, monkeyp
     for where, name in (
         (models, "table_standing"),
         (views, "TableStanding"),
-        (ChangeCounts, "after"),
+        (ViewTable, "lacking"),
         (module, "exposition"),
         (module, "report"),
     ):
@@ -103,7 +103,7 @@ async def test_a_list_of_consumers_looks_at_no_table(service: Service, monkeypat
     (route,) = (each for each in routes if isinstance(each, APIRoute) and each.name == "consumers")
     async with HeldThread(model):
         with monkeypatch.context() as patch:
-            patch.setattr(Model, "tables", property(lambda _: pytest.fail("tables are looked at")))
+            patch.setattr(Model, "tables", property(lambda _: pytest.fail("tables are looked at")), raising=False)
             patch.setattr(Model, "standing", lambda *_: pytest.fail("the model is asked"))
             lines: list[ConsumerLine] = await route.endpoint()
     assert [line.connected for line in lines] == [1] * CONSUMERS

@@ -5,19 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from deltasync.core.errors import StorageFailed
-from deltasync.core.tables import TableSpec
+from deltasync.core.folders import make_folder
 from deltasync.storage.data_directory import lock_data_directory
-from deltasync.storage.files import make_folder
 from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.storage.log_store import LogOptions
-from deltasync.storage.mapped_table import TableLayout
-from deltasync.storage.table_files import make_tables
-
-TABLES = [TableSpec("small", 10, 2), TableSpec("large", 10, 2, np.dtype("<f2"))]
 
 
 @pytest.fixture
@@ -53,13 +47,6 @@ def test_what_is_no_folder_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(OSError, match=r"File exists|Not a directory"):
             make_folder(path)
-
-
-def test_tables_are_flushed_in_all_their_folders(
-    tmp_path: Path, flushed: Callable[[Path], Any], shared_file: bool
-) -> None:
-    make_tables(tmp_path / "models" / "clicks" / "tables", [TableLayout.of(each).arrays() for each in TABLES])
-    check_all_flushed(tmp_path, flushed)
 
 
 def test_a_new_log_is_flushed_in_its_folder(tmp_path: Path, flushed: Callable[[Path], Any]) -> None:

@@ -33,4 +33,4 @@ def as_test(run: Callable[..., None], given: int = 1, **settings: Any) -> Callab
 
 
 in_service = partial(as_test, local_service.run)
-"""In a service whose data are in `tmp_path`: `@in_service(flush_bytes=1)`."""
+"""In a service whose data are in `tmp_path`: `@in_service(checkpoint_bytes=1)`."""

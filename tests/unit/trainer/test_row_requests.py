@@ -1,12 +1,11 @@
-"""Which requests to delete rows a rank meets, and which rows that the service has lost it publishes again."""
+"""Which requests to delete rows a rank meets."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deltasync.core.delete_request import DeleteRequest
-from deltasync.core.rows import Ids
-from deltasync.trainer.row_requests import RowRequests, WantedRows
+from deltasync.trainer.row_requests import RowRequests
 
 
 def handed(*numbers: int) -> list[DeleteRequest]:
@@ -47,24 +46,3 @@ def test_ranks_that_were_handed_different_ones_meet_the_same(steps: list[tuple[i
         met = [[each.number for each in rank.meet(its, upto)] for rank, its in zip(ranks, lists, strict=True)]
         assert met[0] == met[1]
         assert ranks[0].met == ranks[1].met == set(range(1, max(ranks[0].met, default=0) + 1))
-
-
-Answer = tuple[tuple[str, Ids], ...]
-
-
-def answer(*ids: int) -> Answer:
-    return (("t", np.array(ids)),) if ids else ()
-
-
-def taken(rows: WantedRows, wanted: Answer, *, again: bool = False) -> list[int]:
-    return [row for ids in rows.take(wanted, again=again).values() for row in ids.tolist()]
-
-
-def test_what_is_due_of_an_answer() -> None:
-    rows, first = WantedRows(), answer(1, 2)
-    assert taken(rows, first, again=True) == [1, 2]
-    assert taken(rows, first, again=True) == taken(rows, first) == []
-    assert taken(rows, answer(2, 3)) == [3]
-    assert taken(rows, answer(2, 3)) == taken(rows, answer()) == taken(rows, answer(1)) == []
-    assert taken(rows, answer(2, 3), again=True) == [2, 3]
-    assert taken(rows, answer(1, 3)) == [1], "what an earlier answer wanted counts no longer"

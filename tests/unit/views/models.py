@@ -17,7 +17,7 @@ class Models:
         self._open: LocalModel | None = None
 
     async def open(self, **settings: Any) -> LocalModel:
-        """End the one before as a crash does: nothing of its view is flushed."""
+        """End the one before as a crash does."""
         await self.close()
         self._open = await LocalModel.opened(self.folder, **settings)
         return self._open

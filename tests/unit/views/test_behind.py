@@ -31,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("feeds.model", "views.view", "views.store"):
+    for module in ("feeds.model", "views.view", "views.release_maker"):
         monkeypatch.setattr(f"deltasync.{module}.steady_ns", clock)
     return clock
 
@@ -133,7 +133,6 @@ async def test_a_release_is_the_newest_while_the_interval_allows_no_other(local:
 
 async def test_a_restart_forgets_since_when_one_is_due(local: LocalModel, models: Models, clock: Clock) -> None:
     view = await local.prepared_view(SLOW)
-    view.flush()
     await cut(local)
     local = await models.open()
     view = local.view()

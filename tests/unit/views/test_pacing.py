@@ -1,7 +1,6 @@
 """When a consumer's next release is due."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -39,13 +38,6 @@ def situation(
 
 def seconds(now: Situation, interval: float = 0.0, age: float | None = None) -> float | None:
     return due(Policy(min_interval_seconds=interval, max_age_seconds=age), now, NOW).seconds
-
-
-def test_damaged_rows_of_the_last_release_wait_for_nobody() -> None:
-    """Nobody can be given that release."""
-    damaged = replace(situation(released=60, ready=False), damaged=True)
-    assert seconds(damaged, interval=3600) == 0
-    assert 0 < (seconds(replace(damaged, released_ns=NOW)) or 0) < 1, "but not one after the other"
 
 
 @pytest.mark.parametrize(

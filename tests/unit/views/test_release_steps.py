@@ -11,7 +11,16 @@ import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
 from tests.support.seals import sealed
-from tests.support.view_scenarios import TOP, USER, changed, held_by_a_replica, same_as_the_model
+from tests.support.view_scenarios import (
+    ITEM,
+    TOP,
+    USER,
+    changed,
+    held_by_a_replica,
+    refuse,
+    same_as_the_model,
+    small_blocks,
+)
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.pause import Pause
@@ -21,11 +30,10 @@ from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
-from deltasync.views.release_draft import ReleaseDraft
+from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.views.log import ViewLog
 from deltasync.views.release_loop import ReleaseLoop
 from deltasync.views.release_maker import ReleaseMaker
-from deltasync.views.store import ViewStore
-from deltasync.views.table_maker import TableMaker
 from deltasync.views.view import View
 
 
@@ -68,23 +76,30 @@ async def _becomes(wanted: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(ReleaseDraft, "settle"), (ViewStore, "write_release")])
-async def test_a_release_that_waits_for_the_disk_keeps_nobody_waiting(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
+async def test_a_release_that_waits_for_the_disk_keeps_no_cut_waiting(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is shown once it is on disk, as of the version that it was made of."""
     view = await local.prepared_view(TOP)
-    number, before = view.position.number, await held_by_a_replica(view)
+    before = view.position
     await local.cut(changed(1, USER, 3, 4))
-    disk = Disk(monkeypatch, owner, name)
+    wanted = local.model.tables[0].rows.copy()
+    disk = Disk(monkeypatch, ViewLog, "write")
     making = asyncio.create_task(view.make_release(Policy(), 0))
     await disk.begun.wait()
     await local.cut(changed(2, USER, 4, 5))  # Would wait for ever if the model's thread did.
     assert local.model.position.number == 3
-    assert view.version_of(number) == 1
-    assert _bytes(await held_by_a_replica(view)) == _bytes(before)
+    assert (view.position, view.version_of(before.number)) == (before, 1)
+    given = view.release(before.number)
     disk.let_go()
     await making
-    assert [view.version_of(each) for each in (number, number + 1)] == [1, 2]
+    release = await given
+    assert isinstance(release, FrozenRelease)
+    rows = live_rows(release)[0]
+    assert release.head == view.state.head
+    assert rows.ids.tolist() == [3, 4]
+    assert rows.values.tobytes() == wanted[[3, 4]].tobytes()
+    assert [view.version_of(before.number + each) for each in (0, 1)] == [1, 2]
     assert view.state.compared_version == 2
     assert not any(name.startswith("model-") for name in disk.threads)
     await view.make_release(Policy(), 0)
@@ -92,23 +107,24 @@ async def test_a_release_that_waits_for_the_disk_keeps_nobody_waiting(
 
 
 async def test_a_large_look_is_of_one_version(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that change while others are compared are looked at again, before any of them is drawn."""
-    monkeypatch.setattr("deltasync.views.release_maker._LOOKED_ROWS", 2)
+    """Rows that change while others are compared are compared again, before any of them is taken."""
+    small_blocks(monkeypatch, 2 * USER.row_bytes)
     view, on_thread = await local.prepared_view(TOP), local.model.on_thread
     await local.cut(changed(1, USER, 1, 2, 3, 4, 5, 6, 7))
     blocks = 0
 
     async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
         nonlocal blocks
-        blocks += function.__name__ == "advance"
-        if function.__name__ == "advance" and blocks == 3:
+        blocks += function.__name__ == "_go_on"
+        if function.__name__ == "_go_on" and blocks == 2:
             # Row 2 was compared, row 6 was not, and row 9 had not changed.
             await local.cut(changed(2, USER, 2, 6, 9))
         return await on_thread(function, *arguments)
 
     monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
     await view.make_release(Policy(), 0)
-    assert (blocks, view.state.compared_version) == (4, 3)
+    assert blocks > 2
+    assert view.state.compared_version == 3
     assert view.state.newest
     assert view.state.newest.statistics.taken.rows == 8
     assert same_as_the_model(await held_by_a_replica(view), local)
@@ -116,21 +132,22 @@ async def test_a_large_look_is_of_one_version(local: LocalModel, monkeypatch: py
 
 async def test_another_run_in_a_look_goes_out_whole(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows do not fit those of the run before."""
-    monkeypatch.setattr("deltasync.views.release_maker._LOOKED_ROWS", 2)
+    small_blocks(monkeypatch, 2 * USER.row_bytes)
     view, on_thread = await local.prepared_view(TOP), local.model.on_thread
     await local.cut(changed(1, USER, 1, 2, 3))
     other_run = local.batches(changed(2, USER, *range(USER.rows)))
 
     async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
-        if function.__name__ == "advance" and other_run:
+        if function.__name__ == "_go_on" and other_run:
             rows = other_run.copy()
             other_run.clear()
             await local.cut_batches(rows, resync=True)
+            await local.cut(changed(3, USER, 4, 5))
         return await on_thread(function, *arguments)
 
     monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
     await view.make_release(TOP, 0)
-    assert view.state.compared_version == 3
+    assert view.state.compared_version == 4
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
@@ -142,7 +159,7 @@ async def test_another_run_known_late_goes_out_whole(local: LocalModel, monkeypa
     seal = replace(sealed(3), sealed_unix_ns=3, resync=True)
 
     async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
-        if function.__name__ != "_draw":
+        if function.__name__ != "_begin":
             return await on_thread(function, *arguments)
         begun = model.apply_after(model.store.seal(seal), seal, other_run)
         begun.result(20)
@@ -157,36 +174,31 @@ async def test_another_run_known_late_goes_out_whole(local: LocalModel, monkeypa
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-@pytest.mark.parametrize("value_type", [ValueType.INT8, ValueType.FP16])
-async def test_tables_are_not_sent_that_another_run_began_to_change_while_they_were_made(
-    local: LocalModel, monkeypatch: pytest.MonkeyPatch, value_type: ValueType
+async def test_a_new_table_and_another_run_go_out_together(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some of their rows would be of one run, and some of the other."""
-    policy = Policy(top_k=1, value_type=value_type)
-    monkeypatch.setattr("deltasync.views.table_maker._COPIED_ROWS", 4)
-    view, on_thread = await local.prepared_view(TOP), local.model.on_thread
-    other_run = local.batches(changed(2, USER, *range(USER.rows)))
-    sent = list[bool]()
+    """The run began while the table was copied: rows of the table that was there fit no others any more."""
+    small_blocks(monkeypatch, 4 * USER.row_bytes)
+    view, on_thread = await local.prepared_view(Policy(tables=("item",), top_k=1)), local.model.on_thread
+    other_run = local.batches(changed(2, USER, *range(USER.rows)) | changed(2, ITEM, *range(ITEM.rows)))
 
     async def cut_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
-        done = await on_thread(function, *arguments)
-        if function.__name__ == "copy" and other_run:
+        if function.__name__ == "_go_on" and other_run:
             rows = other_run.copy()
             other_run.clear()
             await local.cut_batches(rows, resync=True)
-        if function.__name__ == "_draw":
-            sent.append(view.may_serve(policy))
-        return done
+        return await on_thread(function, *arguments)
 
     monkeypatch.setattr(local.model, "on_thread", cut_meanwhile)
-    await view.prepare(policy)
-    assert sent == [False]
-    assert view.may_serve(policy)
-    assert (view.state.compared_version, view.state.backlog_rows) == (2, 0)
+    before = view.position.number
+    await view.prepare(TOP)
+    assert not other_run
+    assert (view.position.number, view.state.compared_version, view.state.backlog_rows) == (before + 1, 2, 0)
+    assert same_as_the_model(await held_by_a_replica(view), local)
 
 
 async def test_tables_under_way_keep_nobody_waiting(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(monkeypatch, ViewStore, "install")
+    disk = Disk(monkeypatch, ViewLog, "write")
     view = local.view()
     preparing = asyncio.create_task(view.prepare(TOP))
     await disk.begun.wait()
@@ -198,9 +210,7 @@ async def test_tables_under_way_keep_nobody_waiting(local: LocalModel, monkeypat
     assert not any(name.startswith("model-") for name in disk.threads)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(ReleaseMaker, "_draw"), (ReleaseDraft, "settle"), (TableMaker, "make")]
-)
+@pytest.mark.parametrize(("owner", "name"), [(ReleaseMaker, "_begin"), (ViewLog, "write"), (ReleaseMaker, "plan")])
 async def test_an_unforeseen_error_is_told_and_tried_again(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
 ) -> None:
@@ -212,7 +222,7 @@ async def test_an_unforeseen_error_is_told_and_tried_again(
     loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
     async with asyncio.TaskGroup() as tasks:
         with monkeypatch.context() as patch:
-            if owner is not TableMaker:
+            if name != "plan":
                 await view.prepare(TOP)
             patch.setattr(owner, name, broken)
             tasks.create_task(loop.run())
@@ -229,6 +239,25 @@ async def test_an_unforeseen_error_is_told_and_tried_again(
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
+async def test_that_the_log_refuses_a_release_does_not_keep_a_policy_from_being_in_force(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 0.001)
+    told: list[Event] = []
+    view, replica = local.view(), Replica("a", stream=asyncio.Event())
+    loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
+    async with asyncio.TaskGroup() as tasks:
+        with monkeypatch.context() as patch:
+            patch.setattr(ViewLog, "write", refuse)
+            tasks.create_task(loop.run())
+            await _becomes(lambda: len(told) > 1)
+            assert view.trouble == ""
+            assert view.failure == "its releases cannot be made, which is tried again: the disk is full"
+        await _becomes(lambda: view.may_serve(TOP) and not view.failure)
+        loop.stop()
+    assert {each.text for each in told if each.error} == {"its releases cannot be made, which is tried again"}
+
+
 async def test_an_error_at_every_version_is_told_once(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 3600)
     monkeypatch.setattr("deltasync.core.backoff._LONGEST_SECONDS", 3600)
@@ -236,7 +265,7 @@ async def test_an_error_at_every_version_is_told_once(local: LocalModel, monkeyp
     view = await local.prepared_view(TOP)
     replica = Replica("a", view.position, stream=asyncio.Event())
     loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
-    monkeypatch.setattr(ReleaseMaker, "_draw", broken)
+    monkeypatch.setattr(ReleaseMaker, "_begin", broken)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(loop.run())
         for seed in range(5):
@@ -245,21 +274,6 @@ async def test_an_error_at_every_version_is_told_once(local: LocalModel, monkeyp
         await local.cut(changed(5, USER, 3))
         loop.stop()
     assert len(told) == 1
-
-
-async def test_a_release_that_nobody_has_taken_is_not_kept_for_a_replica_that_has_gone(local: LocalModel) -> None:
-    view = await local.prepared_view(TOP)
-    replica = Replica("a", view.position, stream=asyncio.Event())
-    loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events())
-    view._releases.followed = True
-    await local.cut(changed(1, USER, 3))
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(loop.run())
-        await _becomes(lambda: bool(view._releases._found))
-        replica.stream = None
-        await local.cut(changed(2, USER, 3))
-        await _becomes(lambda: not view._releases._found)
-        loop.stop()
 
 
 def test_nobody_is_given_a_part_of_a_version(runner: asyncio.Runner, local: LocalModel) -> None:
@@ -304,15 +318,23 @@ async def test_a_release_under_way_heeds_a_pause(local: LocalModel, monkeypatch:
     loop, before = ReleaseLoop(consumer, view, Events()), view.position
     await local.cut({USER.name: {7: np.ones(USER.dim, "<f4")}})
 
-    async def poisoned_meanwhile() -> None:
-        consumer.pause = Pause.now("the service itself")
-        await local.cut({USER.name: {7: np.full(USER.dim, 1e6, "<f4")}})
+    async def poisoned_meanwhile(function: Callable[..., Any], *arguments: Any) -> Any:
+        if function.__name__ == "_begin":
+            consumer.pause = Pause.now("the service itself")
+            await local.cut({USER.name: {7: np.full(USER.dim, 1e6, "<f4")}})
+        return await on_thread(function, *arguments)
 
+    on_thread = local.model.on_thread
     with monkeypatch.context() as patch:
-        patch.setattr(view._maker, "_look_ahead", poisoned_meanwhile)
+        patch.setattr(local.model, "on_thread", poisoned_meanwhile)
         await loop._advance()
     assert (consumer.pause is None, view.position) == (False, before)
+    await local.model.remove_table(ITEM.name)
+    await loop._advance()
+    assert view.position == before, "nor is any other release made"
     consumer.pause = None
     await local.cut({USER.name: {7: np.full(USER.dim, 2, "<f4")}})
     await loop._advance()
-    assert live_rows(await view.release(before.number))[0].values.tolist() == [[2] * USER.dim]
+    release = await view.release(before.number)
+    assert isinstance(release, FrozenRelease)
+    assert live_rows(release)[0].values.tolist() == [[2] * USER.dim]

@@ -23,7 +23,7 @@ from deltasync.core.rows import RowBatch, Values
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.feeds.feed import Feed
-from deltasync.feeds.repair import NO_REPAIR
+from deltasync.feeds.frozen_release import FrozenRelease
 from deltasync.views.view import View
 
 Step = tuple[str, Any]
@@ -168,6 +168,7 @@ class Play:
     async def restart(self, _: None) -> None:
         await self.local.close()
         self.local = await LocalModel.opened(self.folder)
+        assert self.local.lost == {}
         self.view = self.local.view()
         await self.view.prepare(self.policy)
 
@@ -179,7 +180,8 @@ class Play:
         if not decision.yes or not replica.tables:
             replica.tables = {name: np.zeros((each.rows, each.dim), each.dtype) for name, each in specs.items()}
             replica.there = set()
-        release = await feed.release(after.number, NO_REPAIR)
+        release = await feed.release(after.number)
+        assert isinstance(release, FrozenRelease)
         for slot, batch in (*live_rows(release).items(), *deleted_rows(release).items()):
             delivery = feed.deliveries[slot]
             values = batch.values if batch.deleted else delivery.decode(batch.values)

@@ -2,27 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
-from tests.support.view_scenarios import (
-    TABLES,
-    TOP,
-    USER,
-    changed,
-    held_by_a_replica,
-    is_due,
-)
-from tests.support.wire import random_rows
-from tests.unit.views.models import Models
+from tests.support.view_scenarios import ITEM, TOP, USER, changed, is_due, refuse, small_blocks
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.errors import StorageFailed
+from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.status.lag import ConsumerLag
 from deltasync.status.report import report
@@ -53,35 +45,6 @@ async def test_a_replica_from_before_the_policy_gets_what_it_lacks(
     found = {view.deliveries[slot].spec.name: rows.ids.tolist() for slot, rows in live_rows(release).items()}
     assert not lacks or found == lacks
     assert not view.resume(Position(held.history, local.model.position.number + 1))[0].yes
-
-
-async def test_rows_without_room_in_the_log_come_later(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.wire.row_messages.CHUNK_BYTES", 40_000)
-    big = TableSpec("big", 4000, 128)
-    policy = Policy(tables=("big",), value_type=ValueType.FP16, top_k=0.9)
-    local = await models.open(log_max_bytes=1 << 20)
-    await local.add(*TABLES, big)
-    await local.cut_all(random_rows(0, [*TABLES, big]))
-    view = await local.prepared_view(policy)
-    await local.cut({"big": dict(enumerate(random_rows(1, [big])[0]))})
-    with pytest.raises(StorageFailed, match="the log is full"):
-        await view.make_release(policy, 0)
-    (table,) = view.state.tables
-    dirty = await local.model.on_thread(lambda: len(table.dirty))
-    assert 400 < dirty < 4000
-    assert view.state.newest
-    assert view.state.newest.statistics.backlog.rows == dirty
-    assert view.state.newest.statistics.taken.rows == 4000 - dirty
-    assert view.state.backlog["big"].amount.rows == dirty
-    assert is_due(view, policy)
-    replica = await held_by_a_replica(view)
-    assert replica["big"].tobytes() == table.delivery.held(table.held.rows).tobytes()
-    view.flush()
-    while view.state.backlog_rows:
-        await view.make_release(policy, 0)
-        view.flush()
-    wanted = random_rows(1, [big])[0].astype(np.float16).astype(np.float32)
-    assert (await held_by_a_replica(view))["big"].tobytes() == wanted.tobytes()
 
 
 async def test_what_was_left_of_a_table_that_is_not_followed_any_more_is_forgotten(local: LocalModel) -> None:
@@ -117,7 +80,7 @@ async def test_who_lacks_a_release_is_not_in_sync(local: LocalModel) -> None:
     assert (await lag_at(view, view.position.number)).state == "in sync"
 
 
-async def test_who_has_whole_tables_of_a_version_but_not_all_of_it_is_not_in_sync(local: LocalModel) -> None:
+async def test_who_has_new_tables_whole_but_not_all_of_the_others_is_not_in_sync(local: LocalModel) -> None:
     narrow = Policy(tables=("user",), top_k=1)
     view = await local.prepared_view(narrow)
     await local.cut(changed(1, USER, 3, 4))
@@ -126,34 +89,68 @@ async def test_who_has_whole_tables_of_a_version_but_not_all_of_it_is_not_in_syn
     await view.make_release(Policy(top_k=2), 0)
     assert view.position.number == made + 1
     lag = await lag_at(view, made)
-    assert (lag.state, lag.lag.versions, lag.lag.rows) == ("behind", 1, 2)
+    assert (lag.state, lag.lag.versions, lag.lag.rows) == ("behind", 0, 1)
 
 
-async def test_a_view_that_was_discarded_is_not_written_down_again(local: LocalModel) -> None:
-    """A flush may have been waiting meanwhile."""
+async def test_a_view_that_is_discarded_leaves_nothing_in_the_log(local: LocalModel) -> None:
     view = await local.prepared_view(TOP)
     await local.cut(changed(1, USER, 3))
     await view.make_release(TOP, 0)
+    assert [each for each in local.log.streams() if each.endswith("/top")] == ["heads/top", "releases/top"]
     view.discard()
-    view.flush()
+    assert not [each for each in local.log.streams() if each.endswith("/top")]
     assert local.log.items("view/") == {}
-    assert local.log.items("release/") == {}
-    assert not local.view_directory.exists()
 
 
-async def test_tables_that_are_not_made_leave_no_files(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is tried again every second: what is left behind would fill the disk."""
-    view = await local.prepared_view(Policy(tables=("user",), top_k=1))
-    (folder,) = local.view_directory.iterdir()
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
+async def test_without_room_for_a_table_the_view_stays_as_it_was(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, wide = await local.prepared_view(Policy(tables=("user",), top_k=1)), Policy(top_k=1)
+    before = view.position
     with monkeypatch.context() as patch:
-        patch.setattr("os.posix_fallocate", full)
-        for _ in range(3):
-            with pytest.raises(StorageFailed, match="No space left"):
-                await view.prepare(TOP)
-    assert list(local.view_directory.iterdir()) == [folder]
-    await view.prepare(TOP)
-    assert len(list(local.view_directory.iterdir())) == 2
+        patch.setattr("deltasync.core.table_memory.TableMemory.check", refuse)
+        with pytest.raises(StorageFailed, match="the disk is full"):
+            await view.prepare(wide)
+    assert (view.position, view.trouble, view.may_serve(wide)) == (before, "the disk is full", True)
+    await view.prepare(wide)
+    assert (view.trouble, len(view.tables), view.position.number) == ("", 2, before.number + 1)
+
+
+@pytest.mark.parametrize("policy", [Policy(value_type=ValueType.INT8), Policy(top_k=1), Policy(mode=Mode.IDS)])
+async def test_the_first_release_is_of_the_version_that_it_names_while_cuts_go_on(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    await equals_its_version(local, monkeypatch, local.view(), policy)
+
+
+@pytest.mark.parametrize("value_type", [ValueType.INT8, ValueType.FP16, ValueType.FP32])
+async def test_the_release_after_a_change_of_policy_is_of_one_version_too(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch, value_type: ValueType
+) -> None:
+    """Of a table that it makes, and of one that was there."""
+    view = await local.prepared_view(Policy(tables=("item",), value_type=ValueType.FP16))
+    await equals_its_version(local, monkeypatch, view, Policy(value_type=value_type))
+
+
+async def equals_its_version(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch, view: View, policy: Policy
+) -> None:
+    """See that a release, before each block of which a cut comes, is of the version and the step that it names."""
+    small_blocks(monkeypatch, 300)
+    on_thread, seed = local.model.on_thread, 0
+
+    async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal seed
+        if function.__name__ == "_go_on" and seed < 9:
+            seed += 1
+            await local.cut(changed(seed, USER, seed, 39) | changed(seed, ITEM, seed, 29))
+        return await on_thread(function, *arguments)
+
+    monkeypatch.setattr(local.model, "on_thread", cut_before)
+    await view.prepare(policy)
+    assert view.state.head
+    assert seed > 5
+    assert view.state.head.version == view.state.head.step == local.model.position.number
+    assert view.state.compared_version == view.state.head.version
+    for table in view.state.tables:
+        assert table.held.rows.tobytes() == table.delivery.encode(table.source.rows).tobytes()

@@ -2,15 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
-from tests.support.mapping import new_view_table, reopened
 from tests.support.releases import deleted_rows
-from tests.support.view_scenarios import held_by_a_replica, refuse
+from tests.support.view_scenarios import held_by_a_replica, refuse, small_blocks
 from tests.unit.views.models import Models
 
 from deltasync.core.delivery import Delivery
@@ -18,15 +17,13 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
-from deltasync.core.seal import seal_of
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
-from deltasync.views.release_maker import ReleaseMaker
-from deltasync.views.store import ViewStore
-from deltasync.views.table import ViewTable
-from deltasync.views.table_maker import TableMaker
+from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.views.log import ViewLog
+from deltasync.views.table import Look, ViewTable
 from deltasync.views.view import View
 
 USER = TableSpec("user", 8, 4)
@@ -51,7 +48,9 @@ async def delete(local: LocalModel, *ids: int) -> None:
 
 
 async def deletes_after(view: View, number: int) -> list[int]:
-    return [row for rows in deleted_rows(await view.release(number)).values() for row in rows.ids.tolist()]
+    release = await view.release(number)
+    assert isinstance(release, FrozenRelease)
+    return [row for rows in deleted_rows(release).values() for row in rows.ids.tolist()]
 
 
 async def check_owners(view: View) -> None:
@@ -72,38 +71,22 @@ async def test_who_holds_another_form_learns_of_deletes(local: LocalModel, polic
     await view.prepare(policy)
     assert await deletes_after(view, before) == [3, 5]
     assert await deletes_after(view, 0) == []
-    checksums = (await view.release(0)).checksums
+    checksums = [table.checksum for table in view.tables]
     await view.make_release(policy, 0)
-    assert (await view.release(0)).checksums == checksums
+    assert [table.checksum for table in view.tables] == checksums
 
 
-def refuse_some(patch: pytest.MonkeyPatch, refused: Callable[[int, RowBatch], bool]) -> None:
-    """Have the log refuse some pieces of releases, by slot and rows."""
-    append = ViewStore.append
-
-    def refusing(store: ViewStore, number: int, slot: int, index: int, rows: RowBatch) -> Future[None]:
-        if not refused(slot, rows):
-            return append(store, number, slot, index, rows)
-        failed: Future[None] = Future()
-        failed.set_exception(StorageFailed("the disk is full"))
-        return failed
-
-    patch.setattr(ViewStore, "append", refusing)
-
-
-@pytest.mark.parametrize("slot", [0, 1])
 async def test_what_belongs_together_is_released_together_or_not_at_all(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, slot: int
+    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = await local.prepared_view(TOP)
     position = view.position
     await local.cut(owned({2: 20}))
     with monkeypatch.context() as patch:
-        refuse_some(patch, lambda number, _: number == slot)
+        patch.setattr(ViewLog, "write", refuse)
         with pytest.raises(StorageFailed, match="the disk is full"):
             await view.make_release(TOP, 0)
     assert view.position == position
-    await check_owners(view)
     local = await models.open()
     view = local.view()
     await check_owners(view)
@@ -112,95 +95,136 @@ async def test_what_belongs_together_is_released_together_or_not_at_all(
     assert (await held_by_a_replica(view))["user"][2, 0] == 20
 
 
-async def test_a_delete_without_room_comes_later(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = await local.prepared_view(TOP)
-    before = view.position.number
-    await delete(local, 3)
-    with monkeypatch.context() as patch:
-        refuse_some(patch, lambda _, rows: rows.deleted)
-        with pytest.raises(StorageFailed, match="the disk is full"):
-            await view.make_release(TOP, 0)
-    await view.make_release(TOP, 0)
-    assert await deletes_after(view, before) == [3]
-
-
-@pytest.mark.parametrize("order", [[USER.name, MAP.name], [MAP.name, USER.name]])
-@pytest.mark.parametrize("crash", [True, False])
+@pytest.mark.parametrize("first", [INT8, Policy(tables=("norm",), top_k=1)])
+@pytest.mark.parametrize("block", [1, 2])
 async def test_rows_that_change_hands_while_tables_are_made_go_with_their_map(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, order: list[str], crash: bool
+    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, first: Policy, block: int
 ) -> None:
-    """Whichever of the two was copied before the cut; `top_k` leaves other rows for later."""
-    copy = TableMaker._copy
+    """Whether the rows are new in this form, or both are new; `top_k` leaves other rows for later."""
+    await local.add(TableSpec("norm", 1, 1))
+    await local.cut({"norm": {0: np.ones(1, np.float32)}})
+    view, on_thread, blocks = await local.prepared_view(first), local.model.on_thread, 0
+    small_blocks(monkeypatch, 100)
 
-    copied: list[str] = []
-
-    async def check_served(view: View) -> None:
-        assert view.may_serve(TOP)
-        await check_owners(view)
-
-    async def copying(maker: TableMaker, table: ViewTable, number: int | None) -> None:
-        if table.source.spec.name == order[1]:
+    async def cut_before(function: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal blocks
+        blocks += function.__name__ == "_go_on"
+        if function.__name__ == "_go_on" and blocks == block:
             await local.cut(owned({1: 10, 2: 20, 3: 30}))
-        await copy(maker, table, number)
-        copied.append(table.source.spec.name)
+        return await on_thread(function, *arguments)
 
-    monkeypatch.setattr(TableMaker, "_copy", copying)
-    if order[0] == MAP.name:
-        monkeypatch.setattr("deltasync.feeds.model.Model.followed", lambda model, _: model.tables[::-1])
-    view = local.view()
-    if crash:
-        with monkeypatch.context() as patch:
-            patch.setattr(ReleaseMaker, "make", refuse)
-            with pytest.raises(StorageFailed, match="the disk is full"):
-                await view.prepare(TOP)
-        assert not view.may_serve(TOP)
-    else:
-        await view.prepare(TOP)
-        await check_served(view)
-    assert copied == order
-    local = await models.open()
-    view = local.view()
-    assert view.may_serve(TOP) is not crash
+    monkeypatch.setattr(local.model, "on_thread", cut_before)
     await view.prepare(TOP)
-    await check_served(view)
+    assert blocks >= block
+    await check_owners(view)
+    view = (await models.open()).view()
+    assert view.may_serve(TOP)
+    await check_owners(view)
 
 
-async def test_new_tables_have_their_version_s_step(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of a later one, to which only some of its rows belong."""
-    copy = TableMaker._copy
+async def test_rows_of_a_map_that_comes_later_go_with_it(models: Models) -> None:
+    """Rows that the policy has left for later, too: the map says whose they are now."""
+    rows = owned(dict(enumerate(range(8))))
+    local = await models.published(USER, rows={"user": rows["user"]})
+    view = await local.prepared_view(TOP)
+    await local.add(MAP)
+    await local.cut(rows | owned({1: 10, 2: 20, 3: 30}) | {MAP.name: rows[MAP.name] | owned({1: 10})[MAP.name]})
+    await view.make_release(TOP, 0)
+    await local.cut({MAP.name: owned({2: 20, 3: 30})[MAP.name]})
+    await view.prepare(TOP)
+    await check_owners(view)
 
-    async def copying(maker: TableMaker, table: ViewTable, number: int | None) -> None:
-        await local.cut({"user": {1: np.ones(4, np.float32)}})
-        await copy(maker, table, number)
 
-    monkeypatch.setattr(TableMaker, "_copy", copying)
-    view = await local.prepared_view(Policy(tables=("use?",), top_k=1))
-    head = view.state.head
-    assert head
-    assert local.model.position.number > head.version
-    assert head.step == seal_of(head.version, local.model.seals).step
+async def test_rows_that_a_view_had_no_room_for_go_with_their_map(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = await local.prepared_view(TOP)
+    await local.model.add_tables([replace(USER, rows=12), replace(MAP, rows=12)], later_run=True)
+    await local.cut(owned({8: 80, 9: 90, 10: 100}))
+    with monkeypatch.context() as patch:
+        patch.setattr("deltasync.core.table_memory.TableMemory.check", refuse)
+        with pytest.raises(StorageFailed):
+            await view.prepare(TOP)
+    await view.make_release(TOP, 0)
+    await view.prepare(TOP)
+    assert view.deliveries[0].spec.rows == 12
+    held = await held_by_a_replica(view)
+    named = held[MAP.name][:, 0] != 0
+    np.testing.assert_array_equal(held["user"][named, 0], held[MAP.name][named, 0] - 1)
+
+
+async def test_a_table_that_was_removed_and_made_again_is_sent_whole(local: LocalModel, models: Models) -> None:
+    """A replica may hold rows of the one before, which this one never had."""
+    view = await local.prepared_view(TOP)
+    await local.cut({"user": owned({row: row + 10 for row in range(8)})["user"]})
+    for _ in range(3):
+        await view.make_release(TOP, 0)
+    before = view.position.number
+    await local.model.remove_table("user")
+    await local.add(USER)
+    await local.cut({"user": {3: np.ones(4, np.float32)}})
+    assert before > local.model.tables[-1].removed_before
+    await view.prepare(TOP)
+    for restart in (False, True):
+        view = (await models.open()).view() if restart else view
+        for number, whole in ((before, ["user"]), (view.position.number, [])):
+            release = await view.release(number)
+            assert isinstance(release, FrozenRelease)
+            assert [view.deliveries[slot].spec.name for slot in release.whole] == whole
 
 
 @pytest.mark.parametrize("kind", ValueType)
-def test_a_delete_differs_from_zeros_only_to_who_has_the_row(kind: ValueType, tmp_path: Path) -> None:
+def test_a_delete_differs_from_zeros_only_to_who_has_the_row(kind: ValueType) -> None:
     spec = TableSpec("t", 40, 16)
     zeros, deletes = np.zeros((1, 16), np.float32), RowBatch.deletes(Shard.whole(spec), np.array([3, 9]))
-    source = StampedTable.zeros(spec)
+    source = StampedTable(spec)
     source.apply(RowBatch.of_table(spec, np.arange(40), np.ones((40, 16), np.float32)), 1)
     source.apply(RowBatch.of_table(spec, np.array([3]), zeros), 1)
     with not_shared_yet():
         tables = []
-        for name, rows in (("all", np.arange(40)), ("one", np.array([9]))):
-            (tmp_path / name).mkdir()
-            tables.append(new_view_table(source, Delivery(spec, kind, Mode.EMBEDDINGS), tmp_path / name))
-            tables[-1].copy(rows, 1)
+        for rows in (np.arange(40), np.array([9])):
+            tables.append(ViewTable(source, Delivery(spec, kind, Mode.EMBEDDINGS), stamp=1))
+            tables[-1].copy(rows)
+            tables[-1].copied(1)
         source.apply(deletes, 2)
-        assert [each.find_dirty(1).ids.tolist() for each in tables] == [[3, 9], [9]]
+        assert [dirty_after(each, 1) for each in tables] == [[3, 9], [9]]
         table = tables[0]
-        table.write(table.deletes(deletes.ids), 2)
-        table.settle(deletes.ids)
-        assert table.find_dirty(2).ids.tolist() == []
+        table.take(deletes.ids, np.zeros(2), 2)
+        assert dirty_after(table, 1) == []
         source.apply(RowBatch.of_table(spec, np.array([3]), zeros), 3)
-        assert table.find_dirty(2).ids.tolist() == [3]
-        table.flush()
-        assert reopened(table).find_dirty(2).ids.tolist() == [3]
+        assert dirty_after(table, 2) == [3]
+
+
+def dirty_after(table: ViewTable, version: int) -> list[int]:
+    """The dirty rows after a look at what has changed since a version."""
+    look = Look(table, version + 1)
+    look.add(table.source.changed_since(version))
+    look.finish(table.source.counts.newest)
+    ids: list[int] = table.dirty.ids.tolist()
+    return ids
+
+
+def test_a_row_that_looks_clean_for_a_moment_stays_dirty_since_when_it_was() -> None:
+    """While others are compared: a replay compares all of them at once."""
+    spec = TableSpec("t", 4, 2)
+    source = StampedTable(spec)
+
+    def write(value: float, number: int, *ids: int) -> None:
+        source.apply(RowBatch.of_table(spec, ids, np.full((len(ids), 2), value, np.float32)), number)
+
+    write(1, 1, 0, 1, 2, 3)
+    with not_shared_yet():
+        table = ViewTable(source, Delivery.unchanged(spec), stamp=1)
+        table.copy(np.arange(4))
+        table.copied(1)
+        write(2, 2, 1)
+        assert dirty_after(table, 1) == [1]
+        write(1, 3, 1)
+        look = Look(table, 3)
+        look.add(np.array([1]))
+        write(2, 4, 1, 2)
+        look.add(np.array([1, 2]))
+        assert table.dirty.since.tolist() == [2], "nothing of a look shows before its end"
+        look.finish(4)
+        assert (table.dirty.ids.tolist(), table.dirty.since.tolist()) == ([1, 2], [2, 3])
+        assert [table.lacking(number) for number in (0, 1)] == [4, 2]

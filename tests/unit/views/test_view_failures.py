@@ -11,6 +11,7 @@ from tests.support.releases import live_rows
 from tests.support.view_scenarios import (
     TOP,
     USER,
+    bits_of,
     changed,
     held_by_a_replica,
     is_due,
@@ -19,80 +20,187 @@ from tests.support.view_scenarios import (
 )
 from tests.unit.views.models import Models
 
-from deltasync.core.errors import StorageFailed
+from deltasync.core.damage import DamagedRows
+from deltasync.core.errors import ServiceUnavailable, StorageFailed
+from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
+from deltasync.core.position import Position
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.frozen_release import Head
-from deltasync.views.store import ViewStore
+from deltasync.feeds.frozen_release import FrozenRelease, Head
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogFull
+from deltasync.views.log import ViewLog
+from deltasync.views.table import EncodedTable
+from deltasync.views.view import View
 
 INT8 = Policy(top_k=1, value_type=ValueType.INT8)
 
 
-@pytest.mark.parametrize("then", ["nothing", "a cut", "a restart"])
-async def test_a_release_that_is_not_written_down_is_not_sent_and_is_made_again(
+async def refused_release(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> tuple[View, Position]:
+    """A view whose release the log has refused, and the position before that."""
+    view = await local.prepared_view(TOP)
+    before = view.position
+    await local.cut(changed(1, USER, 3, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(ViewLog, "write", refuse)
+        with pytest.raises(StorageFailed, match="the disk is full"):
+            await view.make_release(Policy(), 0)
+    return view, before
+
+
+@pytest.mark.parametrize("then", ["nothing", "a cut", "a restart", "another policy"])
+async def test_a_release_that_the_log_refuses_is_shown_to_nobody_and_written_first(
     local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
     """Else replicas at the release before would hold different bits."""
-    view = await local.prepared_view(TOP)
-    before, first = view.position, await held_by_a_replica(view)
-    await local.cut(changed(1, USER, 3, 4))
-    with monkeypatch.context() as patch:
-        patch.setattr(ViewStore, "write_release", refuse)
-        with pytest.raises(StorageFailed):
-            await view.make_release(Policy(), 0)
-        assert not (await view.release(before.number)).chunks
-    assert (await held_by_a_replica(view))["user"].tobytes() == first["user"].tobytes()
+    view, before = await refused_release(local, monkeypatch)
+    wait = view.release(before.number)
+    assert (view.position, is_due(view, Policy()), wait.done()) == (before, True, False)
+    policy = Policy(value_type=ValueType.FP16) if then == "another policy" else Policy()
     if then == "a cut":
         await local.cut(changed(1, USER, 9))
     if then == "a restart":
         local = await models.open()
         view = local.view()
-        assert not list(local.log.read("releases/top"))
-    assert view.position == before
-    assert is_due(view, Policy())
-    await view.make_release(Policy(), 0)
+        assert view.position == before
+    await view.prepare(policy)
+    await view.make_release(policy, 0)
+    again = then in ("a cut", "another policy")  # That needs a release of its own.
+    assert view.position.number == before.number + (2 if again else 1)
+    assert view.version_of(before.number + 1) == 2
     assert not is_due(view, Policy())
-    assert view.position.number > before.number
     decision, start = view.resume(before)
     assert (decision.yes, start) == (True, before)
     late = await view.release(before.number)
-    assert [rows.ids.tolist() for rows in live_rows(late).values()] == [[3, 4, 9] if then == "a cut" else [3, 4]]
-    assert same_as_the_model(await held_by_a_replica(view), local)
+    assert isinstance(late, FrozenRelease)
+    ids = {"a cut": [3, 4, 9], "another policy": [*range(40)]}.get(then, [3, 4])
+    assert live_rows(late)[0].ids.tolist() == ids
+    if then != "another policy":
+        assert same_as_the_model(await held_by_a_replica(view), local)
+    if then != "a restart":
+        sent = await wait
+        assert isinstance(sent, FrozenRelease)
+        assert sent.head
+        assert sent.head.number > before.number
     held = view.position
     assert (await models.open()).view().seal_of(held.number) == held.seal
 
 
-async def test_a_release_is_frozen_anew_after_a_failure(
+async def test_a_checkpoint_has_a_release_that_a_full_log_refuses(
+    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be no room in the log before it is cut, and it is cut once there are checkpoints."""
+    view, before = await refused_release(local, monkeypatch)
+    for _ in range(2):
+        await local.checkpoint()
+    assert view.position == before
+    local = await models.open()
+    again = local.view()
+    assert again.position.number == before.number + 1
+    assert same_as_the_model(await held_by_a_replica(again), local)
+    await local.cut(changed(2, USER, 3))
+    await again.make_release(TOP, 0)
+    for held in (before, Position(before.history, before.number + 1, again.seal_of(before.number + 1))):
+        assert again.resume(held)[0].yes
+    bits = await bits_of(again)
+    assert await bits_of((await models.open()).view()) == bits
+
+
+async def test_a_checkpoint_waits_for_a_release_on_its_way_to_the_log(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.feeds.releases.freeze", refuse)
-        failed = local.model.release(0)
-        with pytest.raises(StorageFailed):
-            await failed
-    assert len(live_rows(await local.model.release(0))) == 2
+    view, write, states = await local.prepared_view(TOP), ViewLog.write, list[object]()
+    await local.cut(changed(1, USER, 3))
+
+    def meanwhile(log: ViewLog, *arguments: Any) -> None:
+        states.append(view.checkpoint_state())
+        write(log, *arguments)
+
+    monkeypatch.setattr(ViewLog, "write", meanwhile)
+    await view.make_release(TOP, 0)
+    assert states == [None]
+    assert await local.model.on_thread(view.checkpoint_state)
 
 
-@pytest.mark.parametrize("kind", ["user*.since", "user*.rows", "user*.stamps", "*", "shared"])
-async def test_of_a_view_whose_files_are_missing_nothing_is_claimed(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, kind: str
+async def test_a_log_without_room_for_ids_refuses_the_head_too(
+    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind != "shared":
-        monkeypatch.setattr("deltasync.storage.table_files.SMALL_BYTES", 0)
-    await local.prepared_view(TOP)
-    files = [each for each in local.view_directory.rglob(kind) if each.is_file()]
-    assert files
-    for each in files:
-        each.unlink()
-    local = await models.open()
-    with pytest.raises(StorageFailed):
-        local.view()
+    view, append = await local.prepared_view(TOP), LmdbStore._append
+
+    def full(log: LmdbStore, txn: Any, key: bytes, *arguments: Any) -> None:
+        if b"releases/top" in key:
+            raise LogFull("the log is full")
+        append(log, txn, key, *arguments)
+
+    await local.cut(changed(1, USER, 3))
+    before = view.position
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbStore, "_append", full)
+        with pytest.raises(StorageFailed, match="the log is full"):
+            await view.make_release(TOP, 0)
+    assert view.position == before
+    await view.make_release(TOP, 0)
+    bits = await bits_of(view)
+    assert await bits_of((await models.open()).view()) == bits
+
+
+@pytest.mark.parametrize("policy", [TOP, INT8, Policy(mode=Mode.IDS)])
+async def test_damaged_rows_of_the_model_are_in_no_release(local: LocalModel, policy: Policy) -> None:
+    """Rows that were taken before them are shown to nobody either: the model is loaded again, with its views."""
+    view = await local.prepared_view(policy)
+    before = view.position
+    await local.cut(changed(1, USER, *range(40)))
+    local.model.tables[0].rows[39, 0] += 1
+    with pytest.raises(DamagedRows, match="table 'user': other bits than were stored in row 39"):
+        await view.make_release(Policy(), 0)
+    assert "row 39" in local.model.failed
+    assert (view.position, view.checkpoint_state()) == (before, None)
+    for given in (view.release(0), view.make_release(TOP, 0)):
+        with pytest.raises(ServiceUnavailable, match="row 39"):
+            await given
+
+
+async def test_a_new_view_has_no_damaged_rows_of_the_model(local: LocalModel) -> None:
+    local.model.tables[0].rows[3, 0] += 1
+    view = local.view()
+    with pytest.raises(DamagedRows):
+        await view.prepare(INT8)
+    assert "row 3" in local.model.failed
+    assert not view.tables
+
+
+async def test_damaged_rows_of_a_view_are_sent_to_nobody(local: LocalModel) -> None:
+    view = await local.prepared_view(INT8)
+    view.state.tables[0].held.rows[7, 0] ^= 1
+    with pytest.raises(DamagedRows):
+        await view.release(0)
+    assert "row 7" in local.model.failed
+
+
+async def test_rows_that_cannot_be_taken_are_shown_to_nobody(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some may be of the release by then, and others not."""
+    view, apply, calls = await local.prepared_view(TOP), EncodedTable.apply, count()
+
+    def broken(table: EncodedTable, *arguments: Any) -> None:
+        if next(calls):
+            raise MemoryError
+        apply(table, *arguments)
+
+    monkeypatch.setattr("deltasync.views.table._PIECE_BYTES", 1)
+    monkeypatch.setattr(EncodedTable, "apply", broken)
+    await local.cut(changed(1, USER, 3, 4))
+    with pytest.raises(DamagedRows):
+        await view.make_release(Policy(), 0)
+    with pytest.raises(ServiceUnavailable):
+        await view.release(0)
 
 
 async def test_versions_of_releases_are_found_while_others_are_made(local: LocalModel) -> None:
     """Releases are made on the model's thread, versions are asked for on another."""
     view = await local.prepared_view(TOP)
-    history, later = view._store.history, count(13)
+    history, later = view._maker.history, count(13)
 
     @dataclass(frozen=True)
     class Meanwhile(Head):

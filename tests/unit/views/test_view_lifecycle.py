@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.damage import change_value
 from tests.support.local_service import publish
 from tests.support.log import log_of
 
@@ -16,7 +17,9 @@ from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
+from deltasync.storage.lmdb_records import key_of
 from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_store import LogOptions
 from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
 
@@ -103,8 +106,7 @@ async def test_a_deleted_consumer_leaves_nothing(tmp_path: Path) -> None:
         await service.create_consumer("top", "clicks", TOP)
         await service.delete_consumer("top")
         assert log_of(service).items("view/") == {}
-        assert log_of(service).items("release/") == {}
-        assert not list(tmp_path.glob("models/*/views/*"))
+        assert not [each for each in log_of(service).streams() if each.endswith("/top")]
         created = await service.create_consumer("top", "clicks", Policy())
         assert not isinstance(service.feed(created), View)
 
@@ -154,3 +156,35 @@ async def test_of_two_who_ensure_a_new_consumer_at_once_both_succeed_and_the_las
             consumer = service.registry.get(f"c{each}")
             assert consumer.policy == Policy(top_k=4)
             assert isinstance(service.feed(consumer), View)
+
+
+@pytest.mark.parametrize("damaged", ["its record", "a head"])
+async def test_a_view_that_cannot_come_back_begins_anew_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: str
+) -> None:
+    async with opened(tmp_path) as service:
+        view = service.feed(await service.create_consumer("top", "clicks", TOP))
+        assert isinstance(view, View)
+        await view.prepare(TOP)
+        history, number = view.history, view.position.number
+    if damaged == "a head":
+        change_value(tmp_path / "log", "records", key_of("heads/top", number, 0, 0), bit=-1)
+    else:
+        with closing(LmdbStore(LogOptions(directory=tmp_path / "log"))) as log:
+            log.put("view/top", b"{}").result()
+    async with opened(tmp_path) as service:
+        again = service.feed(service.registry.get("top"))
+        assert isinstance(again, View)
+        assert again.history != history
+        assert not again.tables
+    assert [each for each in log_kinds(tmp_path) if each.endswith("/top")] == []
+    said = [
+        each for each in caplog.messages if "its view cannot be made again, so its replicas get every row" in each
+    ]
+    assert len(said) == 1
+    assert ("is damaged" if damaged == "a head" else "cannot be understood") in said[0]
+
+
+def log_kinds(data_dir: Path) -> list[str]:
+    with closing(LmdbStore(LogOptions(directory=data_dir / "log"))) as log:
+        return log.streams()

@@ -1,7 +1,6 @@
-"""Views that come back after a crash: as of the last flush, and the log after it."""
+"""Views that come back after a crash: from a checkpoint, or from nothing, and the log after it."""
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+import asyncio
 
 import pytest
 from tests.support.damage import change_value
@@ -10,165 +9,207 @@ from tests.support.view_scenarios import (
     ITEM,
     TOP,
     USER,
+    bits_of,
     changed,
     held_by_a_replica,
     is_due,
-    refuse,
     same_as_the_model,
 )
 from tests.unit.views.models import Models
 
-from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.storage.lmdb_records import key_of
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.views.records import heads_stream
-from deltasync.views.store import NewestRelease, ViewStore
+from deltasync.storage.records import pack_json, unpack_json
+from deltasync.views.log import ViewLog
+from deltasync.views.records import heads_stream, releases_stream, view_name
+from deltasync.views.view import View
+
+INT8 = Policy(top_k=1, value_type=ValueType.INT8)
+HEADS, IDS = heads_stream("top"), releases_stream("top")
 
 
-@pytest.mark.parametrize("flushed", [False, True])
-async def test_a_restart_takes_no_replica_back(local: LocalModel, models: Models, flushed: bool) -> None:
-    """The releases since the last flush are known again, and what was left by them is looked for from that on."""
+async def released_twice(local: LocalModel) -> View:
+    """A view of three releases, the last of which has left rows."""
+    view = await local.prepared_view(TOP)
+    for seed in (1, 2):
+        await local.cut(changed(seed, USER, 3, 4, 5))
+        await view.make_release(TOP, 0)
+    return view
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+async def test_a_restart_takes_no_replica_back(local: LocalModel, models: Models, checkpoint: bool) -> None:
     narrow, wide = Policy(tables=("user",), top_k=1), Policy(top_k=1)
     view = await local.prepared_view(narrow)
-    view.flush()
     await local.cut(changed(1, USER, 3, 4, 5))
     await view.make_release(narrow, 0)
-    assert view.version_of(view.position.number) == 2
-    if flushed:
-        view.flush()
+    if checkpoint:
+        await local.checkpoint()
+    bits = await bits_of(view)
     local = await models.open()
     view = local.view()
+    assert await bits_of(view) == bits
     assert view.version_of(view.position.number) == 2
     assert is_due(view, wide)
     await view.prepare(wide)
-    assert view.version_of(view.position.number) == 2
     assert is_due(view, wide)
     await view.make_release(Policy(), 0)
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
-async def test_files_that_a_crash_left_behind_are_removed(local: LocalModel, models: Models) -> None:
-    await local.prepared_view(TOP)
-    (local.view_directory / "0123456789abcdef0123456789abcdef").mkdir()
-    local = await models.open()
-    view = local.view()
-    assert {table.files.place.folder.name for table in view.state.tables} == {
-        each.name for each in local.view_directory.iterdir()
-    }
-
-
-async def test_records_before_a_restart_count_towards_the_next_flush(local: LocalModel, models: Models) -> None:
-    """Else the log would grow with every restart."""
-    view = await local.prepared_view(TOP)
-    assert not view.should_flush(1)
-    await local.cut(changed(1, USER, 3))
-    await view.make_release(TOP, 0)
-    size = next(size for size in range(1, 1000) if not view.should_flush(size + 1))
-    assert size > 24
-    local = await models.open()
-    view = local.view()
-    assert view.should_flush(size)
-    view.flush()
-    assert not view.should_flush(1)
-    assert not list(local.log.read("releases/top"))
-
-
-async def test_a_flush_in_the_middle_of_a_release_loses_nothing(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rows of the release may be in the files, while the log is cut behind the release before it."""
-    view = await local.prepared_view(TOP)
-    await local.cut(changed(1, USER, 3))
-    await view.make_release(TOP, 0)
-    await local.cut(changed(1, USER, 4, 5))
-    write_release = ViewStore.write_release
-
-    def write_and_flush(store: ViewStore, release: NewestRelease, after: Sequence[Future[None]]) -> None:
-        write_release(store, release, after)
-        store.flush()
-
-    monkeypatch.setattr(ViewStore, "write_release", write_and_flush)
+async def test_a_look_that_found_nothing_after_a_checkpoint_is_known(local: LocalModel, models: Models) -> None:
+    """Else rows that change later would count as dirty since before it."""
+    view = await released_twice(local)
     await view.make_release(Policy(), 0)
-    assert [record.number for record in local.log.read("releases/top")] == [view.position.number]
+    await local.checkpoint()
+    await local.cut({})
+    await view.make_release(TOP, 0)
+    assert view.state.compared_version == 4
     local = await models.open()
-    assert same_as_the_model(await held_by_a_replica(local.view()), local)
+    assert local.view().state.compared_version == 4
+    await local.cut(changed(3, USER, 3, 4))
+    await local.view().make_release(TOP, 0)
+    assert local.view().state.oldest_dirty_version == 5
 
 
-async def test_what_the_log_has_of_a_release_that_broke_off_is_not_taken_for_rows_of_the_next(
+async def test_ids_of_a_release_that_never_was_are_not_taken_for_those_of_the_next(
+    local: LocalModel, models: Models
+) -> None:
+    """A crash came before its head was there. Else replicas that have that number would never get these rows."""
+    view = await local.prepared_view(TOP)
+    number = view.position.number + 1
+    other = ViewLog(local.log, "top")
+    await local.cut(changed(1, USER, *range(9)) | changed(1, ITEM, 4))
+    ids = [await local.model.on_thread(table.source.changed_since, 1) for table in view.state.tables]
+    other.write({"number": number}, ids, None)
+    local.log.drop(HEADS, number).result()
+    assert [record.part for record in local.log.read(IDS)] == [0, 1]
+    await view.make_release(TOP, 0)
+    bits = await bits_of(view)
+    assert await bits_of((await models.open()).view()) == bits
+
+
+@pytest.mark.parametrize("what", ["a head", "ids", "the newest head", "the first head"])
+async def test_a_view_of_which_the_log_has_lost_something_begins_anew(
+    local: LocalModel, models: Models, what: str
+) -> None:
+    """Only the newest release can be missing without a trace: it never was."""
+    view = await released_twice(local)
+    history, newest = view.history, view.position.number
+    if what == "ids":
+        assert [record.number for record in local.log.read(IDS)] == [newest - 1, newest]
+        local.log.truncate(IDS, newest - 1).result()
+    elif what == "the newest head":
+        local.log.drop(HEADS, newest).result()
+    else:
+        (head,) = local.log.read(HEADS, newest - 1, newest - 1)
+        local.log.truncate(HEADS, newest - 1 if what == "a head" else newest - 2).result()
+        assert head.payload
+    local = await models.open()
+    if what == "the newest head":
+        assert local.view().position.number == newest - 1
+        return
+    said = "does not have the rows that release" if what == "ids" else "does not have all releases before release"
+    assert said in local.lost["top"]
+    view = await local.prepared_view(TOP)
+    assert view.history != history
+    assert same_as_the_model(await held_by_a_replica(view), local)
+
+
+@pytest.mark.parametrize("stream", [HEADS, IDS])
+async def test_a_view_with_a_damaged_record_begins_anew(local: LocalModel, models: Models, stream: str) -> None:
+    view = await released_twice(local)
+    await models.close()
+    change_value(models.folder / "log", "records", key_of(stream, view.position.number, 0, 0), bit=-1)
+    local = await models.open()
+    said = f"of release {view.position.number} of consumer 'top' is damaged"
+    assert said in local.lost["top"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 9}, "it is made of version 9, and the model's newest is 3"),
+        ({"seal": 9}, "was made of another version 3 than the model has"),
+        ({"after": 9}, "does not have all releases before release"),
+        ({"statistics": {}}, "cannot be understood"),
+        ({"rows": [3, 0]}, "does not have the rows that release"),
+    ],
+)
+async def test_a_view_whose_heads_do_not_go_with_the_model_begins_anew(
+    local: LocalModel, models: Models, change: dict[str, object], said: str
+) -> None:
+    view = await released_twice(local)
+    number = view.position.number
+    (head,) = local.log.read(HEADS, number, number)
+    local.log.append(HEADS, number, 0, 0, pack_json(unpack_json(head.payload) | change)).result()
+    assert said in (await models.open()).lost["top"]
+
+
+async def test_a_view_of_another_history_of_the_model_begins_anew(local: LocalModel, models: Models) -> None:
+    view = await released_twice(local)
+    record = {"history": view.history, "model_history": "another"}
+    local.log.put(view_name("top"), pack_json(record)).result()
+    assert (await models.open()).lost["top"] == "it is of another history of the model"
+
+
+async def test_what_a_checkpoint_has_of_another_view_of_the_consumer_is_not_used(
+    local: LocalModel, models: Models
+) -> None:
+    """The consumer was deleted, and made again."""
+    view = await released_twice(local)
+    while view.state.backlog_rows:
+        await view.make_release(TOP, 0)
+    manifest = await local.checkpoint()
+    view.discard()
+    local.views["top"] = again = View("top", local.model)
+    await again.prepare(INT8)
+    await local.cut(changed(3, USER, 3))
+    await again.make_release(INT8, 0)
+    assert again.position.number <= view.position.number
+    await asyncio.to_thread(local.model.cut_log, manifest, [again])
+    bits = await bits_of(again)
+    for _ in range(2):
+        local = await models.open()
+        assert local.lost == {}
+        assert await bits_of(local.view()) == bits
+        await local.checkpoint()
+    number = again.position.number
+    assert [record.number for record in local.log.read(HEADS)] == [number - 1, number]
+
+
+async def test_the_log_is_cut_to_what_checkpoints_do_not_have(
     local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else replicas that have that number would never get these rows."""
-
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("a mistake of ours")
-
+    """Heads stay longer: they show of which version older releases were made, and what their seals are."""
+    for module in ("log", "history"):
+        monkeypatch.setattr(f"deltasync.views.{module}.KEPT_HEADS", 3)
     view = await local.prepared_view(TOP)
-    await local.cut(changed(1, USER, 4) | changed(1, ITEM, 4))
-    with monkeypatch.context() as patch:
-        patch.setattr("deltasync.views.release_log._failure_of", broken)
-        with pytest.raises(ZeroDivisionError):
-            await view.make_release(Policy(), 0)
-    await view.make_release(TOP, 0)
-    position, given = view.position, await held_by_a_replica(view)
+    positions, manifests = [view.position], []
+    for seed in range(1, 7):
+        await local.cut(changed(seed, USER, seed))
+        await view.make_release(TOP, 0)
+        positions.append(view.position)
+        if seed % 2 == 0:
+            manifests.append(await local.checkpoint())
+    await asyncio.to_thread(local.model.cut_log, manifests[-2], [view])
+    kept = [record.number for record in local.log.read(IDS)]
+    assert kept == [each.number for each in positions[5:]], "back to the second newest checkpoint"
+    assert [record.number for record in local.log.read(HEADS)] == [each.number for each in positions[-3:]]
+    bits = await bits_of(view)
     local = await models.open()
     view = local.view()
-    held = await held_by_a_replica(view)
-    assert view.position == position
-    assert {name: rows.tobytes() for name, rows in held.items()} == {
-        name: rows.tobytes() for name, rows in given.items()
-    }
-
-
-async def test_tables_that_are_written_down_are_kept_though_the_log_could_not_be_cut(
-    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    view = await local.prepared_view(TOP)
-    with monkeypatch.context() as patch:
-        patch.setattr(LmdbStore, "truncate", refuse)
-        with pytest.raises(StorageFailed):
-            await view.prepare(Policy(top_k=1, value_type=ValueType.INT8))
-    assert view.deliveries[0].value_type is ValueType.INT8
-    local = await models.open()
-    assert local.view().deliveries[0].value_type is ValueType.INT8
-
-
-async def test_a_damaged_record_is_an_error(local: LocalModel, models: Models) -> None:
-    view = await local.prepared_view(TOP)
-    await local.cut(changed(1, USER, 4))
-    await view.make_release(TOP, 0)
-    (record,) = local.log.read("releases/top")
-    await models.close()
-    change_value(models.folder / "log", "records", key_of("releases/top", record.number, 0, 0), bit=-1)
-    local = await models.open()
-    said = f"record 0 of table 0 of release {record.number} of consumer 'top' is damaged"
-    with pytest.raises(StorageFailed, match=said):
-        local.view()
+    assert (await bits_of(view)).tables == bits.tables
+    assert [view.seal_of(each.number) for each in positions[-3:]] == [each.seal for each in positions[-3:]]
 
 
 async def test_the_newest_release_and_what_it_took_are_known_again(local: LocalModel, models: Models) -> None:
-    view = await local.prepared_view(TOP)
-    await local.cut(changed(1, USER, 3, 4, 5))
-    await view.make_release(TOP, 0)
-    newest = view.state.newest
-    local = await models.open()
-    state = local.view().state
+    view = await released_twice(local)
+    newest, backlog = view.state.newest, view.state.backlog
+    state = (await models.open()).view().state
     assert state.newest == newest
-    assert (state.newest is not None, state.backlog_rows) == (True, 2)
-
-
-async def test_many_small_releases_are_flushed(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("store", "history"):
-        monkeypatch.setattr(f"deltasync.views.{module}.KEPT_HEADS", 6)
-    view = await local.prepared_view(TOP)
-    for seed in range(6):
-        assert view.should_flush(1 << 30) is (seed == 3)
-        if seed == 3:
-            view.flush()
-            assert not view.should_flush(1 << 30)
-        await local.cut(changed(seed + 1, USER, seed))
-        await view.make_release(TOP, 0)
-    assert view.should_flush(1 << 30)
-    view.flush()
-    assert len(list(local.log.read(heads_stream("top")))) == 6
+    assert state.backlog_rows == 2
+    assert {name: each.amount for name, each in state.backlog.items()} == {
+        name: each.amount for name, each in backlog.items()
+    }

@@ -36,15 +36,15 @@ async def test_releases_have_seals_that_outlive_a_restart(local: LocalModel, mod
     assert later.seal not in {position.seal for position in held}
 
 
-@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, True])
 async def test_what_a_copy_that_was_put_back_does_not_have_is_recognised(
-    tmp_path: Path, local: LocalModel, models: Models, flushed: bool
+    tmp_path: Path, local: LocalModel, models: Models, checkpoint: bool
 ) -> None:
     """Also where as many releases, of the same versions, have come since."""
     view = await local.prepared_view(TOP)
     kept = [view.position, *[await _release(local, view, seed) for seed in range(1, 4)]]
-    if flushed:
-        view.flush()
+    if checkpoint:
+        await local.checkpoint()
     await models.close()
     shutil.copytree(models.folder, tmp_path / "copy")
     local = await models.open()

@@ -28,7 +28,7 @@ from deltasync.trainer.distributed.ranks import all_ranks, this_rank
 from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.pending_cut import CutUnderWay, PendingCut
 from deltasync.trainer.published_versions import PublishedVersions
-from deltasync.trainer.row_requests import RowRequests, WantedRows, mark_held
+from deltasync.trainer.row_requests import RowRequests, mark_held
 from deltasync.trainer.run import TrainingRun
 from deltasync.trainer.standstill import Standstill
 from deltasync.trainer.sync_metrics import metrics_of
@@ -100,7 +100,6 @@ class DeltaSync:
         self._under_way = CutUnderWay()
         self._versions = PublishedVersions()
         self._requests = RowRequests()
-        self._wanted = WantedRows()
         self._resync = True
         self._refused: ResyncRequired | None = None
         self._standstill = Standstill()
@@ -150,7 +149,6 @@ class DeltaSync:
         self._note_arrival()
         if self.tracker.steps % self._options.publish_every == 0:
             before = self._under_way.pending
-            self._mark_wanted(again=True)
             self._cut(time.time_ns())
             self.stats.absorbed += self._under_way.pending is before
         if self.tracker.on_gpu and (self.tracker.steps + 1) % self._options.publish_every == 0:
@@ -284,7 +282,6 @@ class DeltaSync:
     def _cut(self, step_end_unix_ns: int, late: DeltasyncError | None = None, *, flush: bool = False) -> bool:
         """Publish a cut if all ranks are ready for one; whether all of them had nothing to publish."""
         failure, self._failure = self._failure or self._settle(), None
-        self._mark_wanted(again=False)
         if flush and not self._looked and self._under_way.pending is None:
             self._looked = True  # Once is enough: this thread changes nothing until `flush` returns.
             if self._published_changes == self.tracker.changes and failure is None:
@@ -369,14 +366,6 @@ class DeltaSync:
         for request in self._requests.meet(self._asked, upto):
             self.delete(request.table, torch.from_numpy(request.ids))
             logger.info("table %r: %s deleted on request", request.table, are(len(request.ids), "row"))
-
-    def _mark_wanted(self, *, again: bool) -> None:
-        """Have rows published again of which the service holds other bits than it was sent (`WantedRows.take`)."""
-        publisher = self._run.publisher
-        wanted = self._wanted.take(publisher.wanted, again=again) if publisher else {}
-        for table, ids in mark_held(self.tracker, wanted).items():
-            text = "table %r: %s published again, since the service lost some bits"
-            logger.warning(text, table, are(len(ids), "row"))
 
     def _settle(self) -> Exception | None:
         """Take note of the pending cut's end, if it has come; the error, if it failed for good."""

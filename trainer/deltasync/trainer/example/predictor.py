@@ -242,7 +242,7 @@ async def _body(request: Request) -> bytes:
 @service_options(default=None)
 @click.option("--consumer", default="predictors", help="The consumer it belongs to.")
 @click.option("--replica", default=socket.gethostname, show_default="host name", help="Its name in that consumer.")
-@click.option("--snapshots", default="", metavar="URL", help="The service's snapshots: begin with the newest.")
+@click.option("--checkpoints", default="", metavar="URL", help="Begin with the newest checkpoint at this URL.")
 @click.option(
     "--value-type",
     type=click.Choice([each.value for each in QUANTISED]),

@@ -1,0 +1,221 @@
+"""Where files of checkpoints are: a folder, or object storage, by a URL that fsspec knows."""
+
+import contextlib
+import errno
+import io
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from deltasync.checkpoints.chunks import CheckpointDamaged
+from deltasync.core.errors import InvalidInput, StorageFailed
+from deltasync.core.folders import flush_folder, make_folder
+
+UNFINISHED = ".unfinished"
+_PIECE_BYTES = 1 << 20
+_ADVICE = {
+    errno.ENOSPC: "make room on its volume",
+    errno.EDQUOT: "raise the quota of the service's user, or make room",
+    errno.EROFS: "find out why its volume is mounted read-only, and mount it for writing",
+    errno.EACCES: "give the service's user access to it",
+    errno.EPERM: "give the service's user access to it",
+    errno.EMFILE: "raise the number of files that the service may have open (ulimit -n), and restart it",
+    errno.ENOTDIR: "move away the file that is where a folder must be",
+    errno.EEXIST: "move away the file that is where a folder must be",
+    errno.EISDIR: "move away the folder that has its name",
+}
+_OTHERWISE = "look for errors of its volume in the system's log"
+# By which names file systems of fsspec list the time at which an object was written.
+_TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
+
+
+class PlaceFailed(StorageFailed):
+    """A place of checkpoints could not be read or written now; another try may succeed."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file: its name, its bytes, and when it was written, in seconds by the place's own clock if it has one."""
+
+    name: str
+    bytes: int
+    modified: float | None
+
+
+class Place:
+    """Files below one URL. Every method blocks; any thread.
+
+    Attributes:
+        url: the URL.
+        damaged: names of files that this process has found damaged or missing.
+    """
+
+    def __init__(self, url: str, settings: Mapping[str, Any] | None = None) -> None:
+        """Use a folder, or object storage with `settings` as fsspec names them: endpoint_url and the like.
+
+        Raises:
+            InvalidInput: there is no file system for such a URL.
+        """
+        self.url, self.damaged = url, set[str]()
+        self._in_use, self._lock = Counter[str](), threading.Lock()
+        self._folder: Path | None = Path(url)
+        if "://" in url:
+            try:
+                import fsspec  # A service that has no URL needs none of it.
+
+                self._files, self._root = fsspec.core.url_to_fs(url, **(settings or {}))
+            except (ImportError, ValueError) as error:
+                raise InvalidInput(f"checkpoints {url!r}: {error}: for s3:// install 'deltasync[s3]'") from error
+            local = isinstance(self._files, fsspec.implementations.local.LocalFileSystem)
+            self._folder = Path(self._root) if local else None
+
+    def put(self, name: str, content: bytes | memoryview) -> None:
+        """Write a file, which is there whole and outlives a loss of power, or not at all.
+
+        Raises:
+            PlaceFailed: it could not be written.
+        """
+        with self._failures(name, "written"):
+            if self._folder:
+                _put_file(self._folder / name, content)
+            else:
+                self._files.pipe_file(self._path(name), bytes(content))
+        self.damaged.discard(name)
+
+    def get(self, name: str) -> bytes:
+        """The content of a file.
+
+        Raises:
+            CheckpointDamaged: it is not there.
+            PlaceFailed: it could not be read.
+        """
+        with self._failures(name, "read"):
+            if self._folder:
+                return (self._folder / name).read_bytes()
+            content: bytes = self._files.cat_file(self._path(name))
+            return content
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """Open a file to read it from its beginning; errors as from `get`."""
+        if self._folder is None:
+            yield io.BytesIO(self.get(name))
+            return
+        with self._failures(name, "read"), (self._folder / name).open("rb", buffering=0) as file:
+            yield file
+
+    def names(self, folder: str) -> list[Stored]:
+        """The files and folders in a folder, sorted by name.
+
+        Raises:
+            PlaceFailed: they could not be listed.
+        """
+        with self._failures(folder, "listed"):
+            prefix = f"{folder}/" if folder else ""
+            try:
+                found = [Stored(prefix + name, size, modified) for name, size, modified in self._listed(folder)]
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            return sorted(found, key=lambda each: each.name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, unless it is gone.
+
+        Raises:
+            PlaceFailed: it could not be removed.
+        """
+        with self._failures(name, "removed"), contextlib.suppress(FileNotFoundError):
+            if self._folder:
+                (self._folder / name).unlink()
+                flush_folder((self._folder / name).parent)
+            else:
+                self._files.rm_file(self._path(name))
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder, if it is one and empty; object storage has none."""
+        if self._folder:
+            with contextlib.suppress(OSError):
+                (self._folder / name).rmdir()
+
+    @contextlib.contextmanager
+    def using(self, names: Iterable[str]) -> Iterator[None]:
+        """Keep this process from removing files as old meanwhile: by name, or by the id of a checkpoint."""
+        some = list(names)
+        with self._lock:
+            self._in_use.update(some)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_use.subtract(some)
+                self._in_use += Counter()  # Drops what nobody uses.
+
+    def uses(self, name: str) -> bool:
+        """Whether a file, or a checkpoint by its id, is in use."""
+        return name in self._in_use
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _listed(self, folder: str) -> Iterator[tuple[str, int, float | None]]:
+        if self._folder:
+            for path in list((self._folder / folder).iterdir()):
+                with contextlib.suppress(FileNotFoundError):  # It was removed, or has another name now.
+                    yield path.name, (stat := path.stat()).st_size, stat.st_mtime
+            return
+        self._files.invalidate_cache()
+        for each in self._files.ls(self._path(folder), detail=True):
+            yield each["name"].rstrip("/").rpartition("/")[2], each["size"] or 0, _modified(each)
+
+    @contextlib.contextmanager
+    def _failures(self, name: str, done: str) -> Iterator[None]:
+        """Turns whatever a file system raises into an error with its path, or URL, and a remedy."""
+        where = self._folder / name if self._folder else f"{self.url.rstrip('/')}/{name}"
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and done == "read":
+                raise CheckpointDamaged(f"checkpoints: {where} is missing") from error
+            if not self._folder:
+                text = f"checkpoints: {where} cannot be {done} ({error!r}): check that the URL can be reached, "
+                raise PlaceFailed(f"{text}has room and allows it") from error
+            if not isinstance(error, OSError):
+                raise
+            advice = _ADVICE.get(error.errno or 0, _OTHERWISE)
+            raise PlaceFailed(f"checkpoints: {where} cannot be {done}: {error.strerror}: {advice}") from error
+
+
+def _put_file(path: Path, content: bytes | memoryview) -> None:
+    make_folder(path.parent)
+    made = path.with_name(path.name + UNFINISHED)
+    try:
+        # Written through in pieces: a cut that waits for the same disk waits for one piece, and not for a file.
+        file = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC, 0o666)
+        try:
+            left = memoryview(content)
+            while left:
+                left = left[os.write(file, left[:_PIECE_BYTES]) :]
+            os.fsync(file)
+        finally:
+            os.close(file)
+        made.rename(path)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+    flush_folder(path.parent)
+
+
+def _modified(entry: Mapping[str, Any]) -> float | None:
+    """When an object was written, as far as its file system says so."""
+    found = next((entry[name] for name in _TIMES if entry.get(name) is not None), None)
+    if isinstance(found, str):
+        with contextlib.suppress(ValueError):
+            found = datetime.fromisoformat(found)
+    if isinstance(found, datetime):
+        return found.timestamp()
+    return float(found) if isinstance(found, int | float) else None

@@ -1,0 +1,332 @@
+"""Writing a checkpoint while cuts go on: rows block by block as they are, then a small rest at one version.
+
+Blocks are copied on the model's thread and stored on the thread that writes, in turns: a cut waits for one block.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from deltasync.checkpoints.chunks import CHUNK_BYTES, ChunkFile, LogRecord, packed_records
+from deltasync.checkpoints.manifest import File, Layer, Manifest, TableEntry, TableKey
+from deltasync.checkpoints.place import Place
+from deltasync.core.position import Position
+from deltasync.core.precopy import PreCopy
+from deltasync.core.progress import Progress
+from deltasync.core.rows import Ids
+from deltasync.core.stamps import StampedTable
+from deltasync.core.tables import TableSpec
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_Which: TypeAlias = tuple[str, TableKey]  # With the history that the owner has.
+_Copy: TypeAlias = tuple[PreCopy, list[tuple[StampedTable, int]]]  # Of tables, and their numbers in chunks.
+
+# Copied in one turn on the model's thread, which takes less than a millisecond.
+TURN_BYTES = 2 << 20
+# A new base is written once the releases since would take more than this share of the base. So about 1.7 bytes are
+# written for each byte that changes, bases included, and loading reads at most 2.5 times as much as a base has.
+_RELEASES_SHARE = 1.5
+# And once there are as many layers, since each has files of its own.
+_MOST_LAYERS = 256
+# What a chunk has of each row besides its values: id, stamp and digest.
+_ROW_BYTES = 24
+_PAUSE_SECONDS = 0.01
+# The rest is stored in pieces of as many full files, where it is larger.
+_FULL_FILES = 4
+# A view whose release is under way for longer is left out. Where the log is too full to take that release, only a
+# checkpoint makes room in it.
+PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, eq=False)
+class SourceTable:
+    """A table that is to be in a checkpoint, and the record from which its owner makes it again."""
+
+    key: TableKey
+    table: StampedTable
+    record: Mapping[str, Any]
+
+
+class Source(Protocol):
+    """An owner of tables: a model, or a view of it. Used on the model's thread."""
+
+    @property
+    def owner(self) -> str:
+        """As in the keys of its tables."""
+
+    @property
+    def history(self) -> str:
+        """The id of the history that its numbers are of: with another one, its tables are others."""
+
+    def checkpoint_tables(self) -> Sequence[SourceTable]:
+        """The tables that it has now."""
+
+    def checkpoint_state(self) -> Mapping[str, Any] | None:
+        """What else it needs, as JSON, to go on from its tables as they are; None = it cannot say now."""
+
+
+class Run(Protocol):
+    """Runs a function on the model's thread, waits for it, and returns its result."""
+
+    def __call__(self, function: Callable[[], T], /) -> T:
+        """Run it."""
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """All tables at one version."""
+
+    position: Position
+    histories: Mapping[str, str]
+    tables: Sequence[TableEntry]
+    states: Mapping[str, Mapping[str, Any]]
+
+
+class LayerFiles:
+    """The files of a layer: one thread fills them, then another stores those that are full, and so on in turns.
+
+    Attributes:
+        names: those that were stored, or were about to be.
+    """
+
+    def __init__(self, place: Place, prefix: str) -> None:
+        self.names = list[str]()
+        self._place, self._prefix = place, prefix
+        # None = a round begins.
+        self._filling, self._full, self._spare = ChunkFile(), list[ChunkFile | None](), list[ChunkFile]()
+        self._filling.take_memory()
+        self._rounds = [list[File]()]
+
+    def add(self, chunk: Callable[[ChunkFile], bool]) -> None:
+        """Add a chunk to the file that is being filled, or else to the next one."""
+        while not chunk(self._filling):
+            self._next_file()
+
+    def next_round(self) -> None:
+        """Begin a new round: what follows may have the same rows again."""
+        self._next_file()
+        self._full.append(None)
+
+    def _next_file(self) -> None:
+        if self._filling.nbytes:
+            self._full.append(self._filling)
+            if len(self._full) >= _FULL_FILES:
+                self.store()
+            self._filling = self._spare.pop() if self._spare else ChunkFile()
+
+    def store(self) -> None:
+        """Store the files that are full, and have an empty one ready.
+
+        Raises:
+            PlaceFailed: one could not be stored.
+        """
+        for file in self._full:
+            if file is None:
+                self._rounds.append([])
+                continue
+            self.names.append(f"{self._prefix}{len(self.names):06d}")
+            self._place.put(self.names[-1], file.content(self.names[-1]))
+            self._rounds[-1].append(File(self.names[-1], file.nbytes))
+            file.clear()
+            self._spare.append(file)
+        self._full.clear()
+        if not self._spare:  # The thread that fills files has no time to take memory.
+            self._spare.append(ChunkFile())
+            self._spare[-1].take_memory()
+
+    def end(self) -> list[list[File]]:
+        """Store what is left; returns all rounds since the last call."""
+        self._next_file()
+        self.store()
+        rounds, self._rounds = self._rounds, [[]]
+        return [files for files in rounds if files]
+
+
+class CheckpointWriter:
+    """Writes one checkpoint. Blocks.
+
+    Attributes:
+        files: its files.
+    """
+
+    def __init__(
+        self,
+        files: LayerFiles,
+        sources: Callable[[], Sequence[Source]],
+        previous: Manifest | None,
+        version: Callable[[], Position],
+        limit: int,
+    ) -> None:
+        """See `CheckpointStore.write`."""
+        self._files = files
+        self._sources, self._version, self._limit = sources, version, limit
+        self._previous = previous
+        self._before, self._slots = dict[_Which, TableEntry](), 0
+        # The tables that are being copied, by their numbers in chunks.
+        self._slot_of, self._following = dict[_Which, int](), dict[int, StampedTable]()
+        self._copies = list[_Copy]()
+        self._unended = list[_Copy]()  # Those that have not yet said that another round would not help.
+        self._newest = 0, -1  # Table and row of the newest block's end: within a round they ascend.
+        self._waited = 0.0
+
+    def write(
+        self,
+        model: str,
+        id: str,  # noqa: A002
+        run: Run,
+        small: Callable[[], Mapping[str, bytes]],
+        records: Callable[[Manifest | None], Iterable[LogRecord]],
+        check: Callable[[], None],
+    ) -> Manifest:
+        """Write all but the manifest, which is returned. See `CheckpointStore.write`; `id` is the new one's."""
+        progress = Progress(f"model {model!r}: writing a checkpoint", run(self._begin), "bytes")
+        kept: Mapping[str, bytes] | None = None
+        while not isinstance(done := run(partial(self._turn, last=kept is not None)), _Moment):
+            check()
+            self._files.store()
+            if done:
+                progress.add(done)
+            elif kept is None:
+                kept = small()  # Before the last turn: nothing that they name is newer than the checkpoint.
+            else:
+                time.sleep(_PAUSE_SECONDS)
+                self._waited += _PAUSE_SECONDS
+        rounds = self._files.end()
+        for packed in packed_records(records(self._previous)):
+            self._files.add(partial(ChunkFile.add_records, packed=packed))
+            self._files.store()
+        others = [file for files in self._files.end() for file in files]
+        layers = self._previous.layers if self._previous else ()
+        return Manifest(
+            model=model,
+            histories=done.histories,
+            version=done.position.number,
+            seal=done.position.seal,
+            id=id,
+            made_unix_ns=time.time_ns(),
+            tables=done.tables,
+            states=done.states,
+            layers=[*layers, Layer(done.position.number, rounds, others)],
+            slots=self._slots,
+            small=kept or {},
+        )
+
+    # On the model's thread.
+
+    def _begin(self) -> int:
+        """Decide between a base and a release; returns about how many bytes are to be copied."""
+        position, tables = self._version(), self._tables()
+        if self._previous and not self._goes_on_from(self._previous, position, tables):
+            self._previous = None
+        if self._previous:
+            histories = self._previous.histories
+            self._before = {(histories[entry.key.owner], entry.key): entry for entry in self._previous.tables}
+            self._slots = self._previous.slots
+        self._follow(tables)
+        return sum(copy.left_bytes for copy, _ in self._copies)
+
+    def _goes_on_from(self, previous: Manifest, position: Position, tables: Mapping[_Which, SourceTable]) -> bool:
+        if previous.history != position.history or previous.version > position.number:
+            return False
+        numbers = {entry.key: entry.number for entry in previous.tables}
+        base, *releases = (layer.bytes for layer in previous.layers)
+        changed = (
+            (each.table.counts.after(numbers.get(each.key, 0)), each.table.spec) for each in tables.values()
+        )
+        new = sum(rows * _bytes_of_row(spec) for rows, spec in changed)
+        return len(previous.layers) < _MOST_LAYERS and sum(releases) + new <= base * _RELEASES_SHARE
+
+    def _tables(self) -> dict[_Which, SourceTable]:
+        sources = self._sources()
+        return {(source.history, each.key): each for source in sources for each in source.checkpoint_tables()}
+
+    def _follow(self, tables: Mapping[_Which, SourceTable]) -> None:
+        """Copy from now on tables that are new, too, and none that was removed."""
+        following, new = dict[int, StampedTable](), dict[int, int]()
+        for which, each in tables.items():
+            before = self._before.get(which)
+            if which not in self._slot_of:
+                self._slot_of[which] = before.slot if before else self._slots
+                self._slots += not before
+            slot = self._slot_of[which]
+            if self._following.get(slot) is not each.table:
+                new[slot] = before.number if before else 0
+            following[slot] = each.table
+        self._following = following
+        if new:
+            copy = PreCopy([following[slot] for slot in new], list(new.values()), self._limit)
+            self._copies.append((copy, [(following[slot], slot) for slot in new]))
+            # New tables first: what is left of the others may grow meanwhile, so they go on after that.
+            self._unended = list(self._copies)
+
+    def _turn(self, *, last: bool) -> int | _Moment:
+        """Copy some rows; once only a small rest is left, and if it is to be the last turn, that too.
+
+        Returns:
+            How many bytes were copied; 0 = only the rest is left. Or, after the last turn, the tables.
+        """
+        position = self._version()
+        if copied := self._copy_blocks(self._unended):
+            return copied
+        sources, tables = self._sources(), self._tables()
+        self._follow(tables)
+        if (copied := self._copy_blocks(self._unended)) or not last:
+            return copied
+        states = {each.owner: state for each in sources if (state := each.checkpoint_state()) is not None}
+        if waiting := [each.owner for each in sources if each.owner not in states]:
+            if self._waited < PATIENCE_SECONDS or "" in waiting:
+                self._copy_blocks(list(self._copies))  # Else what is left would grow meanwhile.
+                return 0
+            text = "a checkpoint is written without the views of consumers %s: their releases do not reach the log"
+            logger.warning(text, ", ".join(waiting))
+        self._files.next_round()
+        for copy, copied_tables in self._copies:
+            for slot, ids in copy.rest():
+                self._copy(*copied_tables[slot], ids)
+        histories = {each.owner: each.history for each in sources if each.owner in states}
+        there = [(self._slot_of[which], each) for which, each in tables.items() if each.key.owner in states]
+        return _Moment(position, histories, [_entry(slot, each) for slot, each in there], states)
+
+    def _copy_blocks(self, unended: list[_Copy]) -> int:
+        """Copy as many rows as one turn takes, the last of the copies first; those that end are removed from the
+        list, as they would go on with another round for ever. Returns the rows' bytes.
+        """
+        copied = 0
+        while copied < TURN_BYTES and unended:
+            copy, tables = unended[-1]
+            others = sum(other.left_bytes for other, _ in self._copies if other is not copy)
+            copy.limit = max(0, self._limit - others)
+            while copied < TURN_BYTES and (block := copy.next_block(CHUNK_BYTES)):
+                (table, slot), ids = tables[block[0]], block[1]
+                if (slot, int(ids[0])) <= self._newest:
+                    self._files.next_round()
+                self._newest = slot, int(ids[-1])
+                copied += self._copy(table, slot, ids)
+            if copied < TURN_BYTES:
+                unended.pop()
+        return copied
+
+    def _copy(self, table: StampedTable, slot: int, ids: Ids) -> int:
+        """Copy rows as they are now; returns their bytes."""
+        if self._following.get(slot) is table:  # Otherwise it was removed.
+            rows = max(1, CHUNK_BYTES // table.spec.row_bytes)
+            deleted = table.deleted(ids)
+            for gone, some in ((False, ids[~deleted]), (True, ids[deleted])):
+                for start in range(0, len(some), rows):
+                    part = some[start : start + rows]
+                    self._files.add(partial(ChunkFile.add_rows, slot=slot, table=table, ids=part, deleted=gone))
+        return len(ids) * table.spec.row_bytes
+
+
+def _entry(slot: int, each: SourceTable) -> TableEntry:
+    table = each.table
+    return TableEntry(each.key, slot, each.record, table.counts.newest, table.checksum)
+
+
+def _bytes_of_row(spec: TableSpec) -> int:
+    return _ROW_BYTES + spec.dim * spec.dtype.itemsize

@@ -1,0 +1,118 @@
+"""`deltasync checkpoint` and `deltasync checkpoints`."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deltasync.cli.config import CONTEXT
+from deltasync.cli.endpoint_options import operator_options
+from deltasync.cli.showing import json_lines, print_missing, waiting_for
+from deltasync.cli.text_table import say, seconds, size, text_table
+from deltasync.client.admin import Admin
+from deltasync.client.each_process import EachProcess
+from deltasync.client.endpoint import Endpoint
+from deltasync.core.words import counted
+
+if TYPE_CHECKING:
+    from deltasync.checkpoints.manifest import Manifest
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("model")
+@operator_options(changes=True)
+def checkpoint(model: str, service: Endpoint) -> None:
+    """Write a checkpoint of MODEL now; with `serve --checkpoints URL`, also at that URL."""
+    with waiting_for(service):
+        made = Admin(service).make_checkpoint(model)
+    size = f"{counted(made['bytes'], 'byte')}, {made['new_bytes']} of them new"
+    say(f"the checkpoint of version {made['version']} of model {model} is complete: {size}")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("model", default="")
+@operator_options()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, without --at the service's answer.")
+@click.option("--at", "url", default="", metavar="URL", help="Show all at a folder or URL, without a service.")
+@click.option("--check", is_flag=True, help="With --at: read all files and compare their checksums.")
+def checkpoints(model: str, service: Endpoint, as_json: bool, url: str, check: bool) -> None:
+    """Show the newest checkpoint of MODEL, or of each model.
+
+    \b
+    version  of the model; empty where there is no checkpoint
+    behind   versions since
+    age      time since it was complete
+    bytes    of all its files
+    new      bytes of the files that the checkpoint before it does not have
+    at URL   version of the newest checkpoint at the URL of `serve --checkpoints`
+    why      the last try to write or copy one has failed
+
+    With --at, show every checkpoint there, with its name. The exit status is 1 if one cannot be read or, with
+    --check, is damaged.
+    """
+    if url:
+        _show_stored(url, model, check, as_json)
+        return
+    if check:
+        raise click.UsageError("--check reads the checkpoints at --at URL")
+    processes = EachProcess(service)
+    lines = [each for each in processes.lines("/checkpoints", "model") if model in ("", each["model"])]
+    print_missing(processes)
+    if as_json:
+        say(*json_lines(lines))
+        return
+    titles = ("model", "version", "behind", "age", "bytes", "new", "at URL", "why")
+    say(*(text_table(titles, map(_row, lines)) if lines else ["no models"]))
+
+
+def _row(line: dict[str, Any]) -> tuple[Any, ...]:
+    amounts = (size(line["bytes"]), size(line["new_bytes"])) if line["version"] else ("", "")
+    version, behind, copied = line["version"] or "", line["behind_versions"], line["copied_version"] or ""
+    return line["model"], version, behind, seconds(line["age_seconds"]), *amounts, copied, line["reason"]
+
+
+def _show_stored(url: str, model: str, check: bool, as_json: bool) -> None:
+    lines, problems = _stored(url, model, check)
+    if as_json:
+        say(*json_lines(lines))
+    else:
+        say(*(_stored_table(lines) if lines else [f"no checkpoints{f' of {model}' if model else ''} at {url}"]))
+    for problem in problems:
+        say(problem, err=True)
+    if problems:
+        raise SystemExit(1)
+
+
+def _stored_table(lines: list[dict[str, Any]]) -> list[str]:
+    return text_table(("model", "version", "age", "bytes", "new", "checkpoint"), map(_stored_row, lines))
+
+
+def _stored_row(line: dict[str, Any]) -> tuple[Any, ...]:
+    amounts = size(line["bytes"]), size(line["new_bytes"])
+    return line["model"], line["version"], seconds(line["age_seconds"]), *amounts, line["name"]
+
+
+def _stored(url: str, model: str, check: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """The checkpoints at a place, and what is wrong with any, in words."""
+    from deltasync.checkpoints.place import Place
+    from deltasync.checkpoints.store import CheckpointStore, models_of
+
+    place, lines, problems = Place(url), list[dict[str, Any]](), list[str]()
+    for name in models_of(place):
+        if model in ("", name):
+            store = CheckpointStore(name, place)
+            found = store.manifests()
+            problems += store.verify() if check else [*found.problems, *found.unreachable]
+            lines += [_stored_line(each) for each in found.manifests]
+    return lines, list(dict.fromkeys(problems))
+
+
+def _stored_line(manifest: "Manifest") -> dict[str, Any]:
+    return {
+        "model": manifest.model,
+        "version": manifest.version,
+        "age_seconds": (time.time_ns() - manifest.made_unix_ns) / 1e9,
+        "bytes": manifest.bytes,
+        "new_bytes": manifest.new_bytes,
+        "name": manifest.name,
+    }

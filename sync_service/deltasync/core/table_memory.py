@@ -1,0 +1,230 @@
+"""Memory for the arrays of tables: plain memory, or scratch files that are larger than memory.
+
+The service asks for room before it takes any. A table that does not fit is then an error that names both numbers,
+instead of a process that the system kills in the middle of a cut.
+"""
+
+import ctypes
+import math
+import mmap
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from deltasync.core.errors import StorageFailed
+
+# A process may have only 65,530 mappings (vm.max_map_count), so that small arrays come from malloc.
+_SMALL_BYTES = 1 << 20
+# A model may have thousands of small tables, and a look at the system takes a millisecond.
+_FRESH_SECONDS = 1.0
+# What tables leave of a volume, or of the machine's memory, to everything else: this share, and at most this much.
+_KEPT_SHARE, _KEPT_BYTES = 16, 1 << 30
+
+_CGROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
+_MADV_HUGEPAGE = 14  # sys/mman.h
+_FAILED = ctypes.c_void_p(-1).value
+_c = ctypes.CDLL(None, use_errno=True)
+_c.mmap.restype = ctypes.c_void_p
+_c.mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+_c.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+_c.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+
+class Room(NamedTuple):
+    """Free and total bytes of a volume or of memory."""
+
+    free: int
+    total: int
+
+    @property
+    def for_tables(self) -> int:
+        """Bytes that tables may still take."""
+        return max(0, self.free - min(_KEPT_BYTES, self.total // _KEPT_SHARE))
+
+
+class TableMemory:
+    """Where the arrays of tables are. Any thread.
+
+    Arrays return their memory once nothing refers to them. None of it outlives the process.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Use plain memory, or scratch files in `folder`, which have no name."""
+        self._folder = folder
+        # Bytes that were promised and that the system may still count as free: of files, those being reserved now;
+        # of memory, all that was handed out, since pages are taken when they are first written.
+        self._promised = 0
+        # Garbage collection may free an array, which counts here, while this same thread holds the lock.
+        self._lock = threading.RLock()
+        # Bytes that small tables may take until a moment, by `time.monotonic`, without another look at the system.
+        self._left, self._until = 0, 0.0
+
+    def check(self, nbytes: int, what: str) -> None:
+        """Check that there is room for `nbytes` of `what`, without taking it.
+
+        Raises:
+            StorageFailed: there is not. The message has both numbers and the remedy.
+        """
+        if nbytes < _SMALL_BYTES and self._was_left(nbytes):
+            return
+        room = _volume_room(self._folder) if self._folder else memory_room()
+        if room is None:
+            return
+        promised = self._promised if self._folder else max(0, self._promised - _private_bytes())
+        free = max(0, room.for_tables - promised)
+        if nbytes <= free:
+            with self._lock:
+                self._left, self._until = free - nbytes, time.monotonic() + _FRESH_SECONDS
+            return
+        where = f"on the volume of {self._folder}" if self._folder else "of memory"
+        remedy = (
+            "make room on it, or place tables in another folder (--table-memory)"
+            if self._folder
+            else "give the service more memory, or place tables in files of a folder (--table-memory DIR)"
+        )
+        raise StorageFailed(f"no room for {what}: it takes {nbytes} bytes, and {free} are free {where}: {remedy}")
+
+    def _was_left(self, nbytes: int) -> bool:
+        """Whether a look at the system of a moment ago has shown enough room for so many bytes, too."""
+        with self._lock:
+            enough = nbytes <= self._left and time.monotonic() < self._until
+            self._left -= nbytes if enough else 0
+            return enough
+
+    def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
+        """A new array, all zero.
+
+        Raises:
+            StorageFailed: there is no room.
+        """
+        dtype = np.dtype(dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < _SMALL_BYTES:
+            return np.zeros(shape, dtype)
+        with self._lock:
+            self.check(nbytes, f"an array of {' x '.join(map(str, shape))} {dtype} values")
+            self._promised += nbytes
+        try:
+            mapping = self._mapping(nbytes)
+        except BaseException:
+            self._count(-nbytes)
+            raise
+        if self._folder:
+            self._count(-nbytes)
+        else:
+            weakref.finalize(mapping, self._count, -nbytes).atexit = False
+        return np.asarray(mapping).view(dtype).reshape(shape)
+
+    def _mapping(self, nbytes: int) -> "_Mapping":
+        if self._folder is None:
+            return _Mapping(-1, nbytes, "memory")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
+                # A disk that is full is an error here; without the room, a write to the array would be a SIGBUS.
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                return _Mapping(file.fileno(), nbytes, f"a file in {self._folder}")
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StorageFailed(
+                f"cannot reserve {nbytes} bytes for tables in {self._folder}: {reason}: "
+                "make room on its volume, or place tables in another folder (--table-memory)"
+            ) from error
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._promised += nbytes
+
+
+class _Mapping:
+    """Zeros that are mapped into memory: unmapped once no array refers to them. Keeps no file descriptor."""
+
+    def __init__(self, descriptor: int, size: int, what: str) -> None:
+        """Map `size` bytes of a file that has as many, or of plain memory where the descriptor is -1.
+
+        Raises:
+            StorageFailed: the system refuses it.
+        """
+        plain = descriptor < 0
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if plain else mmap.MAP_SHARED
+        address = _c.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+        if address == _FAILED:
+            raise StorageFailed(
+                f"cannot map {size} bytes of {what} for tables: {os.strerror(ctypes.get_errno())}: give the "
+                "process more memory (ulimit -v, vm.overcommit_memory) or more mappings (vm.max_map_count)"
+            )
+        if plain:
+            # Rows anywhere in a large table otherwise cost a walk of page tables each. A refusal changes nothing.
+            _c.madvise(address, size, _MADV_HUGEPAGE)
+        # What NumPy asks for; its array refers to this object.
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address, False)}
+        # Not at exit: daemon threads may still be reading.
+        weakref.finalize(self, _c.munmap, address, size).atexit = False
+
+
+def memory_room(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> Room | None:
+    """Memory that this process may still take: the machine's, or less where a control group (1 or 2) allows less.
+
+    None where neither can be read. File pages that the system would drop count as free.
+    """
+    info = _numbers(proc / "meminfo")
+    rooms = [Room(info["MemAvailable"] << 10, info["MemTotal"] << 10)] if "MemAvailable" in info else []
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            rooms += _group_rooms(cgroups, group, "memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+            rooms += _group_rooms(cgroups / "memory", group, *names)
+    return min(rooms, key=lambda room: room.for_tables, default=None)
+
+
+def _group_rooms(root: Path, group: str, limit: str, usage: str, prefix: str) -> list[Room]:
+    """Memory that a group and those around it may still take. In a container, its own group is the root."""
+    inner, rooms = root / group.lstrip("/"), list[Room]()
+    for folder in (each for each in (inner, *inner.parents) if each.is_relative_to(root)):
+        total, used = (_text(folder / name).strip() for name in (limit, usage))
+        if total.isdigit() and used.isdigit():  # Otherwise "max", or the root of all groups.
+            found = _numbers(folder / "memory.stat")
+            cached = sum(found.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            rooms.append(Room(max(0, int(total) - int(used) + cached), int(total)))
+    return rooms
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The lines `name number` or `name: number` of a file of the system."""
+    lines = [line.split() for line in _text(path).splitlines()]
+    return {words[0].rstrip(":"): int(words[1]) for words in lines}
+
+
+def _text(path: Path) -> str:
+    """A file of the system; empty where it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _private_bytes() -> int:
+    """Bytes of memory that this process has and that belong to no file."""
+    _, resident, shared, *_ = (*map(int, _text(_PROC / "self" / "statm").split()), 0, 0, 0)
+    return (resident - shared) * mmap.PAGESIZE
+
+
+def _volume_room(path: Path) -> Room | None:
+    try:
+        found = os.statvfs(next(each for each in (path, *path.parents) if each.exists()))
+    except OSError:  # A device that is gone reports nothing; taking room on it will name the error.
+        return None
+    return Room(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+
+
+RAM = TableMemory()

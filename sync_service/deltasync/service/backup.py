@@ -1,0 +1,312 @@
+"""Backups: a checkpoint of each model in a place of its own, which says itself when it is complete.
+
+checkpoints/...    files of checkpoints, see `checkpoints.manifest`
+backup.json        names the manifests, and has the other small records; written last
+backup.json.new    until then, from the first on
+"""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from deltasync.checkpoints.manifest import Manifest
+from deltasync.checkpoints.place import UNFINISHED, Place, Stored
+from deltasync.core.errors import Contradiction, InvalidInput, ServiceUnavailable, StorageFailed
+from deltasync.core.events import EventKind
+from deltasync.core.words import counted
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
+from deltasync.service.small_records import records_of_others
+from deltasync.storage.data_directory import (
+    BACKUP_MARKER,
+    CHECKPOINTS,
+    UNFINISHED_BACKUP,
+    check_is_data_directory,
+    lock_data_directory,
+)
+from deltasync.storage.files import for_owner_only
+
+FORMAT = 1
+# What to do where something of a backup is damaged or missing.
+ANOTHER = "use another backup, or make one of the service if that still runs"
+
+Check = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Backup:
+    """What a backup has.
+
+    Attributes:
+        manifests: file of each model's manifest.
+        others: small records that belong to no model, by name.
+        files: number of files, without the marker.
+        bytes: of these files.
+        made_unix_ns: when it was complete, nanoseconds since 1970.
+    """
+
+    manifests: Mapping[str, str]
+    others: Mapping[str, str]
+    files: int
+    bytes: int
+    made_unix_ns: int
+
+
+class BackupPlace:
+    """The place of a backup. Blocks; any thread.
+
+    Attributes:
+        url: its URL.
+        checkpoints: where the files of its checkpoints are.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Use a folder or URL.
+
+        Raises:
+            InvalidInput: there is no file system for such a URL.
+        """
+        self.url, self._folder = url, _folder_of(url)
+        self._place, self.checkpoints = Place(url), Place(f"{url.rstrip('/')}/{CHECKPOINTS}")
+        self._id = uuid.uuid4().hex.encode()
+
+    def begin(self) -> None:
+        """Mark the place as unfinished, and remove what an unfinished backup has left there.
+
+        Raises:
+            InvalidInput: it has something else.
+            StorageFailed: it cannot be read or written.
+        """
+        self.check_empty()
+        self._place.put(UNFINISHED_BACKUP, self._id)
+        self._remove_files()
+
+    def check_empty(self) -> None:
+        """Check that the place has nothing, or only what an unfinished backup has left.
+
+        Raises:
+            InvalidInput: it has something else.
+            StorageFailed: it cannot be read.
+        """
+        found = self._names()
+        if found and (UNFINISHED_BACKUP not in found or found - {UNFINISHED_BACKUP, CHECKPOINTS}):
+            raise InvalidInput(f"{self.url} has something already: name a new or an empty place")
+
+    def check_own(self) -> None:
+        """Check that no other backup was begun in the same place.
+
+        Raises:
+            StorageFailed: one was.
+        """
+        if UNFINISHED_BACKUP not in self._names() or self._place.get(UNFINISHED_BACKUP) != self._id:
+            raise StorageFailed(
+                f"{self.url}: another backup was begun there meanwhile: give each a place of its own"
+            )
+
+    def complete(self, manifests: Mapping[str, Manifest], others: Mapping[str, bytes]) -> Backup:
+        """Mark the backup as complete.
+
+        Raises:
+            StorageFailed: it cannot be written, or another backup was begun there.
+        """
+        files = {each.name: each.bytes for each in self._files()}
+        wanted = {each.name for manifest in manifests.values() for each in manifest.files}
+        wanted |= {each.name for each in manifests.values()}
+        if strange := files.keys() ^ wanted:
+            raise StorageFailed(f"{self.url}: {min(strange)} was added or removed while the backup was made")
+        backup = Backup(
+            {model: each.name for model, each in manifests.items()},
+            {name: value.decode("latin-1") for name, value in others.items()},
+            len(files),
+            sum(files.values()),
+            time.time_ns(),
+        )
+        content = asdict(backup)
+        marker = {"format": FORMAT, "digest": _digest(content), "content": content}
+        self.check_own()
+        self._place.put(BACKUP_MARKER, json.dumps(marker, indent=1).encode())
+        self._place.remove(UNFINISHED_BACKUP)
+        return backup
+
+    def abandon(self) -> None:
+        """Leave nothing behind, unless another backup was begun there.
+
+        Raises:
+            StorageFailed: something could not be removed.
+        """
+        self.check_own()
+        self._remove_files()
+        self._place.remove(UNFINISHED_BACKUP)
+
+    def read(self) -> Backup | None:
+        """Read the marker of a complete backup; None if the place is not one of a backup.
+
+        Raises:
+            StorageFailed: the backup is not complete, is damaged, or was made by a later version.
+        """
+        found = self._names()
+        if BACKUP_MARKER not in found:
+            if UNFINISHED_BACKUP in found:
+                raise StorageFailed(
+                    f"{self.url} is no complete backup: it was broken off, or is still being made: make "
+                    "another one, which replaces it"
+                )
+            return None
+        where = f"{self.url.rstrip('/')}/{BACKUP_MARKER}"
+        try:
+            marker = json.loads(self._place.get(BACKUP_MARKER))
+            if marker["format"] > FORMAT:
+                text = f"{where} is of format {marker['format']}, this version reads {FORMAT}: update deltasync"
+                raise StorageFailed(text)
+            if marker["digest"] != _digest(marker["content"]):
+                raise ValueError("its content does not fit its digest")
+            return Backup(**marker["content"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageFailed(f"{where} is damaged ({error!r}): {ANOTHER}") from error
+
+    def _names(self) -> set[str]:
+        """What is in the place. A marker that a process was writing when it ended means an unfinished backup."""
+        found = {each.name for each in self._place.names("")}
+        cut_short = found & {BACKUP_MARKER + UNFINISHED, UNFINISHED_BACKUP + UNFINISHED}
+        return found - cut_short | ({UNFINISHED_BACKUP} if cut_short else set())
+
+    def _remove_files(self) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)  # With its folders.
+        for each in self._files():
+            self.checkpoints.remove(each.name)
+
+    def _files(self) -> list[Stored]:
+        models = self.checkpoints.names("")
+        folders = [folder for each in models for folder in self.checkpoints.names(each.name)]
+        return [file for folder in folders for file in self.checkpoints.names(folder.name)]
+
+
+class Backups:
+    """Makes backups of a service, one at a time. Used in the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._making = service, asyncio.Lock()
+
+    async def make(self, url: str, by: str) -> Backup:
+        """Copy everything that the service keeps to a new or empty place; `by` is who has asked for it. Cuts and
+        releases go on meanwhile.
+
+        Raises:
+            InvalidInput: the path is relative or inside of the data directory, or the place has something.
+            Contradiction: another backup is being made, or the log is not the service's own.
+            ServiceUnavailable: models are still recovering, or the service is shutting down.
+            StorageFailed: something could not be read or written.
+        """
+        service = self._service
+        if service.hosting:
+            raise Contradiction(
+                "the log is among brokers, and other processes have models: their checkpoints are at the URL of "
+                "--checkpoints, and deltasync restore makes a data directory of them"
+            )
+        self._check_recovered()
+        if self._making.locked():
+            raise Contradiction("another backup is being made: wait for its end")
+        async with self._making:
+            _check_url(url, service.options.data_dir)
+            backup = await self._make(BackupPlace(url))
+        text = f"{counted(backup.files, 'file')}, {counted(backup.bytes, 'byte')}"
+        service.events.emit(EventKind.BACKED_UP, text, directory=url, by=by)
+        return backup
+
+    async def _make(self, place: BackupPlace) -> Backup:
+        await asyncio.to_thread(place.begin)
+        left = False
+
+        def check() -> None:
+            place.check_own()
+            if left or self._service.draining.is_set():
+                raise ServiceUnavailable("the caller has left, or the service is shutting down")
+
+        making = asyncio.create_task(self._fill(place, check))
+        try:
+            return await asyncio.shield(making)
+        except BaseException:
+            left = True
+            await asyncio.wait({making})
+            making.exception()  # There is nobody to report it to.
+            with contextlib.suppress(StorageFailed):  # What is left is replaced by the next one.
+                await asyncio.to_thread(place.abandon)
+            raise
+
+    async def _fill(self, place: BackupPlace, check: Check) -> Backup:
+        service, manifests = self._service, dict[str, Manifest]()
+        self._check_recovered()  # Again: one that has failed meanwhile would be left out.
+        for name in sorted(service.models):
+            store = service.model(name).checkpoints
+            manifest = manifests[name] = await service.checkpoints.write(name)
+            await asyncio.to_thread(check)
+            await asyncio.to_thread(store.copy, manifest, place.checkpoints, check)
+        others = await asyncio.to_thread(self._others, manifests)
+        await asyncio.to_thread(check)
+        return await asyncio.to_thread(place.complete, manifests, others)
+
+    def _check_recovered(self) -> None:
+        for model in self._service.recovering:
+            self._service.check_recovered(model)
+
+    def _others(self, manifests: Mapping[str, Manifest]) -> dict[str, bytes]:
+        logs = self._service.logs.each()
+        return {name: value for log in logs for name, value in records_of_others(log, manifests).items()}
+
+
+@for_owner_only()
+def back_up_offline(data_dir: Path, url: str | Path) -> Backup:
+    """Make a backup of a data directory that no service uses; none can meanwhile.
+
+    Raises:
+        InvalidInput: it is none, or the place has something.
+        StorageFailed: a service uses it, something in it is damaged, or could not be read or written.
+    """
+    check_is_data_directory(data_dir)
+    url = str(url) if "://" in str(url) else str(Path(url).absolute())
+    BackupPlace(url).check_empty()
+    lock_data_directory(data_dir, "stop it, or back it up while it runs, without --data-dir").close()
+
+    async def back_up() -> Backup:
+        async with asyncio.TaskGroup() as tasks:
+            service = Service(ServiceOptions(data_dir=data_dir), tasks)
+            try:
+                await service.recover(patient=False)
+                return await Backups(service).make(url, "deltasync backup --data-dir")
+            finally:
+                await service.drain()
+
+    try:
+        return asyncio.run(back_up())
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group
+
+
+def _check_url(url: str, data_dir: Path) -> None:
+    if "\0" in url:
+        raise InvalidInput(f"{url!r}: no URL has a null character")
+    if (folder := _folder_of(url)) is None:
+        return
+    if not folder.is_absolute():
+        raise InvalidInput(f"{url}: expected an absolute path on the service's machine, or a URL")
+    if folder.resolve().is_relative_to(data_dir.resolve()):
+        raise InvalidInput(f"{url} is inside of the data directory {data_dir}: name a place elsewhere")
+
+
+def _folder_of(url: str) -> Path | None:
+    """The folder that a URL names; None if it is one of object storage."""
+    return Path(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else None
+
+
+def _digest(content: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())

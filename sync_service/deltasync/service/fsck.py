@@ -1,0 +1,296 @@
+"""Reading everything that a service keeps, to report what is damaged and what follows. It repairs nothing."""
+
+import asyncio
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deltasync.checkpoints.manifest import DATA, MANIFESTS, id_of
+from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.store import CheckpointStore
+from deltasync.checkpoints.writing import Source
+from deltasync.core.damage import DamagedRows
+from deltasync.core.errors import Damaged, StorageFailed
+from deltasync.core.events import EventKind
+from deltasync.core.progress import Progress
+from deltasync.core.stamps import StampedTable
+from deltasync.core.words import counted
+from deltasync.feeds.model import Model
+from deltasync.service.service import Service
+from deltasync.service.small_records import models_of_consumers
+from deltasync.storage.data_directory import (
+    ASK_IT,
+    CHECKPOINTS,
+    RESTORE,
+    check_is_data_directory,
+    lock_data_directory,
+)
+from deltasync.storage.files import for_owner_only, writing
+from deltasync.storage.lmdb_store import LmdbStore
+from deltasync.storage.log_format import check_format
+from deltasync.storage.log_store import LogOptions, LogStore, LogUnavailable
+from deltasync.storage.model_store import ModelStore, recorded_models
+from deltasync.storage.volume import VolumeFailed
+
+_BYTES_AT_ONCE = 4 << 20
+# Streams of a model, and of its consumers' views.
+_OF_MODELS, _OF_VIEWS = ("cuts", "seals", "layouts"), ("heads", "releases")
+_LATER, _FROM_TRAINER = "versions from", "on have to come from the trainer once the model is loaded again"
+# What a service makes in its data directory, and what file systems make there.
+_TOP = frozenset({"lock", "log", CHECKPOINTS, "kernels", "endpoints.json", "endpoints.new", "lost+found"})
+_LOG = frozenset({"data.mdb", "lock.mdb"})
+
+
+@dataclass(kw_only=True)
+class Checked:
+    """What was read of a model, and what is wrong with it.
+
+    Attributes:
+        model: its name; empty for what belongs to no model.
+        checkpoints: number of checkpoints that were read.
+        records: number of records of the log that were read.
+        rows: number of rows in memory that were compared with their digests, also those of views; 0 where no
+            service runs.
+        problems: what is damaged or missing, and what follows from it.
+        unknown: files that no service has made.
+    """
+
+    model: str = ""
+    checkpoints: int = 0
+    records: int = 0
+    rows: int = 0
+    problems: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Add to the problems what is found to be damaged inside."""
+        try:
+            yield
+        except (LogUnavailable, VolumeFailed):
+            raise  # It cannot be read now: nobody knows whether it is damaged.
+        except (StorageFailed, Damaged) as error:
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
+
+
+async def check_service(service: Service, by: str) -> list[Checked]:
+    """Read all that a running service keeps, while everything goes on; `by` is who has asked for it.
+
+    A model whose rows in memory do not fit their digests is reloaded.
+
+    Raises:
+        ServiceUnavailable: a model is still recovering, or is being reloaded.
+        StorageFailed: something cannot be read now.
+    """
+    for name in service.recovering:
+        service.check_recovered(name)
+    found, names = list[Checked](), sorted(service.models)
+    for name in names:
+        service.check_recovered(name)
+        if (model := service.models.get(name)) is None:
+            continue  # It was deleted meanwhile.
+        checked = Checked(model=name)
+        await _check_memory(checked, model, service)
+        consumers = [each.name for each in service.registry.of_model(name)]
+        await asyncio.to_thread(_check_stored, checked, model.log, model.checkpoints, consumers)
+        found.append(checked)
+    consumers = list(service.registry.consumers)
+    other = Checked(unknown=unknown_files(service.options.data_dir))
+    for log in service.logs.each():
+        await asyncio.to_thread(_check_others, other, log, names, consumers)
+    problems = sum(len(each.problems) for each in [*found, other])
+    service.events.emit(EventKind.CHECKED, f"{counted(problems, 'problem')} in all that is kept", by=by)
+    return [*found, other]
+
+
+@for_owner_only()
+def check_data_directory(data_dir: Path) -> list[Checked]:
+    """Read a data directory that no service uses; none can meanwhile.
+
+    Raises:
+        InvalidInput: it is none.
+        StorageFailed: a service uses it, it is of another format, or it cannot be read now.
+    """
+    check_is_data_directory(data_dir)
+    with closing(lock_data_directory(data_dir, ASK_IT)), writing(f"{data_dir} cannot be read", data_dir):
+        return _check_directory(data_dir)
+
+
+def _check_directory(data_dir: Path) -> list[Checked]:
+    place, other = Place(str(data_dir / CHECKPOINTS)), Checked(unknown=unknown_files(data_dir))
+    models, log = {each.parent.name for each in (data_dir / CHECKPOINTS).glob(f"*/{MANIFESTS}")}, None
+    with other.noting():
+        log = LmdbStore(LogOptions(directory=data_dir / "log"))
+    if log is None:  # Checkpoints can be read without it.
+        found = [Checked(model=name) for name in sorted(models)]
+        for each in found:
+            _check_checkpoints(each, CheckpointStore(each.model, place))
+        return [*found, other]
+    with closing(log):
+        check_format(log)
+        consumers = dict[str, str]()
+        with other.noting():
+            models |= recorded_models(log).keys()
+            consumers = models_of_consumers(log)
+        found = [Checked(model=name) for name in sorted(models)]
+        for each in found:
+            own = [name for name, model in consumers.items() if model == each.model]
+            _check_stored(each, log, CheckpointStore(each.model, place), own)
+        _check_others(other, log, models, consumers)
+        return [*found, other]
+
+
+# Rows in memory.
+
+
+async def _check_memory(checked: Checked, model: Model, service: Service) -> None:
+    """Compare all rows of a model and of its views with their digests, block by block: cuts go on meanwhile."""
+    views = [view for view in service.views.by_consumer().values() if view.model is model]
+    sources: list[Source] = [model, *views]
+    found = [each for source in sources for each in await model.on_thread(source.checkpoint_tables)]
+    total = sum(each.table.spec.rows for each in found)
+    progress = Progress(f"model {model.name!r}: comparing rows in memory", total)
+    for each in found:
+        table, owner = each.table, each.key.owner
+        size = max(1, _BYTES_AT_ONCE // table.spec.row_bytes)
+        for first in range(0, table.spec.rows, size):
+            last = min(first + size, table.spec.rows)
+            try:
+                checked.rows += await model.on_thread(_compare, table, first, last)
+            except DamagedRows as error:
+                whose = f"consumer {owner!r}, " if owner else ""
+                checked.problems.append(f"{whose}{error}: the model is reloaded from its checkpoint and the log")
+                return  # What else is damaged goes with it.
+            progress.add(last - first)
+
+
+def _compare(table: StampedTable, first: int, last: int) -> int:
+    """Compare some rows that ever changed with their digests; how many there are."""
+    ids = table.changed_in(first, last, 0)
+    live = ids[~table.deleted(ids)]
+    table.check(live, table.rows_of(live))
+    return len(ids)
+
+
+# Checkpoints.
+
+
+def _check_stored(checked: Checked, log: LogStore, store: CheckpointStore, consumers: Sequence[str]) -> None:
+    _check_log(checked, log, consumers, _check_checkpoints(checked, store))
+
+
+def _check_checkpoints(checked: Checked, store: CheckpointStore) -> int:
+    """Read all checkpoints of a model; the version of the newest one that can be loaded, 0 if there is none."""
+    checked.problems += store.verify()
+    found = store.manifests().manifests
+    sound = [manifest.version for manifest in found if store.is_sound(manifest)]
+    checked.checkpoints, newest = len(found), max(sound, default=0)
+    if found and found[0].version > newest:
+        text = f"the newest checkpoint of model {checked.model!r}, of version {found[0].version}, cannot be loaded"
+        follows = f"that of version {newest} is used, and more of the log" if newest else "nor can an older one"
+        checked.problems.append(f"{text}: {follows}")
+    return newest
+
+
+# The log.
+
+
+def _check_log(checked: Checked, log: LogStore, consumers: Sequence[str], saved: int) -> None:
+    """Read all records that a log has of a model and of its consumers' views.
+
+    Args:
+        checked: is told what is found.
+        log: the log.
+        consumers: names of the model's consumers.
+        saved: version of the newest checkpoint that can be loaded.
+    """
+    name = checked.model
+    with checked.noting():
+        record = recorded_models(log).get(name)
+        if record is None:
+            checked.problems.append(f"the log does not have model {name!r}: its trainer has to send every row")
+            return
+        store = ModelStore(log, name)
+        seals, problem = store.seals()  # Before the layouts: those of all these seals are there then.
+        store.recover(record)
+        if store.dropped > saved:
+            text = f"the log of model {name!r} begins after version {store.dropped}, which no checkpoint has"
+            checked.problems.append(f"{text}: once it is loaded again, its trainer has to send every row since")
+        checked.records += len(seals)
+        if problem:
+            newest = max(saved, seals[-1].version if seals else 0)
+            checked.problems.append(_with(problem, f"{_LATER} {newest + 1} {_FROM_TRAINER}"))
+        rest = [seal for seal in seals if seal.version > store.dropped]
+        progress = Progress(f"model {name!r}: reading the log", sum(seal.rows for seal in rest))
+        for seal in rest:
+            try:
+                for _ in store.rows(seal):
+                    checked.records += 1
+            except (LogUnavailable, VolumeFailed):
+                raise
+            except StorageFailed as error:
+                if seal.version > _dropped(log, name):  # Else the log was cut meanwhile.
+                    checked.problems.append(_of_cut(error, seal.version, saved))
+            progress.add(seal.rows)
+    for each in consumers:
+        for kind in _OF_VIEWS:
+            _read_stream(checked, log, f"{kind}/{each}", f"replicas of consumer {each!r} are sent every row then")
+
+
+def _dropped(log: LogStore, model: str) -> int:
+    return int(log.items(f"cut/{model}").get("") or 0)
+
+
+def _of_cut(error: Exception, version: int, saved: int) -> str:
+    """What is wrong with the rows that the log has of a version, and what follows."""
+    if version <= saved:
+        return _with(str(error), f"the checkpoint of version {saved} has these rows")
+    return _with(str(error), f"unless a running service writes a checkpoint, {_LATER} {version} {_FROM_TRAINER}")
+
+
+def _with(problem: str, follows: str) -> str:
+    return f"{problem.removesuffix(f': {RESTORE}')}: {follows}"
+
+
+def _read_stream(checked: Checked, log: LogStore, stream: str, follows: str) -> None:
+    try:
+        for _ in log.read(stream):
+            checked.records += 1
+    except (LogUnavailable, VolumeFailed):
+        raise
+    except StorageFailed as error:
+        checked.problems.append(_with(str(error), follows))
+
+
+def _check_others(other: Checked, log: LogStore, models: Collection[str], consumers: Collection[str]) -> None:
+    """Read all small records, and the streams that belong to no model or consumer."""
+    owned = {f"{kind}/{name}" for kind in _OF_MODELS for name in models}
+    owned |= {f"{kind}/{name}" for kind in _OF_VIEWS for name in consumers}
+    with other.noting():
+        small = log.items("")
+        other.records += len(small)
+    with other.noting():
+        for stream in log.streams():
+            if stream not in owned:
+                _read_stream(other, log, stream, "nothing needs it")
+
+
+# Files.
+
+
+def unknown_files(data_dir: Path) -> list[str]:
+    """Files and folders in a data directory that no service has made; of folders only the outermost."""
+    checkpoints = data_dir / CHECKPOINTS
+    folders = [(data_dir, _TOP), (data_dir / "log", _LOG)]
+    found = [path for folder, known in folders for path in _entries(folder) if path.name not in known]
+    for model in _entries(checkpoints):
+        found += [] if model.is_dir() else [model]
+        found += [path for path in _entries(model) if path.name not in (MANIFESTS, DATA)]
+        found += [path for kind in (MANIFESTS, DATA) for path in _entries(model / kind) if not id_of(path.name)]
+    return sorted(str(path) for path in found if path.name != "lost+found")
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []

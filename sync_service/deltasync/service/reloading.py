@@ -1,0 +1,141 @@
+"""How a model comes back whose rows do not fit their digests in memory: from its newest checkpoint and the log.
+
+Nothing of such a model is sent any more: neither the rows nor what was made of them can be trusted. All that was
+acknowledged is in the log or in a checkpoint, so no row is lost; ranks and replicas reconnect and go on.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+
+from deltasync.core.backoff import backoff
+from deltasync.core.errors import ServiceUnavailable
+from deltasync.core.events import EventKind
+from deltasync.core.signals import first_of
+from deltasync.feeds.model import Model
+from deltasync.service.recovery import recover_model
+from deltasync.storage.log_store import LogStore
+from deltasync.storage.model_store import recorded_models
+
+if TYPE_CHECKING:
+    from deltasync.service.service import Service
+
+_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+
+
+class Reloading:
+    """Reloads the failed models of a service. Used in the event loop.
+
+    Attributes:
+        reasons: why each model is away that is being reloaded, and what keeps it from coming back, by name.
+    """
+
+    def __init__(self, service: "Service", tasks: asyncio.TaskGroup) -> None:
+        self._service = service
+        self._tasks = tasks
+        self.reasons = dict[str, str]()
+        self._reloads = dict[str, asyncio.Task[None]]()
+
+    def reason(self, model: str) -> str:
+        """Why a model is being reloaded, or is about to be; empty if it is not."""
+        if reason := self.reasons.get(model):
+            return reason
+        found = self._service.models.get(model)
+        return found.failed if found else ""
+
+    def check(self, model: str) -> None:
+        """Check that a model is not being reloaded.
+
+        Raises:
+            ServiceUnavailable: it is; the error has the reason.
+        """
+        if reason := self.reason(model):
+            text = f"model {model!r} is being reloaded from its checkpoint and the log; try again"
+            raise ServiceUnavailable(text, detail=f" ({reason})")
+
+    async def watch(self, model: Model) -> None:
+        """Reload a model as soon as it fails; ends then, or once the model is not here any more."""
+        name = model.name
+        while self._service.models.get(name) is model:
+            if model.failed:
+                self.reasons[name] = model.failed
+                self._reloads[name] = self._tasks.create_task(self._reload(model))
+                return
+            await first_of(model.signal.changed(), seconds=_SECONDS)
+
+    async def give_up(self, model: str) -> None:
+        """Stop reloading a model, if it is being reloaded: another process gets it, or the service ends."""
+        if reload := self._reloads.get(model):
+            reload.cancel()
+            await asyncio.wait([reload])
+            if self._reloads.get(model) is reload:  # It had not begun, and so could not clean up.
+                del self.reasons[model], self._reloads[model]
+
+    async def end(self) -> None:
+        """Stop all reloads: the service ends."""
+        for name in list(self._reloads):
+            await self.give_up(name)
+
+    async def _reload(self, model: Model) -> None:
+        service, name, why, started = self._service, model.name, model.failed, time.monotonic()
+        service.events.emit(
+            EventKind.ROWS_DAMAGED, f"{why}; the model is reloaded from its checkpoint and the log", model=name
+        )
+        try:
+            for pause in backoff(_LONGEST_PAUSE_SECONDS):
+                try:
+                    await _to_the_end(self._drop(model))
+                    await recover_model(service, name, service.recovering[name], patient=True)
+                except Exception as error:  # noqa: BLE001  # one model's trouble is its own
+                    self.reasons[name] = f"{why}; that has failed, and is tried again: {error}"
+                    service.events.emit(EventKind.FAILED, "its reload is tried again", error, model=name)
+                else:
+                    break
+                await first_of(service.draining.wait(), seconds=pause)
+                if service.draining.is_set():
+                    return
+        finally:
+            del self.reasons[name], self._reloads[name]
+        if reloaded := service.models.get(name):  # Else the service ends.
+            text = f"it was away for {time.monotonic() - started:.2f} s: {why}"
+            version = reloaded.seals.newest_version
+            service.events.emit(EventKind.MODEL_RELOADED, text, model=name, version=version)
+
+    async def _drop(self, model: Model) -> None:
+        """Have a model no more until it is recovered. Its consumers, with their offsets, stay.
+
+        Raises:
+            StorageFailed: the log cannot be read now.
+        """
+        service, name = self._service, model.name
+        async with service.changing:
+            if service.models.get(name) is model:
+                service.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
+                coordinator = service.coordinators.pop(name)
+                del service.models[name]
+                service.limits.taken["bytes_in_all"] -= model.table_bytes
+                await coordinator.retire(
+                    lambda: ServiceUnavailable(f"model {name!r} is being reloaded; try again")
+                )
+                await service.views.give_up(model)
+                await model.stop()
+                await asyncio.to_thread(model.store.retire)
+                model.tables = []  # Their memory is needed, and streams may hold on to the model for a while.
+            # Anew each time: a cut that was being sealed may have brought another table.
+            service.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
+
+
+def _recorded(log: LogStore, name: str) -> Mapping[str, Any]:
+    return recorded_models(log)[name]
+
+
+async def _to_the_end(work: Coroutine[None, None, None]) -> None:
+    """Do some work, also where whoever waits for it is cancelled meanwhile."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

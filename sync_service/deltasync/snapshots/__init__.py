@@ -1,1 +1,0 @@
-"""Snapshots of models outside of the service: in a folder, or in object storage. Internal."""

@@ -1,0 +1,208 @@
+"""A view made again: what a checkpoint has of it, then the releases that the log has of each version."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from deltasync.checkpoints.manifest import TableEntry, TableKey
+from deltasync.checkpoints.writing import SourceTable
+from deltasync.core.errors import StorageFailed
+from deltasync.core.id_sets import members
+from deltasync.core.position import line_of
+from deltasync.core.rows import Ids
+from deltasync.core.seal import release_checksum
+from deltasync.core.stamps import StampedTable
+from deltasync.core.table_records import delivery_of_record
+from deltasync.feeds.model import Model
+from deltasync.storage.log_store import LogUnavailable
+from deltasync.storage.volume import VolumeFailed
+from deltasync.views.dirty_set import Versions
+from deltasync.views.log import ViewLog
+from deltasync.views.making import Making, Plan, left_of
+from deltasync.views.records import dirty_of_record, dirty_record, table_record
+from deltasync.views.state import ViewState
+from deltasync.views.table import ViewTable
+
+
+class _Lost(Exception):
+    """The view cannot be made again."""
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Turn what is wrong with the log's records into `_Lost`; not that they cannot be read now."""
+    try:
+        yield
+    except (LogUnavailable, VolumeFailed):
+        raise
+    except StorageFailed as error:
+        raise _Lost(str(error)) from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise _Lost(f"a record of the log cannot be understood ({error!r})") from error
+
+
+class Replay:
+    """Makes a view again, on the model's thread.
+
+    A table that the model does not have any more is left out. What the log says of it is passed over.
+
+    Attributes:
+        state: where the view is.
+        lost: why the view cannot be made again; empty if it can.
+    """
+
+    def __init__(self, model: Model, log: ViewLog, history: str) -> None:
+        self.state, self.lost = ViewState(), ""
+        self._model, self._log, self._history, self._owner = model, log, history, ""
+        self._sources = {(table.spec.name, table.removed_before): table for table in model.tables}
+        self._dirty: dict[ViewTable, tuple[Ids, Versions]] = {}
+        self._heads = deque[dict[str, Any]]()
+        # The version at which nothing was dirty after the release that the checkpoint has, as the log says.
+        self._clean_at = 0
+
+    def begin(
+        self, owner: str, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]
+    ) -> list[StampedTable | None]:
+        """Begin with the tables that a checkpoint has; see `Derived.restore`.
+
+        Raises:
+            StorageFailed: there is no room for them, or the log cannot be read now.
+        """
+        self._owner = owner
+        if state and line_of(state["history"]) == line_of(self._history):
+            tables = [(self._make(each), each) for each in state["tables"]]
+            for table, each in tables:
+                if table:
+                    table.looked(table.dirty, table.clean, each["compared"])
+                    self._dirty[table] = dirty_of_record(each["dirty"], state["compared"])
+            self.state = ViewState(tuple(self._dirty), state["head"], state["compared"])
+        head = self.state.head
+        try:
+            with _reading():
+                for record in self._log.heads(head.number if head else 0):
+                    if head is None or record["number"] > head.number:
+                        self._heads.append(record)
+                    elif record["number"] == head.number and record["seal"] != head.seal:
+                        raise _Lost(f"the log has another release {head.number} than the checkpoint")
+                    elif record["seal"] == head.seal:
+                        self._clean_at = record["compared"]
+        except _Lost as error:
+            self.lost = str(error)
+        keys = {each.key: each.table for each in sources(owner, self.state)}
+        loaded = [keys.pop(entry.key, None) for entry in entries]
+        for key in keys:
+            self.lost = f"the checkpoint has no rows of table {key.name!r}"
+        return loaded
+
+    def loaded(self) -> None:
+        """Note that all rows of the tables are loaded; see `Derived.restored`."""
+        for table, (ids, since) in self._dirty.items():
+            table.restore(ids, since, table.compared)
+        self._dirty.clear()
+        self.state = replace(self.state, backlog={table.name: left_of(table) for table in self.state.tables})
+        if self._clean_at > self.state.compared_version:
+            self._nothing_dirty(self._clean_at)
+
+    def go_on(self, version: int) -> None:
+        """Make again the releases that were made of a version, which the model's tables are at.
+
+        Raises:
+            StorageFailed: there is no room for tables, or the log cannot be read now.
+        """
+        try:
+            while not self.lost and self._heads and self._heads[0]["version"] <= version:
+                self._make_again(self._heads.popleft(), version)
+        except _Lost as error:
+            self.lost = str(error)
+
+    def end(self, version: int) -> None:
+        """Note that all is read, and `version` is the model's newest."""
+        newest = max([self.state.compared_version, *(each["version"] for each in self._heads)])
+        if newest > version and not self.lost:
+            self.lost = f"it is made of version {newest}, and the model's newest is {version}"
+
+    def _make_again(self, record: Mapping[str, Any], version: int) -> None:
+        with _reading():
+            self._check(record, version)
+            whole = {"tables": self.state.described, **record}
+            number, ids = record["number"], self._log.ids(record)
+        if record["from"] > self.state.compared_version:
+            self._nothing_dirty(record["from"])
+        plan = self._plan(whole["tables"], number)
+        making = Making(self.state, plan, plan.new[0].stamp if plan.new else 0, self._owner)
+        while not making.go_on():
+            pass
+        making.look(version)
+        by_name = {each["table"]: some for each, some in zip(whole["tables"], ids, strict=True)}
+        taken = [members(table.dirty.ids, by_name[table.name]) for table in plan.tables]
+        for table, mask in zip(plan.tables, taken, strict=True):
+            if np.count_nonzero(mask) != len(by_name[table.name]):
+                raise _Lost(f"release {number} took rows of table {table.name!r} that had not changed")
+        _, _, backlog = making.take(taken, number)
+        self.state = ViewState(plan.tables, whole, version, backlog)
+        if record["compared"] > version:
+            self._nothing_dirty(record["compared"])
+
+    def _check(self, record: Mapping[str, Any], version: int) -> None:
+        """Check that a release comes next, and that it was made of this version of the model."""
+        head, number, seal = self.state.head, record["number"], self._model.applied
+        if (number, record["after"]) != ((head.number + 1, head.seal) if head else (number, 0)):
+            raise _Lost(f"the log does not have all releases before release {number}")
+        if record["version"] != version:
+            raise _Lost(f"release {number} was made of version {record['version']}, which was before it")
+        made = record["statistics"]["made_unix_ns"]
+        if seal and head and release_checksum(head.seal, number, seal, made) != record["seal"]:
+            raise _Lost(f"release {number} was made of another version {version} than the model has")
+
+    def _nothing_dirty(self, version: int) -> None:
+        """Go on from a look at a version that has found no dirty row."""
+        for table in self.state.tables:
+            table.forget_dirty(version)
+        self.state = self.state.without_dirty(version)
+
+    def _plan(self, described: Sequence[Mapping[str, Any]], number: int) -> Plan:
+        """The tables that a release has led to."""
+        there = {(table.name, table.born): table for table in self.state.tables}
+        tables, new, growth = list[ViewTable](), list[ViewTable](), list[Callable[[], None]]()
+        for each in described:
+            table = there.get((each["table"], each["born"]))
+            if table and table.delivery.spec.rows < each["rows"]:
+                growth.append(table.grown(delivery_of_record(each, table.source.spec)))
+            elif table is None and each["born"] == number and (table := self._make(each)):
+                new.append(table)
+            tables += [table] if table else []
+        return Plan(tuple(tables), tuple(new), tuple(growth))
+
+    def _make(self, record: Mapping[str, Any]) -> ViewTable | None:
+        """An empty table, as it is written down; None where the model does not have that table any more, though it
+        may have another of that name.
+        """
+        if (source := self._sources.get((record["table"], record["source"]))) is None:
+            return None
+        delivery, memory = delivery_of_record(record, source.spec), self._model.memory
+        table = ViewTable(source, delivery, memory, record["born"], record["stamp"])
+        table.sent.removed_before = record["replaces"]
+        return table
+
+
+def sources(owner: str, state: ViewState) -> list[SourceTable]:
+    """The tables of a view as checkpoints have them. Norms that are sent are a table beside that of the rows."""
+    return [
+        SourceTable(TableKey(owner, table.name, born), each, table_record(table))
+        for table in state.tables
+        for born, each in zip((table.born, -table.born), table.stamped, strict=False)
+    ]
+
+
+def state_record(history: str, state: ViewState) -> dict[str, Any]:
+    """What a checkpoint has of a view beside the rows of its tables: what `Replay.begin` begins with."""
+    version = state.compared_version
+    tables = [
+        table_record(table) | {"compared": table.compared, "dirty": dirty_record(table.dirty, version)}
+        for table in state.tables
+    ]
+    return {"history": history, "compared": version, "head": state.record, "tables": tables}

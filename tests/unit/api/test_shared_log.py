@@ -1,0 +1,20 @@
+"""A process whose log is among brokers."""
+
+from pathlib import Path
+
+import pytest
+from tests.support.local_service import opened
+
+from deltasync.api.shared_log import open_logs
+from deltasync.api.shared_options import SharedLogOptions
+from deltasync.core.errors import InvalidInput
+from deltasync.storage.brokers import BrokerOptions
+
+
+async def test_it_does_not_start_on_the_data_directory_of_a_service_with_a_log_of_its_own(tmp_path: Path) -> None:
+    """It would remove the checkpoints there."""
+    async with opened(tmp_path):
+        pass
+    options = SharedLogOptions(brokers=BrokerOptions(urls=("nats://127.0.0.1:1",)), process="a")
+    with pytest.raises(InvalidInput, match=r"log/data\.mdb: .* give it another --data-dir"):
+        await open_logs(options, tmp_path)

@@ -1,0 +1,222 @@
+"""Large releases at their receivers: rows come several times, and changed or deleted in between."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.keyed_model import CHANGES, TABLES, Change, KeyedModel
+from tests.support.releases import ChangingTables
+
+from deltasync.client import CallbackTarget, NumpyTarget, Release, RowBatch, Shard, TableSpec
+from deltasync.client.assembler import ReleaseAssembler
+from deltasync.client.checksums import TargetChecksums
+from deltasync.client.keyed.keyed_target import KeyedTarget
+from deltasync.client.latest_rows import latest_rows
+from deltasync.client.stored_copy import _Seen
+from deltasync.core.delivery import Delivery
+from deltasync.core.digests import row_digests
+from deltasync.feeds import releases
+from deltasync.feeds.frozen_release import Chunk, FrozenRelease
+from deltasync.v1 import subscribe_pb2, tables_pb2
+from deltasync.wire.messages import delivery_to_message
+
+BUDGET = 1 << 20
+
+
+class Replica:
+    """A target of a subscriber, without the subscriber.
+
+    Attributes:
+        target: the target.
+        held: the number that it is at.
+        parts: parts of first copies that it was given.
+    """
+
+    def __init__(self, made: ChangingTables, target: Any) -> None:
+        self._made, self.target = made, target
+        self.held = self.parts = 0
+        self._checksums = None if isinstance(target, CallbackTarget | _Seen) else TargetChecksums(target)
+        self._assembler = ReleaseAssembler(BUDGET, set())
+
+    def begin(self) -> None:
+        """A new stream."""
+        self._assembler = ReleaseAssembler(BUDGET, {table.spec.name for table in self._made.tables})
+        self._assembler._part_bytes = 100
+        tables = [delivery_to_message(Delivery.unchanged(table.spec)) for table in self._made.tables]
+        opened = subscribe_pb2.SubscribeOpened(model="clicks", tables=tables, resync=not self.held)
+        self._assembler.begin(opened, in_parts=not self.held and getattr(self.target, "takes_parts", False))
+
+    def take(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self._assembler.add(subscribe_pb2.SubscribeResponse.FromString(chunk.message).chunk.rows)
+            if part := self._assembler.part():
+                self.parts += 1
+                self._apply(part)
+
+    def end(self, release: FrozenRelease) -> None:
+        self.take(release.chunks)
+        assert release.head
+        sums = [tables_pb2.Checksum(slot=slot, sum=each) for slot, each in enumerate(release.checksums)]
+        end = subscribe_pb2.ReleaseEnd(rows=release.rows, whole=sorted(release.whole), sums=sums)
+        end.position.history, end.position.version, end.version = "h", release.head.number, release.head.number
+        checksums = self._apply(self._assembler.end(end))
+        assert not self._assembler.wrong(checksums)
+        self.held = release.head.number
+
+    def _apply(self, release: Release) -> dict[str, int]:
+        named = [(rows.table.name, row) for rows in release.rows for row in rows.ids.tolist()]
+        assert len(named) == len(set(named))
+        self.target.apply(release)
+        return self._checksums.after(release) if self._checksums else {}
+
+
+async def sent(made: ChangingTables, replica: Replica, meanwhile: Callable[[], None]) -> None:
+    """Send a replica all that it lacks."""
+    replica.begin()
+    release = await made.get(replica.held)
+    copying = None if isinstance(release, FrozenRelease) else release.begin()
+    while copying and not isinstance(piece := await copying.next(), FrozenRelease):
+        replica.take(piece)
+        meanwhile()
+    replica.end(piece if copying else release)  # type: ignore[arg-type]
+
+
+class Dictionary:
+    """What a function makes of releases: the rows of each table."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, Any] = {}
+
+    def apply(self, release: Release) -> None:
+        assert not release.more
+        for table in release.tables:
+            if release.resets(table) or table.name not in self.tables:
+                self.tables[table.name] = np.zeros((table.rows, table.dim), table.dtype)
+        for rows in release.rows:
+            self.tables[rows.table.name][rows.ids] = rows.values
+
+
+TARGETS: dict[str, Callable[[], Any]] = {
+    "numpy": NumpyTarget,
+    "numpy copies": lambda: NumpyTarget(reads="copies"),
+    "keyed": KeyedTarget,
+    "keyed copies": lambda: KeyedTarget(reads="copies"),
+    "callback": lambda: CallbackTarget(Dictionary().apply),
+    "digests": _Seen,
+}
+
+
+def check(replica: Replica, made: ChangingTables, model: KeyedModel) -> None:
+    """Check that a replica holds the tables as they are."""
+    target = replica.target
+    if isinstance(target, KeyedTarget):
+        with target.reading() as now:
+            for name, expected in model.expected().items():
+                keys = now.tables[name].keys()
+                values, _ = now.tables[name].lookup(keys)
+                assert dict(zip(keys.tolist(), values[:, 0].tolist(), strict=True)) == expected
+    elif isinstance(target, _Seen):
+        for table in made.tables:
+            assert target.digests(table.spec).tolist() == row_digests(table.rows).tolist()
+    else:
+        owner: Any = getattr(target.apply, "__self__", target)
+        for table in made.tables:
+            assert owner.tables[table.spec.name].tobytes() == table.rows.tobytes()
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@given(
+    before=st.lists(CHANGES, min_size=1, max_size=3),
+    meanwhile=st.lists(CHANGES, max_size=8),
+    block_bytes=st.integers(1, 150),
+)
+def test_a_target_holds_the_tables_of_the_head_whatever_changes_while_it_is_sent(
+    kind: str, before: list[Change], meanwhile: list[Change], block_bytes: int
+) -> None:
+    model, made = KeyedModel(), ChangingTables(TABLES, memory_bytes=0)
+    replica, changes = Replica(made, TARGETS[kind]()), iter(meanwhile)
+
+    def change(what: Change | None) -> None:
+        if what:
+            model.change(what)
+            made.change(*model.release(model.version - 1).rows)
+
+    async def scenario() -> None:
+        for each in before:
+            change(each)
+        await sent(made, replica, lambda: change(next(changes, None)))
+        for each in changes:  # Those that are left.
+            change(each)
+        await sent(made, replica, lambda: None)
+        assert replica.held == made.head
+        check(replica, made, model)
+
+    with mock.patch.object(releases, "BLOCK_BYTES", block_bytes):
+        asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_parts_of_a_first_copy_may_have_rows_again() -> None:
+    table = TableSpec("user", 40, 3)
+    made = ChangingTables([table], memory_bytes=0)
+    replica = Replica(made, NumpyTarget())
+
+    def change() -> None:
+        if made.head < 8:
+            made.write(0, [0, 1, 2, 39])
+            made.delete(0, [3, made.head % 40])
+
+    async def scenario() -> None:
+        made.write(0, range(40))
+        await sent(made, replica, change)
+        assert replica.parts > 3
+        assert replica.target.tables["user"].tobytes() == made.tables[0].rows.tobytes()
+
+    with mock.patch.object(releases, "BLOCK_BYTES", 5 * table.row_bytes):
+        asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+USER, ITEM = TableSpec("user", 10, 2), TableSpec("item", 10, 1)
+
+
+def batch(table: TableSpec, ids: list[int], value: float | None) -> RowBatch:
+    if value is None:
+        return RowBatch.deletes(Shard.whole(table), ids)
+    return RowBatch.of_table(table, ids, np.full((len(ids), table.dim), value, "<f4"))
+
+
+def test_of_rows_that_come_several_times_the_last_ones_are_kept_in_their_order() -> None:
+    batches = [
+        batch(USER, [1, 2, 3], 1.0),
+        batch(ITEM, [1], 2.0),
+        batch(USER, [4], None),
+        batch(USER, [3, 5], None),
+        batch(USER, [2, 4], 3.0),
+        batch(USER, [5], 4.0),
+    ]
+    found = [
+        (each.table.name, each.ids.tolist(), None if each.deleted else each.values[0, 0])
+        for each in latest_rows(batches)
+    ]
+    assert found == [
+        ("user", [1], 1.0),
+        ("item", [1], 2.0),
+        ("user", [3], None),
+        ("user", [2, 4], 3.0),
+        ("user", [5], 4.0),
+    ]
+    assert not batches
+
+
+def test_norms_go_with_their_rows() -> None:
+    norms = np.array([1, 2], np.float32)
+    first = RowBatch.of_table(USER, [1, 2], np.empty((2, 0), np.float32), norms)
+    again = RowBatch.of_table(USER, [2], np.empty((1, 0), np.float32), norms[:1] + 4)
+    found = [
+        (each.ids.tolist(), each.norms is not None and each.norms.tolist()) for each in latest_rows([first, again])
+    ]
+    assert found == [([1], [1.0]), ([2], [5.0])]

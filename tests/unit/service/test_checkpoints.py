@@ -1,0 +1,709 @@
+"""Checkpoints that a service writes and copies, and models that go from one service to another by them."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support import local_service
+from tests.support.local_service import publish, send
+from tests.support.log import log_of
+from tests.support.many_logs import ManyLogs
+from tests.support.wire import part
+from tests.unit.support.async_tests import as_test, in_service
+
+from deltasync.checkpoints.manifest import Manifest
+from deltasync.checkpoints.place import Place
+from deltasync.checkpoints.store import CheckpointStore, NotCopied
+from deltasync.core.errors import NotFound, NotOwner, ServiceUnavailable, StorageFailed
+from deltasync.core.events import Event, EventKind
+from deltasync.core.owner import Owner
+from deltasync.core.policy import Policy
+from deltasync.core.position import Position
+from deltasync.ownership.alone import Alone
+from deltasync.ownership.member import Member
+from deltasync.service.hosting import Hosting
+from deltasync.service.options import ServiceOptions
+from deltasync.service.removals import Removals
+from deltasync.service.service import Service
+from deltasync.storage.log_store import LogStore, LogUnavailable
+
+MODEL = "clicks"
+STREAMS = (f"seals/{MODEL}", f"cuts/{MODEL}")
+OWNER = Owner("other", "other:7000", "http://other:8080")
+Rows = dict[str, np.ndarray[Any, Any]]
+
+
+class Process:
+    """A service on logs that others take over, whose checkpoints are copied to a folder that all share."""
+
+    def __init__(self, service: Service, logs: ManyLogs, url: str) -> None:
+        self.service, self.logs, self.place = service, logs, Place(url)
+        self.hosting = service.hosting = Hosting(service, logs)
+        self.stored = CheckpointStore(MODEL, self.place)
+
+    async def take(self) -> None:
+        await self.hosting.take(MODEL, OWNER)
+
+    async def give_up(self) -> None:
+        await self.hosting.give_up(MODEL, "it is another's")
+
+    async def checkpoint(self) -> Manifest:
+        return await self.service.checkpoints.make(MODEL)
+
+    @property
+    def rows(self) -> Rows:
+        return {table.spec.name: np.array(table.rows) for table in self.service.models[MODEL].tables}
+
+    @property
+    def version(self) -> int:
+        return self.service.models[MODEL].position.number
+
+
+@asynccontextmanager
+async def process(folder: Path, name: str, url: str) -> AsyncIterator[Process]:
+    async with asyncio.TaskGroup() as tasks:
+        logs = ManyLogs(folder / "logs")
+        options = ServiceOptions(data_dir=folder / name, checkpoints=url, keep_checkpoints=2)
+        service = Service(options, tasks, logs)
+        service.owners = Alone(Member(name, "", ""))  # Whoever asks is at the right one.
+        try:
+            yield Process(service, logs, url)
+        finally:
+            await service.drain()
+
+
+def run(folder: Path, scenario: Callable[[Process, Process], Any], url: str = "") -> None:
+    url = url or str(folder / "checkpoints")
+
+    async def main() -> None:
+        async with asyncio.timeout(60), process(folder, "a", url) as a, process(folder, "b", url) as b:
+            await scenario(a, b)
+
+    asyncio.run(main())
+
+
+in_processes = partial(as_test, run, 2)
+
+
+def same(found: Rows, wanted: Rows) -> bool:
+    return found.keys() == wanted.keys() and all(
+        np.array_equal(each, wanted[name]) for name, each in found.items()
+    )
+
+
+async def cut(session: Any, step: int, *ids: int) -> None:
+    await send(session, part(step, [(0, list(ids), np.full((len(ids), 4), step, np.float32))]))
+    await session.coordinator.settled()
+
+
+def versions_in(log: LogStore) -> set[int]:
+    return {each.number for each in log.read(f"cuts/{MODEL}")}
+
+
+# When they are written.
+
+
+@contextmanager
+def written(service: Service, patch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The versions of checkpoints that the loop writes meanwhile; it looks all the time."""
+    patch.setattr("deltasync.service.checkpoints._LOOK_SECONDS", 0.001)
+    versions = list[Any]()
+
+    def note(event: Event) -> None:
+        if event.kind is EventKind.CHECKPOINTED:
+            versions.append(event.subject["version"])
+
+    service.events.listen(note)
+    running = asyncio.create_task(service.checkpoints.run())
+    try:
+        yield versions
+    finally:
+        running.cancel()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():
+        await asyncio.sleep(0.001)
+
+
+@in_service(checkpoint_bytes=500)
+async def test_one_is_written_once_the_log_has_enough_newer_bytes(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await publish(service)  # Every row: enough.
+    with written(service, monkeypatch) as versions:
+        await until(lambda: versions == [1])
+        await cut(session, 2, 1)
+        await asyncio.sleep(0.01)
+        assert versions == [1]
+        for step in range(3, 10):
+            await cut(session, step, *range(8))
+        await until(lambda: len(versions) > 1)
+        await until(lambda: min(versions_in(log_of(service))) == versions[-2] + 1)
+
+
+@in_service(checkpoint_seconds=0.05)
+async def test_one_is_written_now_and_then_while_something_changes(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await publish(service)
+    with written(service, monkeypatch) as versions:
+        await until(lambda: versions == [1])
+        await cut(session, 2, 1)
+        await until(lambda: versions == [1, 2])
+
+
+@in_service()
+async def test_many_versions_are_enough_too(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bytes may never add up, but a seal that is no longer kept cannot be applied again."""
+    monkeypatch.setattr("deltasync.service.checkpoints.KEPT_SEALS", 6)
+    session = await publish(service)
+    with written(service, monkeypatch) as versions:
+        for step in (2, 3):
+            await cut(session, step, 1)
+        await until(lambda: versions == [3])
+
+
+@in_service()
+async def test_a_log_that_is_full_has_one_written_at_once(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await publish(service)
+    await cut(session, 2, 1)
+    log = log_of(service)
+    log.refusing = True
+    with written(service, monkeypatch) as versions:
+        await until(lambda: versions == [2])
+    assert not log.refusing
+    assert versions_in(log) == set()  # Also the rows after the checkpoint before.
+
+
+@in_service()
+async def test_a_clean_stop_writes_none(service: Service) -> None:
+    await publish(service)
+    await service.drain()
+    assert not CheckpointStore(MODEL, Place(str(service.options.data_dir / "checkpoints"))).manifests().manifests
+
+
+@in_service()
+async def test_a_model_without_a_version_has_none(service: Service) -> None:
+    with pytest.raises(NotFound, match="no model 'clicks'"):
+        await service.checkpoints.make(MODEL)
+
+
+# What fails.
+
+
+class Refusal:
+    """A place that refuses to be written to."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, url: str) -> None:
+        self.error: Exception | None = OSError(28, "No space left on device")
+        self.put, self.tries = Place.put, 0
+        patch.setattr(Place, "put", lambda place, name, content: self._put(place, name, content, url))
+
+    def _put(self, place: Place, name: str, content: bytes, url: str) -> None:
+        if place.url == url and self.error:
+            self.tries += 1
+            with place._failures(name, "written"):
+                raise self.error
+        self.put(place, name, content)
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "denied"), OSError(28, "no space"), OSError(30, "read-only")]
+)
+@in_service()
+async def test_a_folder_that_refuses_writes_stops_no_cut_and_is_told(
+    service: Service, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    session = await publish(service)
+    refusal = Refusal(monkeypatch, str(service.options.data_dir / "checkpoints"))
+    refusal.error = error
+    for step in (2, 3):
+        with pytest.raises(StorageFailed, match=str(error.strerror)):
+            await service.checkpoints.make(MODEL)
+        await cut(session, step, 1)
+    assert versions_in(log_of(service)) == {1, 2, 3}
+    assert str(error.strerror) in service.checkpoints.failure(MODEL)
+    (said,) = service.checkpoints.troubles
+    assert said.startswith("checkpoints of model 'clicks': ")
+    assert service.checkpoints.failures == 2
+    refusal.error = None
+    assert (await service.checkpoints.make(MODEL)).version == 3
+    assert (service.checkpoints.failure(MODEL), service.checkpoints.troubles) == ("", [])
+
+
+@in_service(checkpoint_bytes=1)
+async def test_what_fails_is_tried_again_after_pauses_that_grow(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.service.checkpoints._FIRST_PAUSE_SECONDS", 0.02)
+    session = await publish(service)
+    refusal = Refusal(monkeypatch, str(service.options.data_dir / "checkpoints"))
+    with written(service, monkeypatch) as versions:
+        await until(lambda: service.checkpoints.failures == 3)
+        refusal.error = None
+        await cut(session, 2, 1)
+        await until(lambda: versions == [2])
+    assert service.checkpoints.failures < 10
+
+
+@in_service(checkpoints="file:///nonexistent/at", checkpoint_bytes=1)
+async def test_checkpoints_go_on_without_their_copies(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log is cut by those in the data directory, since no other process goes on with it."""
+    Refusal(monkeypatch, "file:///nonexistent/at")
+    session = await publish(service)
+    with written(service, monkeypatch) as versions:
+        for step in (2, 3, 4):
+            await cut(session, step, 1)
+            await until(lambda: bool(versions) and versions[-1] == step)  # noqa: B023
+    assert min(versions_in(log_of(service)), default=9) > 2
+    assert "at has no copy of it" in service.checkpoints.failure(MODEL)
+    with pytest.raises(NotCopied):
+        await service.checkpoints.make(MODEL)
+
+
+@in_processes()
+async def test_a_shared_log_keeps_what_is_not_at_the_url(
+    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = Refusal(monkeypatch, a.place.url)
+    await a.take()
+    session = await publish(a.service)
+    for step in (2, 3, 4):
+        with pytest.raises(NotCopied, match="has no copy of it"):
+            await a.checkpoint()
+        await cut(session, step, step)
+    assert versions_in(a.logs.of(MODEL)) == {1, 2, 3, 4}
+    refusal.error = None
+    await a.checkpoint()
+    assert versions_in(a.logs.of(MODEL)) == {1, 2, 3, 4}
+    await cut(session, 5, 5)
+    await a.checkpoint()
+    assert versions_in(a.logs.of(MODEL)) == {5}
+
+
+@in_service(checkpoints="file:///nonexistent/at")
+async def test_storage_that_is_slow_holds_up_neither_cuts_nor_checkpoints(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storing, go, put = threading.Event(), threading.Event(), Place.put
+
+    def slow(place: Place, name: str, content: bytes) -> None:
+        if "nonexistent" in place.url:
+            storing.set()
+            assert go.wait(60)
+            return
+        put(place, name, content)
+
+    monkeypatch.setattr(Place, "put", slow)
+    session = await publish(service)
+    copying = asyncio.create_task(service.checkpoints.make(MODEL))
+    await asyncio.to_thread(storing.wait, 60)
+    model = service.models[MODEL]
+    for step in (2, 3):
+        await cut(session, step, 1)
+        making = asyncio.create_task(service.checkpoints.make(MODEL))
+        await until(lambda: model.checkpointed is not None and model.checkpointed.version == step)  # noqa: B023
+        making.cancel()
+    assert not copying.done()
+    go.set()
+    await asyncio.wait({copying})
+
+
+def test_no_failure_of_one_ends_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect")
+
+    async def scenario(a: Process, _: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        monkeypatch.setattr(CheckpointStore, "write", broken)
+        with written(a.service, monkeypatch):
+            a.logs.of(MODEL).refusing = True
+            await until(lambda: a.service.checkpoints.failures > 0)
+            assert a.service.checkpoints.troubles == ["checkpoints of model 'clicks': a defect"]
+            a.logs.of(MODEL).refusing = False
+            await cut(session, 2, 1)
+
+    run(tmp_path, scenario)
+
+
+# What is kept, and what is removed.
+
+
+@in_processes()
+async def test_old_ones_go_and_those_that_are_kept_are_whole(a: Process, b: Process) -> None:
+    await a.take()
+    session = await publish(a.service)
+    for step in range(2, 7):
+        await cut(session, step, step)
+        await a.checkpoint()
+    for place in (a.place, Place(str(a.service.options.data_dir / "checkpoints"))):
+        store = CheckpointStore(MODEL, place)
+        assert [each.version for each in store.manifests().manifests] == [6, 5]
+        assert store.verify() == []
+
+
+def test_a_model_that_is_deleted_has_none_left(tmp_path: Path) -> None:
+    async def scenario(service: Service) -> None:
+        session = await publish(service)
+        await service.checkpoints.make(MODEL)
+        assert (tmp_path / "at" / MODEL).exists()
+        session.end("done")
+        await until(lambda: not service.coordinators[MODEL].connected)
+        await Removals(service).delete_model(MODEL, "test")
+        for folder in (tmp_path / "data" / "checkpoints", tmp_path / "at"):
+            assert [each for each in folder.rglob("*") if each.is_file()] == []
+
+    local_service.run(tmp_path / "data", scenario, checkpoints=str(tmp_path / "at"))
+
+
+@in_processes()
+async def test_a_process_keeps_no_checkpoints_of_models_that_others_have(a: Process, b: Process) -> None:
+    await a.take()
+    await publish(a.service)
+    await a.checkpoint()
+    own = a.service.options.data_dir / "checkpoints" / MODEL
+    assert own.exists()
+    await a.give_up()
+    looking = asyncio.create_task(a.hosting.look_after())
+    await until(lambda: not own.exists())
+    looking.cancel()
+
+
+# Taking a model over.
+
+
+@in_processes()
+async def test_the_next_owner_begins_with_the_checkpoint_and_goes_on_with_the_log(a: Process, b: Process) -> None:
+    await a.take()
+    session = await publish(a.service)
+    await cut(session, 2, 1)
+    assert (await a.checkpoint()).version == 2
+    await cut(session, 3, 2, 3)
+    await a.checkpoint()
+    assert versions_in(a.logs.of(MODEL)) == {3}
+    await cut(session, 4, 3)
+    before = a.rows
+    await a.give_up()
+    await b.take()
+    assert same(b.rows, before)
+    assert b.version == 4
+    session = await publish(b.service, 5, run="later", started=2)
+    await b.checkpoint()  # It builds on the one that was loaded.
+    assert [each.version for each in b.stored.manifests().manifests] == [5, 3]
+    assert b.stored.verify() == []
+
+
+@pytest.mark.parametrize("later", [Policy(top_k=2), Policy(top_k=3), Policy(tables=("*item",))], ids=str)
+@in_processes()
+async def test_replicas_of_a_consumer_with_a_policy_go_on_from_what_they_hold(
+    a: Process, b: Process, later: Policy
+) -> None:
+    """Also where the policy has changed since the checkpoint."""
+    await a.take()
+    session = await publish(a.service)
+    consumer = await a.service.create_consumer("top", MODEL, Policy(top_k=2))
+    replica = a.service.registry.connect(consumer, "r", asyncio.Event())
+    view = a.service.views.by_consumer()["top"]
+
+    async def released(before: Position) -> None:
+        while view.position == before:
+            await view.changed()
+        a.service.registry.acknowledge(consumer, replica, view.position)
+
+    await released(Position(view.history))
+    before = view.position
+    await cut(session, 2, *range(4))
+    await released(before)
+    await a.checkpoint()
+    before = view.position
+    await a.service.update_consumer("top", later)
+    await cut(session, 3, *range(4))
+    await released(before)
+    held = {each.name: np.array(each.held.rows) for each in view.state.tables}
+    history, position = view.history, view.position
+    await a.give_up()
+    await b.take()
+    after = b.service.views.by_consumer()["top"]
+    assert (after.history, after.position) == (history, position)
+    assert same({each.name: np.array(each.held.rows) for each in after.state.tables}, held)
+
+
+def _lose(log: LogStore, version: int) -> None:
+    """Have a log that has forgotten what came after a version."""
+    for stream in STREAMS:
+        log.drop(stream, version + 1).result()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 3, 4])
+@in_processes()
+async def test_a_log_that_went_back_goes_on_with_the_newest_that_there_is(
+    a: Process, b: Process, lost: int
+) -> None:
+    await a.take()
+    session, rows = await publish(a.service), {1: dict[str, Any]()}
+    for step in (2, 3, 4):
+        await cut(session, step, step)
+        rows[step] = a.rows
+        if step < 4:
+            await a.checkpoint()
+    await a.give_up()
+    _lose(b.logs.open(MODEL), lost)
+    b.logs.give_up(MODEL)
+    await b.take()
+    assert b.version == max(lost, 3)
+    assert same(b.rows, rows[max(lost, 3)])
+    session = await publish(b.service, 5, run="later", started=2)
+    assert b.version == max(lost, 3) + 1
+
+
+@in_processes()
+async def test_a_log_that_has_lost_every_version_goes_on_with_its_only_checkpoint(a: Process, b: Process) -> None:
+    """It is not taken for one of a model of which nothing was ever published."""
+    await a.take()
+    session = await publish(a.service)
+    await cut(session, 2, 2)
+    await a.checkpoint()
+    before = a.rows
+    await a.give_up()
+    _lose(b.logs.open(MODEL), 0)
+    b.logs.give_up(MODEL)
+    await b.take()
+    assert (b.version, same(b.rows, before)) == (2, True)
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        await cut(session, 2, 2)
+        await a.checkpoint()
+        await cut(session, 3, 3)
+        newest = await a.checkpoint()
+        await cut(session, 4, 4)
+        before = a.rows
+        await a.give_up()
+        (tmp_path / "checkpoints" / newest.layers[-1].files[0].name).write_bytes(b"damaged")
+        await b.take()
+        assert same(b.rows, before)
+        said = [each.text for each in b.service.recent_events.newest(20)]
+        assert any(newest.layers[-1].files[0].name in each for each in said)
+
+    run(tmp_path, scenario)
+
+
+def test_where_no_checkpoint_is_left_the_trainer_sends_every_row(tmp_path: Path) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        await a.take()
+        session = await publish(a.service)
+        await a.checkpoint()
+        await cut(session, 2, 2)
+        await a.checkpoint()
+        await a.give_up()
+        for each in (tmp_path / "checkpoints").rglob("*"):
+            if each.is_file():
+                each.write_bytes(b"damaged")
+        await b.take()
+        assert MODEL not in b.service.models
+        await publish(b.service, 3, run="later", started=2)
+        assert b.version == 1
+
+    run(tmp_path, scenario)
+
+
+@in_processes()
+async def test_rows_that_the_log_has_lost_are_asked_of_the_trainer(a: Process, b: Process) -> None:
+    await a.take()
+    session = await publish(a.service)
+    await a.checkpoint()
+    await cut(session, 2, 2)
+    before = a.rows
+    await cut(session, 3, 3)
+    await a.give_up()
+    b.logs.open(MODEL).drop(f"cuts/{MODEL}", 3, 0).result()
+    b.logs.give_up(MODEL)
+    await b.take()
+    assert (b.version, same(b.rows, before)) == (2, True)
+
+
+Step = tuple[str, list[int]]
+
+
+@given(
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("cut"), st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)),
+            st.tuples(st.sampled_from(["checkpoint", "move"]), st.just([])),
+        ),
+        max_size=12,
+    )
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_comes_between_the_rows_are_those_that_were_published(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[Step]
+) -> None:
+    async def scenario(a: Process, b: Process) -> None:
+        processes, here = [a, b], 0
+        await a.take()
+        session, step = await publish(a.service), 1
+        wanted = a.rows
+        for kind, ids in steps:
+            if kind == "cut":
+                step += 1
+                await cut(session, step, *sorted(ids))
+                wanted = processes[here].rows
+            elif kind == "checkpoint":
+                await processes[here].checkpoint()
+            else:
+                await processes[here].give_up()
+                here = 1 - here
+                await processes[here].take()
+                assert same(processes[here].rows, wanted)
+                session = await publish(processes[here].service, step := step + 1, run=f"run-{step}", started=step)
+                wanted = processes[here].rows
+        assert a.stored.verify() == []
+
+    run(tmp_path_factory.mktemp("moves"), scenario)
+
+
+@pytest.mark.parametrize("broken", ["log", "place"])
+@in_processes()
+async def test_what_does_not_answer_while_a_model_is_taken_is_asked_again_and_nothing_is_dropped(
+    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """At whichever read it is: neither is a checkpoint passed over for it, nor a version given up."""
+    await a.take()
+    session = await publish(a.service)
+    for step in (2, 3, 4, 5):
+        await cut(session, step, step, step + 1)
+        if step < 5:
+            await a.checkpoint()
+    before, version = a.rows, a.version
+    await a.give_up()
+
+    def had() -> list[list[bytes]]:
+        log = b.logs.open(MODEL)
+        found = [[bytes(each.payload) for each in log.read(name)] for name in STREAMS]
+        b.logs.give_up(MODEL)
+        return found
+
+    wanted, failures, open_log = had(), 0, b.logs.open
+    for number in range(1000):
+        with monkeypatch.context() as patch:
+            calls = itertools.count()
+
+            def opened(model: str, owner: Owner | None = None) -> LogStore:
+                log = open_log(model, owner)
+                if broken == "log":
+                    away = LogUnavailable("away")
+                    patch.setattr(log, "read", failing(log.read, calls, number, away))  # noqa: B023
+                return log
+
+            patch.setattr(b.logs, "open", opened)
+            if broken == "place":
+                read = Place.get
+
+                def get(place: Place, name: str) -> bytes:
+                    if place.url == b.place.url and next(calls) == number:  # noqa: B023
+                        with place._failures(name, "read"):
+                            raise PermissionError(13, "away")
+                    return read(place, name)  # noqa: B023
+
+                patch.setattr(Place, "get", get)
+            try:
+                await b.take()
+            except StorageFailed:
+                failures += 1
+            else:
+                break
+        await b.give_up()
+        assert had() == wanted
+    assert failures > 2
+    assert (b.version, same(b.rows, before)) == (version, True)
+
+
+def failing(call: Any, calls: Any, number: int, error: Exception) -> Any:
+    """A function whose call of that number fails; of one that returns an iterator, as it is read."""
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return call(*arguments, **named)
+
+    return called
+
+
+@in_processes()
+async def test_the_next_owner_has_the_rows_the_consumers_and_the_history(a: Process, b: Process) -> None:
+    await a.take()
+    consumer = await a.service.create_consumer("predictors", MODEL, Policy())
+    session = await publish(a.service)
+    await send(session, part(2, [(0, [1, 3], np.ones((2, 4), np.float32))]))
+    await session.coordinator.settled()
+    replica = a.service.registry.connect(consumer, "r", asyncio.Event())
+    held = a.service.models[MODEL].position
+    a.service.registry.acknowledge(consumer, replica, held)
+    before = a.rows
+    await a.give_up()
+    await b.take()
+    assert b.rows.keys() == before.keys()
+    assert all(np.array_equal(each, before[name]) for name, each in b.rows.items())
+    assert b.service.models[MODEL].position.is_sealed_as(held)
+    assert b.service.registry.get("predictors").replicas["r"].applied == Position(held.history, held.number)
+    session = await publish(b.service, 3, run="later", started=2)
+    assert b.service.models[MODEL].position.number == 3
+
+
+@in_processes()
+async def test_who_has_given_a_model_up_has_nothing_of_it(a: Process, b: Process) -> None:
+    await a.take()
+    consumer = await a.service.create_consumer("predictors", MODEL, Policy(top_k=3))
+    session = await publish(a.service)
+    model, ended = a.service.models[MODEL], asyncio.Event()
+    a.service.registry.connect(consumer, "r", ended)
+    await a.give_up()
+    assert ended.is_set()
+    assert consumer.moved
+    assert (a.service.models, a.service.coordinators, a.service.registry.consumers) == ({}, {}, {})
+    assert a.service.views.by_consumer() == {}
+    assert a.service.limits.taken["bytes_in_all"] == 0
+    with pytest.raises(NotOwner):
+        await send(session, part(2, []))
+    with pytest.raises(ServiceUnavailable, match="model 'clicks' is stopped in this process"):
+        await model.on_thread(lambda: None)
+
+
+@in_processes()
+async def test_a_model_of_which_nothing_is_published_is_given_up_with_its_ranks(a: Process, b: Process) -> None:
+    await a.take()
+    coordinator = await a.service.open_model(MODEL)
+    await a.give_up()
+    with pytest.raises(NotOwner):
+        coordinator.cut_of(None, 1)  # type: ignore[arg-type]  # Refused before it is looked at.
+    await b.take()
+    await publish(b.service)
+
+
+@in_processes()
+async def test_a_cut_that_its_log_does_not_take_any_more_holds_nobody_up(
+    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await a.take()
+    session = await publish(a.service)
+    a.logs.of(MODEL).close()  # As a fenced one: it takes nothing any more.
+    monkeypatch.setattr(a.logs, "lost", lambda _: StorageFailed("fenced"))
+    await a.give_up()
+    with pytest.raises(NotOwner):
+        await send(session, part(2, []))

@@ -1,0 +1,47 @@
+"""Bits that change in files of checkpoints: a service gives the right rows, or has none of the model."""
+
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.support import flips
+
+RUNS = 8
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    """Change one bit of a file, or several."""
+    content = bytearray(path.read_bytes())
+    for _ in range(rng.choice([1, 1, 1, 8])):
+        bit = rng.randrange(len(content) * 8)
+        content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("checkpoints", [[3], [2, 4], [1, 2, 3, 4, 5]])
+def test_no_bit_of_a_checkpoint_changes_what_is_given(tmp_path: Path, checkpoints: list[int]) -> None:
+    """Where nothing is left to begin with, the model is not there, and its trainer sends all of it."""
+    whole, copy, rng, seen = tmp_path / "whole", tmp_path / "copy", random.Random(len(checkpoints)), Counter[str]()
+    flips.write(whole, checkpoints)
+    shutil.copytree(whole, copy)
+    right = flips.outcome(copy)
+    assert right["position"], right
+    files = sorted(path.relative_to(whole) for path in (whole / "checkpoints").rglob("*") if path.is_file())
+    for _ in range(RUNS):
+        shutil.rmtree(copy)
+        shutil.copytree(whole, copy)
+        name = rng.choice(files)
+        flip(copy / name, rng)
+        found = flips.outcome(copy)
+        assert "consumers" in found, found
+        named = any(name.name in each for each in found["said"])
+        if found["position"] is None:
+            assert named
+            seen["named, and the model is not there"] += 1
+            continue
+        assert found["position"] == right["position"]
+        assert found["given"] == right["given"]
+        seen["named" if named else "not read"] += 1
+    assert sum(seen.values()) - seen["not read"] > 0, f"no bit was noticed: {seen}"

@@ -1,0 +1,95 @@
+"""Tables in scratch files (--table-memory): they mean nothing after a restart, and a folder may have no room."""
+
+import asyncio
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.local_service import join, opened, send
+from tests.support.volumes import small_volume
+from tests.support.wire import part, random_rows
+
+from deltasync.core.errors import StorageFailed
+from deltasync.core.policy import Policy
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.core.value_types import ValueType
+from deltasync.publish.session import PublishSession
+from deltasync.service.service import Service
+
+WIDE = TableSpec("wide", 1 << 16, 8)
+MIB = 1 << 20
+
+
+async def publish_wide(service: Service, step: int = 1) -> PublishSession:
+    """A run that publishes every row of the table, in pieces."""
+    session = await join(service, run=f"run-{step}", started=step, tables=[WIDE], shards=[Shard.whole(WIDE)])
+    (rows,) = random_rows(step, [WIDE])
+    pieces = np.array_split(np.arange(WIDE.rows), 8)
+    await send(session, part(step, [(0, ids, rows[ids]) for ids in pieces], full=True))
+    await session.coordinator.settled()
+    return session
+
+
+def mapped_bytes(folder: Path) -> int:
+    """Bytes of files of a folder that this process has mapped; they have no name any more."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [line[0].split("-") for line in lines if len(line) > 5 and line[5].startswith(f"{folder}/")]
+    return sum(int(end, 16) - int(first, 16) for first, end in spans)
+
+
+async def released(service: Service, consumer: str) -> bytes:
+    """What replicas of a consumer with a policy are given."""
+    view = service.views.by_consumer()[consumer]
+    while not view.position.number:
+        await asyncio.sleep(0.001)
+    (table,) = view.state.tables
+    return await view.model.on_thread(table.held.rows.tobytes)
+
+
+async def test_nothing_in_the_folder_counts_after_a_restart(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    policy = Policy(value_type=ValueType.FP16)
+    async with opened(tmp_path / "data", table_memory=scratch) as service:
+        session = await publish_wide(service)
+        service.registry.connect(await service.create_consumer("half", "clicks", policy), "r", asyncio.Event())
+        view = await released(service, "half")
+        assert mapped_bytes(scratch) >= 2 * MIB + MIB  # The rows of the model, and those of the view.
+        assert list(scratch.iterdir()) == []
+        await service.checkpoints.make("clicks")
+        await send(session, part(2, [(0, [7], np.ones((1, 8), "<f4"))]))
+        await session.coordinator.settled()
+    (rows,) = random_rows(1, [WIDE])
+    rows[7] = 1
+    shutil.rmtree(scratch)
+    for folder in (tmp_path / "another", None):
+        async with opened(tmp_path / "data", table_memory=folder) as service:
+            (table,) = service.models["clicks"].tables
+            np.testing.assert_array_equal(table.rows, rows)
+            assert await released(service, "half") == view
+            assert folder is None or mapped_bytes(folder)
+
+
+async def test_where_there_is_no_room_tables_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    with small_volume(16 * MIB) as volume:
+        scratch = volume / "scratch"
+        async with opened(tmp_path, table_memory=scratch) as service:
+            await publish_wide(service)
+            wider = replace(WIDE, name="wider", rows=1 << 19)
+            for model, run in (("clicks", "later"), ("another", "first")):
+                with pytest.raises(
+                    StorageFailed, match=rf"no room for .* bytes, and .* are free on the volume of {scratch}"
+                ):
+                    await join(service, model=model, run=run, started=2, tables=[WIDE, wider], shards=[])
+            assert list(service.models) == ["clicks"]
+            await publish_wide(service, 3)
+            assert service.models["clicks"].position.number == 2
+    with small_volume(2 * MIB) as volume, pytest.raises(ExceptionGroup) as raised:
+        async with opened(tmp_path, table_memory=volume):
+            pass
+    (error,) = raised.value.exceptions
+    assert isinstance(error, StorageFailed)
+    assert "no room for table 'wide'" in str(error)
+    async with opened(tmp_path) as service:
+        np.testing.assert_array_equal(service.models["clicks"].tables[0].rows, random_rows(3, [WIDE])[0])
