@@ -80,9 +80,12 @@ class SentReleases:
         self._note_unacked()
 
     def take(self, number: int, received_bytes: int) -> SentRelease | None:
-        """What an ack of a number and of so many bytes is of: the last release of that number which these bytes
-        hold, as the protocol has it. None if that was acknowledged already. It is not under way any more, nor what
-        was sent before.
+        """Match an ack to the last release of that number within the bytes that were received.
+
+        That release, and all that were sent before it, are no longer under way.
+
+        Returns:
+            The release; None if it was acknowledged before.
         """
         taken, full = None, self.full
         while self._sent and _reaches(self._sent[0], number, received_bytes):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.client.latest_rows import latest_rows
 from deltasync.client.targets import Release
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound, StorageFailed
@@ -52,10 +53,9 @@ class CheckpointStart:
         rows = [each for each in self.release.rows if each.table.name in tables]
         if any(not _fits(each.table, tables[each.table.name]) for each in rows):
             return None
-        changed = {name: _mask(spec, release.rows) for name, spec in tables.items()}
-        return replace(
-            release, resync=True, whole=frozenset(), rows=[*_unchanged(rows, tables, changed), *release.rows]
-        )
+        # Of the tables as they are now: they may have grown.
+        rows = [RowBatch.of_table(tables[each.table.name], each.ids, each.values) for each in rows]
+        return replace(release, resync=True, whole=frozenset(), rows=latest_rows([*rows, *release.rows]))
 
     def alone(self, tables: Sequence[TableSpec], version: int) -> Release | None:
         """The same where nothing has changed since, as of the same version or a later one."""
@@ -213,23 +213,3 @@ def _release(model: str, history: str, head: Mapping[str, Any], tables: Sequence
 def _fits(of_checkpoint: TableSpec, now: TableSpec) -> bool:
     """Whether a table is the same, or has only grown since."""
     return replace(of_checkpoint, rows=now.rows) == now and of_checkpoint.rows <= now.rows
-
-
-def _mask(table: TableSpec, rows: Sequence[RowBatch]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-    mask = np.zeros(table.rows, np.bool_)
-    for batch in rows:
-        if batch.table.name == table.name:
-            mask[batch.ids] = True
-    return mask
-
-
-def _unchanged(
-    rows: Sequence[RowBatch],
-    tables: Mapping[str, TableSpec],
-    changed: "Mapping[str, np.ndarray[tuple[int], np.dtype[np.bool_]]]",
-) -> Iterator[RowBatch]:
-    for batch in rows:
-        name = batch.table.name
-        some = np.flatnonzero(~changed[name][batch.ids])
-        if len(some):
-            yield RowBatch.of_table(tables[name], batch.ids[some], batch.values[some])

@@ -90,7 +90,7 @@ class Model:
         head: the newest version that replicas can be sent, or None.
         seals: those of the last durable cuts, which may not be applied yet.
         succession: when each version became the newest, since the service started.
-        published: how many rows of each table were published, by the table's name: all that it had at the time.
+        published: the number of rows that each table had when it was last published, by the table's name.
         signal: wakes who waits for the head to move, or for a table.
         failure: what keeps cuts from being sealed or applied, which is tried again; empty if nothing does.
         failed: which rows do not fit their digests; empty if none was found. The model is to be reloaded.
@@ -314,11 +314,13 @@ class Model:
     def apply_after(
         self, sealed: "Future[None]", seal: Seal, rows: Sequence[RowBatch] | None
     ) -> "Future[FrozenRelease | None]":
-        """Begin to apply a cut as soon as `sealed` is done, unless it has failed, without a way round by the event
-        loop; returns what `apply_cut` then waits for.
+        """Apply a cut on the model's thread as soon as `sealed` is done, unless that fails.
 
-        The loop has to wait for `sealed` before: so it knows of the seal before it hears from whatever has seen it
-        applied. What it has asked of the thread by then may see it applied.
+        Call it after the event loop has begun to wait for `sealed`: then the loop learns of the seal first, and
+        of what the cut has changed after that.
+
+        Returns:
+            What `apply_cut` waits for.
         """
         prepared = self._thread.submit(self._prepared, seal, rows)  # While the log waits for its disk.
         return after(sealed, self._thread, lambda: self._apply_and_release(seal, rows, prepared.result()))
@@ -346,7 +348,10 @@ class Model:
         self.signal.wake()
 
     def _prepared(self, seal: Seal, rows: Sequence[RowBatch] | None) -> FrozenRelease | None:
-        """What replicas that follow are to be sent of a cut, where it can be sent on as it is; to be completed."""
+        """Write the messages of a cut for replicas that are up to date, where its rows can be sent as they came.
+
+        `Releases.completed` adds what is known only once the cut is applied.
+        """
         if rows is None or seal.whole or not self.releases.followed:
             return None
         changed = cut_rows(rows, {table.spec.name: slot for slot, table in enumerate(self.tables)})
@@ -579,8 +584,7 @@ class Model:
                 self._go_back(seals[-1].version if seals else 0, problem)
                 continue
             self.store.drop_unsealed(seals[-1].version if seals else 0)
-            checkpoint = self._load_newest(SealHistory(seals), derived)
-            seals, _ = self._sound_seals()  # Some may have been added, or dropped.
+            checkpoint, seals = self._load_newest(seals, derived)
             if (lost := self._replay(seals, checkpoint.version if checkpoint else 0, derived)) is None:
                 break
             self._go_back(*lost)
@@ -595,8 +599,7 @@ class Model:
         for manifest in self.checkpoints.manifests().manifests if problem else ():
             later, problem_of_later = self.store.seals(manifest.version)
             if later and (later[0].version, later[0].checksum) == (manifest.version, manifest.seal):
-                if problem not in self.problems:
-                    self.problems.append(problem)
+                self._note_problem(problem)
                 return later, problem_of_later
         return seals, problem
 
@@ -622,31 +625,41 @@ class Model:
         return None
 
     def _go_back(self, version: int, problem: str) -> None:
-        self.problems.append(
+        self._note_problem(
             f"the log has nothing sound after version {version}, which is the newest now: {problem}"
         )
         self.store.go_back(version)
 
-    def _load_newest(self, seals: SealHistory, derived: Sequence[Derived]) -> Manifest | None:
-        """Load the newest checkpoint that is sound and goes with the log; None where the log has everything."""
+    def _note_problem(self, problem: str) -> None:
+        if problem not in self.problems:  # What is tried again finds it again.
+            self.problems.append(problem)
+
+    def _load_newest(self, seals: list[Seal], derived: Sequence[Derived]) -> tuple[Manifest | None, list[Seal]]:
+        """Load the newest checkpoint that is sound and goes with the log, which has these seals.
+
+        Returns:
+            The checkpoint, None where the log has everything; and the seals that the log has then.
+        """
         found = self.checkpoints.manifests()
         if found.unreachable and self.log.shared:  # It may have what that log has lost.
             raise StorageFailed("; ".join(found.unreachable))
-        said = found.problems + found.unreachable
-        self.problems += [each for each in said if each not in self.problems]
+        for problem in (*found.problems, *found.unreachable):
+            self._note_problem(problem)
         end = LogEnd(self.history, {seal.version: seal.checksum for seal in seals}, self.store.dropped)
         usable = [(each, self._fitness(each, end)) for each in found.manifests]
-        reasons = [each.reason for _, each in usable if each.fit is Fit.FORKED]
-        self.problems += [each for each in reasons if each not in self.problems]
+        for _, decision in usable:
+            if decision.fit is Fit.FORKED:
+                self._note_problem(decision.reason)
         # Rather an older version than none: what comes after it is published again.
         for wanted in ((Fit.FITS, Fit.AHEAD), (Fit.GAP,)):
             for manifest, decision in usable:
                 if decision.fit in wanted and self._loaded(manifest, derived, found.unreachable):
                     if decision.fit is not Fit.FITS:
-                        self.problems.append(f"{decision.reason}: the log goes on from it")
+                        self._note_problem(f"{decision.reason}: the log goes on from it")
                         self.store.go_back(manifest.version)
                         self.store.add_seals(self._lost_seals(manifest, end))
-                    return manifest
+                        seals, _ = self._sound_seals()
+                    return manifest, seals
             if found.unreachable and self.store.dropped:  # What cannot be read now may go with the log.
                 raise StorageFailed("; ".join(found.unreachable))
         if self.store.dropped and not (found.manifests or found.problems or self.log.shared):
@@ -660,7 +673,7 @@ class Model:
                 f"checkpoint can be used: {'; '.join(self.problems) or 'there is none'}: {RESTORE}"
             )
         self._begin(None, derived)
-        return None
+        return None, seals
 
     def _fitness(self, manifest: Manifest, end: LogEnd) -> Fitness:
         past = {manifest.version: manifest.seal}
@@ -694,7 +707,7 @@ class Model:
                 unreachable.append(str(error))
                 if self.log.shared:  # It may have what that log has lost.
                     raise
-            self.problems.append(f"the checkpoint of version {manifest.version} is passed over: {error}")
+            self._note_problem(f"the checkpoint of version {manifest.version} is passed over: {error}")
             return False
         for each in derived:
             each.restored()

@@ -84,8 +84,9 @@ class Releases:
         return found
 
     def have(self, release: FrozenRelease | None, head: int) -> None:
-        """Note that the head is `head`. Keep `release`, which a replica at the number before lacks, until the next
-        one, and as long as any uses it.
+        """Note that the head is `head`. Replicas at the number before it are sent `release`.
+
+        It is kept until the next call, and as long as a replica uses it.
         """
         self._newest, self.followed = None, False
         if release:
@@ -144,8 +145,9 @@ class Releases:
         return self.noted(freeze(tables, after, head, whole))
 
     def prepared(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
-        """What a replica will lack that is at the number that the tables are at, before these get the rows of the
-        next one, by slot: to be `completed` then. None if there is no memory for it.
+        """Write the messages of rows, by slot, that the tables are about to get; None if there is no memory.
+
+        `completed` makes them the next release, for replicas that have everything before it.
         """
         if sum(batch.nbytes for _, batch in rows) > self.room:
             return None
@@ -213,8 +215,8 @@ class Copying:
         if self._copying is None:
             numbers = numbers_after(tables, self._after, self._whole)
             self._tables, self._specs = list(tables), specs
-            # The replica holds no row of a table of which it lacks all. It is told of those rows alone that are
-            # deleted from now on: it may have been sent them before.
+            # A replica that lacks a whole table need not hear of rows that were deleted before. It has to hear of
+            # those that are deleted from now on, since it may have been sent them by then.
             self._told_after = [
                 0 if number else table.counts.newest for table, number in zip(tables, numbers, strict=True)
             ]

@@ -69,7 +69,8 @@ class ModelStore:
         history: the id made when the model's log was created.
         specs: the tables that are written down, in the order they were added.
         grown_from: how many rows a table had before it last grew, by its name.
-        removed: the version up to which there was no table of a name, or another one that was removed then.
+        removed: a version by name: a table of that name was removed then or before. The one that there is now, if
+            there is one, has rows of later versions only.
         dropped: the version up to which the log has no rows any more.
         written: whether anything was written.
         queue: what all have submitted to the log that is not on disk yet.

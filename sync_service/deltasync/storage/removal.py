@@ -48,8 +48,9 @@ def remove_records(log: LogStore, model: str) -> None:
 
 
 def finish_removal(log: LogStore, model: str, checkpoints: CheckpointStore) -> None:
-    """Remove a model whose removal is noted, and was not finished, if it is. Before another of its name is made:
-    that would be taken for it at the next start. Blocks.
+    """Finish the removal of a model, if one was noted and did not finish. Blocks.
+
+    Call it before another model of that name is made, which the next start would remove otherwise.
 
     Raises:
         StorageFailed: the log, or a place of checkpoints, could not be written.

@@ -8,8 +8,8 @@
 The head of a release is JSON, made of `head_record` and
 
     after          seal of the release before it; 0 = it is the first
-    from           version at which rows were compared before it: nothing was dirty then if that is later than the
-                   release before
+    from           version at which rows were last compared before this release. If it is later than the version of
+                   the release before, that comparison found nothing dirty.
     compared       version at which nothing was dirty after it; 0 = not known of any
     statistics     see `statistics_record`
     rows           how many rows it took, by slot; 0 of tables that it made
