@@ -1,6 +1,6 @@
 """A model and views of it, whose checkpoints tests write and load, and copies of what they had."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,7 +34,10 @@ class Owner:
         self.busy = 0  # How often it is asked for its state in vain.
 
     def checkpoint_tables(self) -> list[SourceTable]:
-        return [SourceTable(key, table, spec_record(table.spec)) for key, table in self.tables.values()]
+        return [
+            SourceTable(key, table, spec_record(table.spec), dirty_of(table) if self.owner else None)
+            for key, table in self.tables.values()
+        ]
 
     def checkpoint_state(self) -> dict[str, Any] | None:
         if self.busy:
@@ -90,12 +93,14 @@ class Checkpointed:
         store: where these are.
         meanwhile: called between the turns of the writer.
         held: what the tables were at each checkpoint, by its id.
+        dirty: the dirty rows that there were of views' tables, likewise.
     """
 
     store: CheckpointStore
     seed: int = 0
     meanwhile: Callable[[], None] = lambda: None
     held: dict[str, Held] = field(default_factory=dict)
+    dirty: dict[str, dict[TableKey, list[list[int]]]] = field(default_factory=dict)
     newest: Manifest | None = None
     limit: int = 256
     small: dict[str, bytes] = field(
@@ -138,6 +143,8 @@ class Checkpointed:
         self.held[made.id] = {
             each.key: held(each.table) for owner in self.owners for each in owner.checkpoint_tables()
         }
+        found = {each.key: each.dirty for owner in self.owners for each in owner.checkpoint_tables() if each.dirty}
+        self.dirty[made.id] = {key: as_lists(rows) for key, rows in found.items() if len(rows[0])}
 
     @staticmethod
     def seal(version: int) -> int:
@@ -151,6 +158,16 @@ class Checkpointed:
 def held(table: StampedTable) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint64], int, float]:
     """Copies of what a table has."""
     return table.rows.copy(), table.stamps.copy(), table.digests.copy(), table.checksum, table.norm
+
+
+def dirty_of(table: StampedTable) -> tuple[Ids, NDArray[np.int64]]:
+    """Some rows of a table, and versions since which they might be dirty."""
+    ids = table.changed_since(table.counts.newest // 2)[1:]
+    return ids, 7 * np.abs(table.stamps[ids]) + ids
+
+
+def as_lists(rows: Iterable[NDArray[np.int64]]) -> list[list[int]]:
+    return [column.tolist() for column in rows]
 
 
 def loaded(store: CheckpointStore, manifest: Manifest) -> dict[TableKey, StampedTable]:

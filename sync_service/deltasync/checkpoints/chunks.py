@@ -1,10 +1,10 @@
-"""Chunks: what files of checkpoints are made of. Each has rows of one table, or records of the log.
+"""Chunks: what files of checkpoints are made of. Each has rows or dirty rows of one table, or log records.
 
     header     magic, format, flags, table, bytes of a row's values, rows, first id
     ids        int64 [n]; left out where they follow the first one without a gap
-    stamps     int64 [n], negative for deleted rows
-    digests    uint64 [n]; left out for deleted rows
-    values     [n, bytes of a row]; left out for deleted rows
+    stamps     int64 [n], negative for deleted rows; of dirty rows, the versions since which they are dirty
+    digests    uint64 [n]; left out for deleted and for dirty rows
+    values     [n, bytes of a row]; left out for deleted and for dirty rows
     zeros      up to a multiple of 8 bytes
     checksum   64 bits of all that, of the file's name and of the chunk's place in the file
 
@@ -35,7 +35,7 @@ CHUNK_BYTES = 1 << 20
 
 _MAGIC, _FORMAT = b"dsck", 1
 _HEADER, _CHECKSUM = struct.Struct("<4sHHIIQq"), struct.Struct("<Q")
-_DELETED, _RUN, _RECORDS = 1, 2, 4
+_ONLY_STAMPS, _RUN, _RECORDS = 1, 2, 4
 _RECORD = struct.Struct("<HQIIQ")  # Length of the stream's name, number, part, index, length of the payload.
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -53,9 +53,9 @@ class Chunk:
     Attributes:
         slot: the table's number in the checkpoint.
         ids: [n], ascending.
-        stamps: [n], negative for deleted rows.
-        digests: [n]; 0 for deleted rows.
-        values: [n, bytes of a row]; None if the rows are deleted.
+        stamps: [n], negative for deleted rows; of dirty rows, the versions since which they are dirty.
+        digests: [n]; 0 for deleted and for dirty rows.
+        values: [n, bytes of a row]; None if the rows are deleted or dirty ones.
     """
 
     slot: int
@@ -101,8 +101,8 @@ def read_chunks(path: str, file: BinaryIO, size: int) -> Iterator[Chunk]:
             slot,
             np.arange(first, first + rows) if flags & _RUN else ids,
             stamps,
-            np.zeros(rows, np.uint64) if flags & _DELETED else digests,
-            None if flags & _DELETED else values,
+            np.zeros(rows, np.uint64) if flags & _ONLY_STAMPS else digests,
+            None if flags & _ONLY_STAMPS else values,
         )
         start += length
     if start < size or file.read(1):
@@ -150,16 +150,26 @@ class ChunkFile:
         """
         run = contiguous(ids)
         where = ids if run is None else run
-        flags = (_DELETED if deleted else 0) | (0 if run is None else _RUN)
-        width = 0 if deleted else table.spec.dim * table.spec.dtype.itemsize
+        if deleted:
+            return self.add_stamps(slot, ids, table.stamps[where])
+        flags, width = 0 if run is None else _RUN, table.spec.dim * table.spec.dtype.itemsize
         if (chunk := self._room_for(flags, slot, width, len(ids), int(ids[0]))) is None:
             return False
         own_ids, stamps, digests, values = _arrays(chunk, flags, len(ids), width)
         own_ids[:] = ids[: len(own_ids)]
         stamps[:] = table.stamps[where]
-        if not deleted:
-            table.read(ids, values.view(table.spec.dtype))
-            digests[:] = table.digests[where]
+        table.read(ids, values.view(table.spec.dtype))
+        digests[:] = table.digests[where]
+        self._ends.append(self.nbytes + len(chunk))
+        return True
+
+    def add_stamps(self, slot: int, ids: Ids, stamps: Stamps) -> bool:
+        """Add deleted or dirty rows ([n], ascending) of a table; returns whether there was room."""
+        flags = _ONLY_STAMPS | (0 if contiguous(ids) is None else _RUN)
+        if (chunk := self._room_for(flags, slot, 0, len(ids), int(ids[0]))) is None:
+            return False
+        own_ids, own_stamps, _, _ = _arrays(chunk, flags, len(ids), 0)
+        own_ids[:], own_stamps[:] = ids[: len(own_ids)], stamps
         self._ends.append(self.nbytes + len(chunk))
         return True
 
@@ -195,7 +205,7 @@ def _sizes(flags: int, rows: int, width: int) -> tuple[int, int, int, int]:
     """Bytes of ids, stamps, digests and values."""
     if flags & _RECORDS:
         return 0, 0, 0, rows * width
-    return 0 if flags & _RUN else rows * 8, rows * 8, 0 if flags & _DELETED else rows * 8, rows * width
+    return 0 if flags & _RUN else rows * 8, rows * 8, 0 if flags & _ONLY_STAMPS else rows * 8, rows * width
 
 
 def _length(flags: int, rows: int, width: int) -> int:

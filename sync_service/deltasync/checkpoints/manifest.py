@@ -3,7 +3,8 @@
 MODEL/manifests/ID.json     names all files of the checkpoint; its first line has a checksum of the rest
 MODEL/data/ID-NUMBER        rows, or records of the log, see `chunks`
 
-Checkpoints share files: each names those of its base and of the releases since, and has added one layer. An id
+Checkpoints share files: each names those of its base and of the releases since, and has added one layer. Files
+with dirty rows are its own. An id
 begins with a number that is larger than in all checkpoints before it.
 """
 
@@ -108,6 +109,7 @@ class Manifest:
         tables: those of the model and of its views.
         states: what else owners of tables must know to go on, by owner.
         layers: the base, then the releases since.
+        dirty: files with the dirty rows of views.
         slots: how many numbers of tables its layers use.
         small: small records of the log.
     """
@@ -121,6 +123,7 @@ class Manifest:
     tables: Sequence[TableEntry]
     states: Mapping[str, Mapping[str, Any]]
     layers: Sequence[Layer]
+    dirty: Sequence[File]
     slots: int
     small: Mapping[str, bytes]
 
@@ -142,17 +145,17 @@ class Manifest:
     @property
     def files(self) -> list[File]:
         """All other files."""
-        return [file for layer in self.layers for file in layer.files]
+        return [*(file for layer in self.layers for file in layer.files), *self.dirty]
 
     @property
     def bytes(self) -> int:
         """Bytes of all other files."""
-        return sum(layer.bytes for layer in self.layers)
+        return sum(file.bytes for file in self.files)
 
     @property
     def new_bytes(self) -> int:
         """Bytes of the files that the checkpoint before it does not have."""
-        return self.layers[-1].bytes
+        return self.layers[-1].bytes + sum(file.bytes for file in self.dirty)
 
 
 def manifest_name(model: str, id: str) -> str:  # noqa: A002
@@ -206,7 +209,8 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         for each in content["layers"]
     ]
     small = {name: value.encode("latin-1") for name, value in content["small"].items()}
-    return Manifest(**{**content, "tables": tables, "layers": layers, "small": small})
+    dirty = _files(content["dirty"])
+    return Manifest(**{**content, "tables": tables, "layers": layers, "dirty": dirty, "small": small})
 
 
 def _files(found: Sequence[dict[str, Any]]) -> list[File]:

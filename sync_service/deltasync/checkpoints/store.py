@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO, TypeVar
 
+import numpy as np
+
 from deltasync.checkpoints.chunks import Bytes, CheckpointDamaged, Chunk, LogRecord, read_chunks
 from deltasync.checkpoints.loading import in_order, load_rows
 from deltasync.checkpoints.manifest import (
@@ -20,6 +22,7 @@ from deltasync.checkpoints.manifest import (
     File,
     Manifest,
     TableEntry,
+    TableKey,
     id_of,
     manifest_name,
     pack_manifest,
@@ -179,6 +182,22 @@ class CheckpointStore:
             if entry := entries.get(chunk.slot):
                 yield entry, chunk.ids, chunk.stamps, chunk.values
 
+    def dirty(self, manifest: Manifest) -> dict[TableKey, tuple[Ids, Stamps]]:
+        """The dirty rows ([n], ascending) of views' tables, and the versions since which they are dirty [n].
+
+        Raises:
+            CheckpointDamaged: a file is missing or damaged.
+            PlaceFailed: a file cannot be read now.
+        """
+        keys = {entry.slot: entry.key for entry in manifest.tables}
+        found = dict[TableKey, list[Chunk]]()
+        for chunk in self._chunks(manifest, manifest.dirty):
+            found.setdefault(keys[chunk.slot], []).append(chunk)
+        return {
+            key: (np.concatenate([each.ids for each in some]), np.concatenate([each.stamps for each in some]))
+            for key, some in found.items()
+        }
+
     def records(self, manifest: Manifest) -> Iterator[LogRecord]:
         """The log's records that a checkpoint has, oldest layer first; some may be newer than its version.
 
@@ -257,6 +276,7 @@ class CheckpointStore:
         small: Callable[[], Mapping[str, bytes]],
         records: Callable[[Manifest | None], Iterable[LogRecord]],
         limit: int,
+        in_haste: Callable[[], bool] = lambda: True,
         check: Callable[[], None] = lambda: None,
     ) -> Manifest:
         """Write a checkpoint to the local place while cuts go on: what has changed since the previous one, or a
@@ -273,6 +293,8 @@ class CheckpointStore:
                 known, so that none is newer.
             records: reads the log's records, those that a checkpoint does not have, or all, where there is none.
             limit: bytes that are copied in one turn at the end.
+            in_haste: whether the writer should take all it can get of processor and disk, rather than leave most
+                of both to the cuts that go on.
             check: called often; raises to break off.
 
         Raises:
@@ -284,7 +306,7 @@ class CheckpointStore:
             with self._local.using([new]), self._using(*([previous] if previous else [])):
                 base = previous if previous and self._whole(self._local).issuperset(previous.files) else None
                 files = LayerFiles(self._local, f"{self._model}/{DATA}/{new}-")
-                writer = CheckpointWriter(files, sources, base, version, limit)
+                writer = CheckpointWriter(files, sources, base, version, limit, in_haste)
                 try:
                     manifest = writer.write(self._model, new, run, small, records, check)
                     self._local.put(manifest.name, pack_manifest(manifest))

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from deltasync.checkpoints.chunks import CHUNK_BYTES, ChunkFile, LogRecord, packed_records
 from deltasync.checkpoints.manifest import File, Layer, Manifest, TableEntry, TableKey
 from deltasync.checkpoints.place import Place
+from deltasync.core.change_counts import Stamps
 from deltasync.core.position import Position
 from deltasync.core.precopy import PreCopy
 from deltasync.core.progress import Progress
@@ -35,7 +36,13 @@ _RELEASES_SHARE = 1.5
 _MOST_LAYERS = 256
 # What a chunk has of each row besides its values: id, stamp and digest.
 _ROW_BYTES = 24
+# Id, and the version since which it is dirty.
+_DIRTY_ROW_BYTES = 16
 _PAUSE_SECONDS = 0.01
+# After each store of full files the writer rests for as many times as long as that took: it takes at most a third
+# of a core, and of the disk, from the cuts that go on meanwhile.
+_REST = 2.0
+_LONGEST_REST_SECONDS = 1.0
 # The rest is stored in pieces of as many full files, where it is larger.
 _FULL_FILES = 4
 # A view whose release is under way for longer is left out. Where the log is too full to take that release, only a
@@ -45,11 +52,20 @@ PATIENCE_SECONDS = 60.0
 
 @dataclass(frozen=True, eq=False)
 class SourceTable:
-    """A table that is to be in a checkpoint, and the record from which its owner makes it again."""
+    """A table that is to be in a checkpoint.
+
+    Attributes:
+        key: which table.
+        table: its rows.
+        record: what its owner needs to make it again.
+        dirty: its dirty rows ([n], ascending), and the versions since which they are dirty [n]. Both arrays never
+            change.
+    """
 
     key: TableKey
     table: StampedTable
     record: Mapping[str, Any]
+    dirty: tuple[Ids, Stamps] | None = None
 
 
 class Source(Protocol):
@@ -85,6 +101,7 @@ class _Moment:
     histories: Mapping[str, str]
     tables: Sequence[TableEntry]
     states: Mapping[str, Mapping[str, Any]]
+    dirty: Sequence[tuple[int, Ids, Stamps]]  # With the tables' numbers in chunks.
 
 
 class LayerFiles:
@@ -119,12 +136,13 @@ class LayerFiles:
                 self.store()
             self._filling = self._spare.pop() if self._spare else ChunkFile()
 
-    def store(self) -> None:
-        """Store the files that are full, and have an empty one ready.
+    def store(self) -> bool:
+        """Store the files that are full, and have an empty one ready; returns whether there were any.
 
         Raises:
             PlaceFailed: one could not be stored.
         """
+        full = bool(self._full)
         for file in self._full:
             if file is None:
                 self._rounds.append([])
@@ -138,6 +156,7 @@ class LayerFiles:
         if not self._spare:  # The thread that fills files has no time to take memory.
             self._spare.append(ChunkFile())
             self._spare[-1].take_memory()
+        return full
 
     def end(self) -> list[list[File]]:
         """Store what is left; returns all rounds since the last call."""
@@ -161,10 +180,11 @@ class CheckpointWriter:
         previous: Manifest | None,
         version: Callable[[], Position],
         limit: int,
+        in_haste: Callable[[], bool],
     ) -> None:
         """See `CheckpointStore.write`."""
         self._files = files
-        self._sources, self._version, self._limit = sources, version, limit
+        self._sources, self._version, self._limit, self._in_haste = sources, version, limit, in_haste
         self._previous = previous
         self._before, self._slots = dict[_Which, TableEntry](), 0
         # The tables that are being copied, by their numbers in chunks.
@@ -184,13 +204,19 @@ class CheckpointWriter:
         check: Callable[[], None],
     ) -> Manifest:
         """Write all but the manifest, which is returned. See `CheckpointStore.write`; `id` is the new one's."""
-        progress = Progress(f"model {model!r}: writing a checkpoint", run(self._begin), "bytes")
+        unhurried = run(self._begin)
+        progress = Progress(f"model {model!r}: writing a checkpoint", unhurried, "bytes")
         kept: Mapping[str, bytes] | None = None
         while not isinstance(done := run(partial(self._turn, last=kept is not None)), _Moment):
             check()
-            self._files.store()
+            began = time.monotonic()
+            stored = self._files.store()
             if done:
                 progress.add(done)
+                unhurried -= done
+                # Rows that change meanwhile are copied without a rest: they could change faster than with rests.
+                if stored and unhurried > 0 and not self._in_haste():
+                    time.sleep(min(_REST * (time.monotonic() - began), _LONGEST_REST_SECONDS))
             elif kept is None:
                 kept = small()  # Before the last turn: nothing that they name is newer than the checkpoint.
             else:
@@ -201,6 +227,12 @@ class CheckpointWriter:
             self._files.add(partial(ChunkFile.add_records, packed=packed))
             self._files.store()
         others = [file for files in self._files.end() for file in files]
+        for slot, ids, since in done.dirty:
+            for start in range(0, len(ids), rows := CHUNK_BYTES // _DIRTY_ROW_BYTES):
+                some = slice(start, start + rows)
+                self._files.add(partial(ChunkFile.add_stamps, slot=slot, ids=ids[some], stamps=since[some]))
+                self._files.store()
+        dirty = [file for files in self._files.end() for file in files]
         layers = self._previous.layers if self._previous else ()
         return Manifest(
             model=model,
@@ -212,6 +244,7 @@ class CheckpointWriter:
             tables=done.tables,
             states=done.states,
             layers=[*layers, Layer(done.position.number, rounds, others)],
+            dirty=dirty,
             slots=self._slots,
             small=kept or {},
         )
@@ -290,7 +323,8 @@ class CheckpointWriter:
                 self._copy(*copied_tables[slot], ids)
         histories = {each.owner: each.history for each in sources if each.owner in states}
         there = [(self._slot_of[which], each) for which, each in tables.items() if each.key.owner in states]
-        return _Moment(position, histories, [_entry(slot, each) for slot, each in there], states)
+        dirty = [(slot, *each.dirty) for slot, each in there if each.dirty]
+        return _Moment(position, histories, [_entry(slot, each) for slot, each in there], states, dirty)
 
     def _copy_blocks(self, unended: list[_Copy]) -> int:
         """Copy as many rows as one turn takes, the last of the copies first; those that end are removed from the

@@ -1,6 +1,7 @@
 """What happens in the service, said in one place, to which logging and metrics listen."""
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -93,6 +94,8 @@ _TRIED_AGAIN = frozenset(
     {EventKind.PUBLISHER_REFUSED, EventKind.REPLICA_REFUSED, EventKind.CUT_REFUSED, EventKind.FAILED}
 )
 _REPEAT_SECONDS = 60.0
+# In an error numbers may differ with each try: bytes that are free, say.
+_NUMBER = re.compile("[0-9]+")
 _LINES = 1000
 # Those that another log has.
 _AUDITED = frozenset({EventKind.CALL_REFUSED})
@@ -281,7 +284,9 @@ def _repeated(event: Event) -> str | None:
     """What the log says again after a while only; None if it is said each time."""
     if event.kind is EventKind.CUT_QUARANTINED:  # Each is another version; lag says how many there are.
         return f"{event.kind.value} {event.subject.get('model')}"
-    return line_of(event) if event.kind in _TRIED_AGAIN else None
+    if event.kind not in _TRIED_AGAIN:
+        return None
+    return line_of(replace(event, error=None)) + _NUMBER.sub("0", printable(str(event.error)))
 
 
 def line_of(event: Event) -> str:

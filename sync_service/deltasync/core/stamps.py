@@ -59,6 +59,7 @@ class StampedTable:
         counts: of the stamps; any thread may read them.
         index: finds the rows that are stamped after a number.
         checksum: of all rows; see `core.digests`.
+        before_change: called with the ids of rows that are about to change, on the thread that changes them.
         removed: its model has it no more.
         removed_before: the version, or release, up to which another table of its name was there; 0 = none was.
     """
@@ -86,6 +87,7 @@ class StampedTable:
         self.rows, self.stamps, self.digests = self._room_for(spec)
         self.counts, self.index = ChangeCounts.unchanged(spec.rows), ChangeIndex(self.stamps)
         self.checksum = 0
+        self.before_change = list[Callable[[Ids], None]]()
         self._square_sum = self._largest_sum = 0.0
 
     def _room_for(self, spec: TableSpec) -> tuple[Values, Stamps, RowDigests]:
@@ -110,6 +112,8 @@ class StampedTable:
 
         Deleting some columns of a row deletes the row once nothing but zeros is left of it.
         """
+        for take in self.before_change:
+            take(rows.ids)
         self.index.note(rows.ids, number)
         for block in rows.blocks(BLOCK_ROWS):
             self._apply_block(block, number)

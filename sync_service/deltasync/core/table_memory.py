@@ -38,6 +38,10 @@ _c.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
 _c.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
+class NoTableMemory(StorageFailed):
+    """There is no room for a table now; there may be once others have given memory back."""
+
+
 class Room(NamedTuple):
     """Free and total bytes of a volume or of memory."""
 
@@ -71,7 +75,7 @@ class TableMemory:
         """Check that there is room for `nbytes` of `what`, without taking it.
 
         Raises:
-            StorageFailed: there is not. The message has both numbers and the remedy.
+            NoTableMemory: there is not. The message has both numbers and the remedy.
         """
         if nbytes < _SMALL_BYTES and self._was_left(nbytes):
             return
@@ -90,7 +94,7 @@ class TableMemory:
             if self._folder
             else "give the service more memory, or place tables in files of a folder (--table-memory DIR)"
         )
-        raise StorageFailed(f"no room for {what}: it takes {nbytes} bytes, and {free} are free {where}: {remedy}")
+        raise NoTableMemory(f"no room for {what}: it takes {nbytes} bytes, and {free} are free {where}: {remedy}")
 
     def _was_left(self, nbytes: int) -> bool:
         """Whether a look at the system of a moment ago has shown enough room for so many bytes, too."""
@@ -103,7 +107,7 @@ class TableMemory:
         """A new array, all zero.
 
         Raises:
-            StorageFailed: there is no room.
+            NoTableMemory: there is no room.
         """
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
@@ -134,7 +138,7 @@ class TableMemory:
                 return _Mapping(file.fileno(), nbytes, f"a file in {self._folder}")
         except OSError as error:
             reason = error.strerror or str(error)
-            raise StorageFailed(
+            raise NoTableMemory(
                 f"cannot reserve {nbytes} bytes for tables in {self._folder}: {reason}: "
                 "make room on its volume, or place tables in another folder (--table-memory)"
             ) from error
@@ -151,13 +155,13 @@ class _Mapping:
         """Map `size` bytes of a file that has as many, or of plain memory where the descriptor is -1.
 
         Raises:
-            StorageFailed: the system refuses it.
+            NoTableMemory: the system refuses it.
         """
         plain = descriptor < 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if plain else mmap.MAP_SHARED
         address = _c.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
         if address == _FAILED:
-            raise StorageFailed(
+            raise NoTableMemory(
                 f"cannot map {size} bytes of {what} for tables: {os.strerror(ctypes.get_errno())}: give the "
                 "process more memory (ulimit -v, vm.overcommit_memory) or more mappings (vm.max_map_count)"
             )

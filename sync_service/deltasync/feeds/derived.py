@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from deltasync.checkpoints.manifest import TableEntry
+from deltasync.checkpoints.manifest import TableEntry, TableKey
 from deltasync.checkpoints.writing import Source
+from deltasync.core.change_counts import Stamps
+from deltasync.core.rows import Ids
 from deltasync.core.stamps import StampedTable
 
 
@@ -29,8 +31,8 @@ class Derived(Source, Protocol):
             The tables to be loaded, in the order of `entries`; None for one that is no longer needed.
         """
 
-    def restored(self) -> None:
-        """All rows of the tables are loaded."""
+    def restored(self, dirty: Mapping[TableKey, tuple[Ids, Stamps]]) -> None:
+        """All rows of the tables are loaded, and `dirty` has those of `SourceTable.dirty`."""
 
     def replay(self, version: int) -> None:
         """Make again what the log says that was made of the model's version, which its tables are at."""

@@ -73,6 +73,7 @@ class RowsLost(StorageFailed):
     head=SET_BY_EVENT_LOOP,
     failed=SET_BY_EVENT_LOOP,
     _deliveries=EVENT_LOOP,
+    _log_bytes=EVENT_LOOP,
     _applied=MODEL_THREAD,
     _partly_applied=MODEL_THREAD,
 )
@@ -121,6 +122,8 @@ class Model:
         self.signal, self.failure, self.failed = Signal(), "", ""
         self.recent = RecentCuts()
         self._deliveries: list[Delivery] = []
+        # After which version, up to which one, and how many bytes the log has of these: asked for every second.
+        self._log_bytes = 0, 0, 0
         self._followed = FollowedTables()
         self._adding, self._closed = asyncio.Lock(), False
         self._checkpointing = asyncio.Lock()
@@ -460,7 +463,12 @@ class Model:
     @property
     def bytes_since_checkpoint(self) -> int:
         """Bytes that the log has of versions after the newest checkpoint."""
-        return sum(seal.log_bytes for seal in self.seals.after(self._checkpointed_version))
+        first, last, counted = self._log_bytes
+        if first != self._checkpointed_version:
+            first, last, counted = self._checkpointed_version, self._checkpointed_version, 0
+        counted += sum(seal.log_bytes for seal in self.seals.after(last))
+        self._log_bytes = first, max(last, self.seals.newest_version), counted
+        return counted
 
     @property
     def versions_since_checkpoint(self) -> int:
@@ -526,6 +534,7 @@ class Model:
             small=small,
             records=lambda before: self._records(derived(), before),
             limit=_LAST_TURN_BYTES,
+            in_haste=lambda: self.log.refusing or 2 * self.log.used_bytes() > self.log.capacity,
             check=check,
         )
 
@@ -702,6 +711,7 @@ class Model:
         tables = self._begin(manifest, derived)
         try:
             self.checkpoints.load(manifest, [tables.get(entry.key) for entry in manifest.tables])
+            dirty = self.checkpoints.dirty(manifest)
         except (CheckpointDamaged, PlaceFailed) as error:
             if isinstance(error, PlaceFailed):
                 unreachable.append(str(error))
@@ -710,7 +720,7 @@ class Model:
             self._note_problem(f"the checkpoint of version {manifest.version} is passed over: {error}")
             return False
         for each in derived:
-            each.restored()
+            each.restored(dirty)
         return True
 
     def _begin(self, manifest: Manifest | None, derived: Sequence[Derived]) -> dict[TableKey, StampedTable]:

@@ -1,16 +1,17 @@
 """The models that this process owns, on logs that other processes can go on with."""
 
 import asyncio
-import shutil
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from deltasync.checkpoints.place import Place, PlaceFailed
+from deltasync.checkpoints.store import CheckpointStore
 from deltasync.consumers.records import recorded_consumers
 from deltasync.core.errors import DeltasyncError, NotOwner, StorageFailed
 from deltasync.core.events import EventKind
 from deltasync.core.owner import Owner
-from deltasync.publish.coordinator import CutCoordinator
 from deltasync.service.recovery import models_to_recover, recover_model
 from deltasync.service.service import Service
 from deltasync.storage.data_directory import CHECKPOINTS
@@ -132,10 +133,11 @@ class Hosting:
         """Remove the checkpoints in the data directory of models that this process does not own: their owners have
         written others at the URL.
         """
-        folder = self._service.options.data_dir / CHECKPOINTS
-        for each in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if each.name not in self._owned:
-                shutil.rmtree(each, ignore_errors=True)  # What cannot be removed now is a second later.
+        here = Place(str(self._service.options.data_dir / CHECKPOINTS))
+        with contextlib.suppress(PlaceFailed):  # What cannot be removed now is a second later.
+            for each in here.names(""):
+                if each.name not in self._owned:
+                    CheckpointStore(each.name, here).remove_all()
 
     def _recorded(self, log: LogStore) -> dict[str, Mapping[str, Any]]:
         """Read the log's record of its model, once it is known that this version can read it. Blocks."""
@@ -154,20 +156,10 @@ class Hosting:
         await service.reloading.give_up(name)
         async with service.changing:
             service.recovering.pop(name, None)
-            coordinator = service.coordinators.pop(name, None)
-            service.models.pop(name, None)
             if log := self._open.pop(name, None):
                 service.registry.give_up(name, log, written=written)
-            for each in filter(None, (coordinator, service.unpublished.give_up(name))):
-                await self._end(each, refusal)
-
-    async def _end(self, coordinator: CutCoordinator, refusal: Callable[[], NotOwner]) -> None:
-        service, model = self._service, coordinator.model
-        await coordinator.retire(refusal)
-        await service.views.give_up(model)
-        await model.stop()
-        await asyncio.to_thread(model.store.retire)
-        service.limits.taken["bytes_in_all"] -= model.table_bytes
+            if coordinator := service.coordinators.get(name) or service.unpublished.give_up(name):
+                await service.end_model(coordinator, refusal)
 
     def _gone(self, model: str, reason: str) -> NotOwner:
         try:

@@ -1,4 +1,4 @@
-"""How a model comes back at the start, also while a volume, a place of checkpoints or the log fails."""
+"""How a model comes back at the start, also while a volume, a place of checkpoints, the log or memory is away."""
 
 import asyncio
 import time
@@ -9,6 +9,7 @@ from deltasync.checkpoints.place import PlaceFailed
 from deltasync.core.backoff import backoff
 from deltasync.core.events import EventKind
 from deltasync.core.signals import first_of
+from deltasync.core.table_memory import NoTableMemory
 from deltasync.feeds.model import Model, RowsLost
 from deltasync.storage.log_store import LogStore, LogUnavailable
 from deltasync.storage.model_store import recorded_models
@@ -31,13 +32,14 @@ def models_to_recover(log: LogStore, checkpoints_of: StoreOf) -> dict[str, Mappi
 
 async def recover_model(service: "Service", name: str, record: Mapping[str, Any], *, patient: bool) -> None:
     """Have a model of which this is written down: if `patient`, again and again while a volume refuses what that
-    needs, as room for a table that had grown, or its checkpoints or the log cannot be reached. Ends without it
-    where the service ends. A process among others waits for volumes alone: another one may reach the rest.
+    needs, there is no memory for its tables, or its checkpoints or the log cannot be reached; meanwhile
+    `recovery_failures` of the service says why. Ends without it where the service ends. A process among others
+    waits for volumes alone: another one may have the rest.
 
     Raises:
         StorageFailed: a file is damaged or missing; or something passing, where that is not waited for.
     """
-    passing = (VolumeFailed,) if service.hosting else (VolumeFailed, PlaceFailed, LogUnavailable)
+    passing = (VolumeFailed,) if service.hosting else (VolumeFailed, PlaceFailed, LogUnavailable, NoTableMemory)
     started, model = time.monotonic(), None
     try:
         for pause in backoff():
@@ -54,6 +56,8 @@ async def recover_model(service: "Service", name: str, record: Mapping[str, Any]
                     raise
                 text = "it waits until what has failed comes back"
                 service.events.emit(EventKind.FAILED, text, error, model=name)
+                # What a volume refuses, `volumes` says, with its path and until it takes it.
+                service.recovery_failures[name] = "" if isinstance(error, VolumeFailed) else str(error)
             else:
                 took = f"in {time.monotonic() - started:.2f} s"
                 version = model.seals.newest_version
@@ -63,6 +67,7 @@ async def recover_model(service: "Service", name: str, record: Mapping[str, Any]
             if service.draining.is_set():
                 return
     finally:
+        service.recovery_failures.pop(name, None)
         if model and service.models.get(name) is not model:
             await service.views.give_up(model)
             await model.stop()

@@ -41,7 +41,7 @@ class Reloading:
     def reason(self, model: str) -> str:
         """Why a model is being reloaded, or is about to be; empty if it is not."""
         if reason := self.reasons.get(model):
-            return reason
+            return "; ".join(filter(None, (reason, self._service.recovery_failures.get(model))))
         found = self._service.models.get(model)
         return found.failed if found else ""
 
@@ -113,16 +113,8 @@ class Reloading:
         async with service.changing:
             if service.models.get(name) is model:
                 service.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
-                coordinator = service.coordinators.pop(name)
-                del service.models[name]
-                service.limits.taken["bytes_in_all"] -= model.table_bytes
-                await coordinator.retire(
-                    lambda: ServiceUnavailable(f"model {name!r} is being reloaded; try again")
-                )
-                await service.views.give_up(model)
-                await model.stop()
-                await asyncio.to_thread(model.store.retire)
-                model.tables = []  # Their memory is needed, and streams may hold on to the model for a while.
+                reloading = lambda: ServiceUnavailable(f"model {name!r} is being reloaded; try again")  # noqa: E731
+                await service.end_model(service.coordinators[name], reloading)
             # Anew each time: a cut that was being sealed may have brought another table.
             service.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
 

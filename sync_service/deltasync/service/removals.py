@@ -64,12 +64,8 @@ class Removals:
             if consumers := [each.name for each in service.registry.of_model(name)]:
                 raise Contradiction(f"consumers follow model {name!r}: {listed(consumers)}: delete them first")
             await asyncio.wrap_future(note_removal(model.log, name))
-            del service.models[name], service.coordinators[name]
             service.events.emit(EventKind.MODEL_DELETED, model=name, by=by)
-            await coordinator.retire()
-            await model.stop()
-            await asyncio.to_thread(model.store.retire)
-            service.limits.taken["bytes_in_all"] -= model.table_bytes
+            await service.end_model(coordinator)
             await asyncio.to_thread(remove_model, model.log, name, model.checkpoints)
         if service.hosting:
             await service.hosting.forget(name)

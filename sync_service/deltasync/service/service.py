@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deltasync.checkpoints.place import Place
@@ -74,6 +74,7 @@ class Service:
         models: those that were ever published, by name; but for those that are still recovering.
         unpublished: those that ranks have opened, and of which nothing is published yet.
         recovering: what is written down of these, by name.
+        recovery_failures: why the last try to recover some of these has failed, by name.
         reloading: brings back models whose rows do not fit their digests.
         model_added: wakes who waits for a model to be there.
         coordinators: of the ranks that publish them, by the model's name.
@@ -107,7 +108,7 @@ class Service:
             self._remote_checkpoints = Place(options.checkpoints) if options.checkpoints else None
             self.table_memory = TableMemory(options.table_memory)
             self.volumes = Volumes(self.logs, checkpoints, self.events)
-            self.recovering = dict[str, Mapping[str, Any]]()
+            self.recovering, self.recovery_failures = dict[str, Mapping[str, Any]](), dict[str, str]()
             for log in self.logs.each():
                 self.recovering |= models_to_recover(log, self.checkpoint_store)
             self.registry = ConsumerRegistry(
@@ -130,10 +131,10 @@ class Service:
 
     async def recover(self, *, patient: bool = True) -> None:
         """Come back as of the last sealed cut of every model: all at once, and each is there once it has. One that
-        needs what a volume refuses waits until it takes it, if `patient`.
+        lacks what may come back waits for it, if `patient`; see `recover_model`.
 
         Raises:
-            StorageFailed: a file is damaged or missing; or a volume refuses something.
+            StorageFailed: a file is damaged or missing; or something passing, where that is not waited for.
         """
         recoveries = (recover_model(self, *each, patient=patient) for each in dict(self.recovering).items())
         ended = await asyncio.gather(*recoveries, return_exceptions=True)
@@ -166,8 +167,12 @@ class Service:
         """
         self.reloading.check(model)
         if model in self.recovering:
-            trouble = f": {self.volumes.trouble}" if self.volumes.trouble else ""
-            raise ServiceUnavailable(f"model {model!r} is still recovering; try again", detail=trouble)
+            text, why = f"model {model!r} is still recovering; try again", self.waits_for(model)
+            raise ServiceUnavailable(text, detail=f": {why}" if why else "")
+
+    def waits_for(self, model: str) -> str:
+        """What keeps a recovering model from coming back, and what to do; empty if nothing does."""
+        return "; ".join(filter(None, (self.recovery_failures.get(model), self.volumes.trouble)))
 
     def model(self, name: str) -> Model:
         """The model of that name.
@@ -402,6 +407,26 @@ class Service:
         name = coordinator.model.name
         self.models[name], self.coordinators[name] = coordinator.model, coordinator
         self.model_added.wake()
+
+    async def end_model(
+        self, coordinator: CutCoordinator, refusal: Callable[[], DeltasyncError] | None = None
+    ) -> None:
+        """Stop a model in this process, with its views; nothing of it is written or sent any more, and others may
+        have its memory. What its log and its checkpoints have of it stays.
+
+        Args:
+            coordinator: where its ranks publish.
+            refusal: makes the error for its ranks; None = it is deleted.
+        """
+        model = coordinator.model
+        if self.models.get(model.name) is model:
+            del self.models[model.name], self.coordinators[model.name]
+        await coordinator.retire(refusal)
+        await self.views.give_up(model)
+        await model.stop()
+        await asyncio.to_thread(model.store.retire)
+        self.limits.taken["bytes_in_all"] -= model.table_bytes
+        model.tables = []  # Streams may hold on to the model for a while.
 
     def coordinator(self, model: Model) -> CutCoordinator:
         """Where the ranks of a model publish."""

@@ -115,9 +115,7 @@ class UnpublishedModels:
         """Remove what a cut that was given up has left; what cannot be removed now is at the next start."""
         service, model = self._service, coordinator.model
         try:
-            await coordinator.retire()
-            await model.stop()
-            await asyncio.to_thread(model.store.retire)
+            await service.end_model(coordinator)
             # Its checkpoints, if there are any, are of one that this log has lost: they may be all that is left.
             await asyncio.to_thread(remove_records, model.log, model.name)
             if service.hosting and not service.registry.of_model(model.name):
@@ -126,5 +124,4 @@ class UnpublishedModels:
             text = "what is left of a cut that was given up is removed at the next start"
             service.events.emit(EventKind.FAILED, text, error, model=model.name)
         finally:
-            service.limits.taken["bytes_in_all"] -= model.table_bytes
             del self._removals[model.name]

@@ -153,7 +153,7 @@ def consumer_overviews(service: Service, lags: Iterable[ConsumerLag]) -> list[Co
     """The consumers of this process, by name, also of models that are still recovering. In the event loop."""
     lines = {each.consumer: _consumer(service, each) for each in lags}
     for model in service.recovering:
-        failed = service.volumes.trouble or service.reloading.reason(model)
+        failed = service.waits_for(model) or service.reloading.reason(model)
         state: State = "failed" if failed else "waiting"
         for each in service.registry.of_model(model):
             lines.setdefault(each.name, _waiting(each.name, model, state, _still_recovering(service, model)))
@@ -165,8 +165,8 @@ def consumer_overviews(service: Service, lags: Iterable[ConsumerLag]) -> list[Co
 def _still_recovering(service: Service, model: str) -> str:
     if reason := service.reloading.reason(model):
         return f"being reloaded: {reason}"
-    trouble = service.volumes.trouble
-    return f"still recovering: {trouble}" if trouble else "still recovering"
+    why = service.waits_for(model)
+    return f"still recovering: {why}" if why else "still recovering"
 
 
 def _coming_consumers(service: Service) -> Iterator[tuple[str, str]]:

@@ -34,9 +34,11 @@ def checks(service: Service) -> list[Check]:
 
 
 def _recovering(service: Service) -> str:
-    reloading = service.reloading.reasons
-    recovering = [name for name in service.recovering if name not in reloading]
-    found = [f"model {name!r} is being reloaded: {reason}" for name, reason in sorted(reloading.items())]
+    reloading, failed = sorted(service.reloading.reasons), service.recovery_failures
+    found = [f"model {name!r} is being reloaded: {service.reloading.reason(name)}" for name in reloading]
+    away = [name for name in service.recovering if name not in reloading]
+    found += [f"model {name!r} is still recovering: {failed[name]}" for name in away if failed.get(name)]
+    recovering = [name for name in away if not failed.get(name)]
     return "; ".join(found + ([f"still recovering: {listed(recovering)}"] if recovering else []))
 
 

@@ -4,7 +4,6 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,10 @@ from deltasync.storage.log_store import Buffer
 _HEADER = struct.Struct("<BBHIQQ")
 FORMAT = 1
 _ROWS = 1  # The one kind there is.
-VALUES, NORMS = 1, 2  # Columns beside the ids.
-DELETED = 4  # Instead of values.
-DIGESTS = 8  # After the ids.
-_COLUMNS = VALUES | NORMS | DELETED | DIGESTS
-_NORM_TYPE = np.dtype("<f4")
+VALUES = 1  # A column beside the ids.
+DELETED = 2  # Instead of values.
+DIGESTS = 4  # After the ids.
+_COLUMNS = VALUES | DELETED | DIGESTS
 
 # What records of streams are called in messages.
 _NAMES = {
@@ -146,7 +144,7 @@ def layout_number(record: bytes) -> int:
 
 
 def pack_rows(slot: int, rows: RowBatch, layout: int = 0) -> tuple[Buffer, ...]:
-    """The record of some rows, in pieces: a header, ids, and as far as there are any, values and norms.
+    """The record of some rows, in pieces: a header, ids, and as far as there are any, digests and values.
 
     Args:
         slot: the number of the rows' shard in the layout, or of their table in a view.
@@ -154,21 +152,16 @@ def pack_rows(slot: int, rows: RowBatch, layout: int = 0) -> tuple[Buffer, ...]:
         layout: the number of the layout that has the shard; 0 = there is none, the slot is a view's.
     """
     values = rows.values.shape[1] > 0 and not rows.deleted
-    columns = (rows.digests, rows.values if values else None, rows.norms)
-    flags = DIGESTS * (rows.digests is not None) | NORMS * (rows.norms is not None)
-    header = rows_header(slot, len(rows), layout, flags | VALUES * values | DELETED * rows.deleted)
+    flags = VALUES * values | DELETED * rows.deleted | DIGESTS * (rows.digests is not None)
+    header = _HEADER.pack(FORMAT, _ROWS, flags, slot, len(rows), layout)
+    columns = (rows.digests, rows.values if values else None)
     arrays = [np.asarray(rows.ids, ID_TYPE), *(each for each in columns if each is not None)]
     return header, *(np.ascontiguousarray(each).data for each in arrays if each.size)
 
 
-def rows_header(slot: int, count: int, layout: int, flags: int) -> bytes:
-    """The head of a record of rows, of which flags say what follows the ids."""
-    return _HEADER.pack(FORMAT, _ROWS, flags, slot, count, layout)
-
-
 def packed_bytes(rows: RowBatch) -> int:
     """Bytes of the record of some rows."""
-    return _HEADER.size + rows.nbytes + sum(each.nbytes for each in (rows.norms, rows.digests) if each is not None)
+    return _HEADER.size + rows.nbytes + (0 if rows.digests is None else rows.digests.nbytes)
 
 
 def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]]) -> RowBatch:
@@ -187,12 +180,11 @@ def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]])
     ids = rest.take(ID_TYPE, 1)[:, 0]
     digests = rest.take(DIGEST_TYPE, 1)[:, 0] if columns & DIGESTS else None
     values = rest.take(shard.table.dtype, shard.cols if columns & VALUES else 0)
-    norms = rest.take(_NORM_TYPE, 1)[:, 0] if columns & NORMS else None
     if rest.left:
         raise ValueError(f"{rest.left} bytes more than its {count} rows take")
     if columns & DELETED:
-        return replace(RowBatch.deletes(shard, ids), norms=norms)
-    return RowBatch(shard, ids, values, norms, digests=digests)
+        return RowBatch.deletes(shard, ids)
+    return RowBatch(shard, ids, values, digests=digests)
 
 
 class _Columns:

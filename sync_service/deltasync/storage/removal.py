@@ -66,21 +66,20 @@ def remove_unpublished(log: LogStore, checkpoints_of: StoreOf) -> list[str]:
     published: brokers have lost its seals. Blocks.
 
     Raises:
-        StorageFailed: a record is damaged, or the log could not be written, but for what a volume or a place of
-            checkpoints refuses: that is left until the next start, and does no harm.
+        StorageFailed: a record is damaged, or the log could not be written. What a volume refuses is left until
+            the next start, and does no harm.
     """
     streams = [stream.partition("/") for stream in log.streams()]
     sealed = {model for kind, _, model in streams if kind == "seals"}
     begun = {model for kind, _, model in streams if kind in _STREAMS} | recorded_models(log).keys()
     names = list[str]()
     for model in sorted(begun - sealed - log.items("cut/").keys()):
-        checkpoints = checkpoints_of(model)
-        found = checkpoints.manifests()
+        found = checkpoints_of(model).manifests()
         if found.manifests or (log.shared and found.unreachable):
             continue
         names.append(model)
-        with contextlib.suppress(VolumeFailed, PlaceFailed):
-            remove_model(log, model, checkpoints)
+        with contextlib.suppress(VolumeFailed):
+            remove_records(log, model)
     return names
 
 

@@ -1,7 +1,8 @@
 """Making one release: copy and compare rows block by block, then the rest at one version of the model.
 
-A release is as if all of it had been done at that version. So the log has only which rows it took, and a replay
-gives the same bits. What is done here is done in a replay, too.
+Rows are chosen at that version, and taken piece by piece. A release is as if all of it had been done at that
+version. So the log has only which rows it took, and a replay gives the same bits. What is done here is done
+in a replay, too.
 """
 
 import math
@@ -24,7 +25,7 @@ from deltasync.feeds.statistics import Amount, Backlog, total
 from deltasync.kernels.ranking import split_amounts
 from deltasync.views.ranking import DirtyRows
 from deltasync.views.state import ViewState
-from deltasync.views.table import Look, ViewTable
+from deltasync.views.table import Look, Take, ViewTable
 
 # Cuts wait for no more than this and one block.
 _TURN_SECONDS = 0.01
@@ -95,7 +96,7 @@ class Making:
         after = [table.compared if table in self._looks else 0 for table in self.tables]
         self._block_bytes = _COPIED_BYTES if self.new else _COMPARED_BYTES
         self._copy = PreCopy([table.source for table in self.tables], after, self._block_bytes)
-        self._copied = False
+        self._copied, self._takes = False, list[Take]()
         what = f"consumer {consumer!r}: reading rows of the model"
         self._progress = Progress(what, self._copy.left_bytes, "bytes")
 
@@ -136,29 +137,47 @@ class Making:
         return found
 
     def take(self, taken: Sequence[Mask], number: int) -> tuple[list[Ids], Amount, dict[str, Backlog]]:
-        """Have replicas at release `number` hold the `taken` dirty rows, by slot, and all rows of new tables.
+        """Begin to take the `taken` dirty rows, by slot, as they are now, and all rows of new tables.
+
+        Replicas at release `number` are to hold them. `take_on` does the work.
 
         Returns:
             The dirty rows ([n], ascending) that it takes, by slot; how much it takes, new tables included; and
             what it leaves of each table, by name.
+        """
+        every, amounts, backlog, takes = list[Ids](), list[Amount](), dict[str, Backlog](), list[Take]()
+        for table, mask in zip(self.tables, taken, strict=True):
+            amount, left, oldest = _split(table, mask)
+            amounts.append(_whole(table) if table in self.new else amount)
+            backlog[table.name] = Backlog(left, table.source.norm, oldest)
+            which = np.flatnonzero(mask)  # A few times as fast as by a mask.
+            every.append(table.dirty.ids[which])
+            takes.append(Take(table, every[-1], table.dirty.norms[which], number))
+        for each in takes:  # Last: what has begun must not fail.
+            each.begin()
+        self._takes = takes
+        return every, total(amounts), backlog
+
+    def take_on(self) -> bool:
+        """Take rows for a while; whether all are taken. Cuts may be applied meanwhile.
 
         Raises:
             DamagedRows: rows of the model do not fit their digests, or could not be taken. The tables are at no
                 release now.
         """
-        every, amounts = list[Ids](), list[Amount]()
-        for table, mask in zip(self.tables, taken, strict=True):
+        begun = time.perf_counter()
+        while self._takes:
             try:
-                amounts.append(_whole(table) if table in self.new else _split(table, mask)[0])
-                which = np.flatnonzero(mask)  # A few times as fast as by a mask.
-                ids, norms = table.dirty.ids[which], table.dirty.norms[which]
-                every.append(ids)
-                table.take(ids, norms, number)
+                if self._takes[-1].go_on():
+                    self._takes.pop()
             except DamagedRows:
                 raise
             except Exception as error:  # Say, no memory: some rows are of this release, and others are not.
+                table = self.tables[len(self._takes) - 1]
                 raise DamagedRows(table.name, table.dirty.ids) from error
-        return every, total(amounts), {table.name: left_of(table) for table in self.tables}
+            if time.perf_counter() >= begun + _TURN_SECONDS:
+                break
+        return not self._takes
 
     def _see(self, slot: int, ids: Ids) -> None:
         table = self.tables[slot]

@@ -17,18 +17,12 @@ The head of a release is JSON, made of `head_record` and
     first_version  the version up to which the model's numbers are the view's
 """
 
-import base64
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from deltasync.core.rows import Ids
 from deltasync.feeds.frozen_release import Head
 from deltasync.feeds.statistics import Amount, ReleaseStatistics
 from deltasync.storage.records import event_time_record
-from deltasync.views.dirty_set import DirtySet, Versions
 from deltasync.views.table import ViewTable
 
 
@@ -113,26 +107,3 @@ def table_record(table: ViewTable) -> dict[str, Any]:
         "born": table.born,
         "stamp": table.stamp,
     }
-
-
-def dirty_record(dirty: DirtySet, version: int) -> dict[str, Any]:
-    """The record of dirty rows, none of them dirty since a later version than `version`."""
-    return {"ids": _pack(np.diff(dirty.ids, prepend=0)), "since": _pack(version - dirty.since)}
-
-
-def dirty_of_record(record: Mapping[str, Any], version: int) -> tuple[Ids, Versions]:
-    """The dirty rows of a record ([n], ascending), and the versions since which they are dirty [n]."""
-    return np.cumsum(_unpack(record["ids"])), version - _unpack(record["since"])
-
-
-def _pack(numbers: NDArray[np.int64]) -> list[str]:
-    """Whole numbers, none of them negative, in as few bytes each as the largest needs."""
-    if numbers.min(initial=0) < 0:
-        raise ValueError("rows that are dirty since a version after that of their view")
-    dtype = np.min_scalar_type(int(numbers.max(initial=0))).newbyteorder("<")
-    return [dtype.str, base64.b64encode(numbers.astype(dtype).tobytes()).decode()]
-
-
-def _unpack(record: list[str]) -> NDArray[np.int64]:
-    dtype, packed = record
-    return np.frombuffer(base64.b64decode(packed), np.dtype(dtype)).astype(np.int64)

@@ -57,11 +57,8 @@ class ReleaseLoop:
 
     async def _advance(self) -> float | None:
         """Do what is due. In how many seconds to look again; None = once something changes."""
-        if not self._goes_on():
-            return None
-        if self._view.has_removed:  # Also while no replica is connected: such a table takes memory.
-            await self._prepare()
-        if not self._connected():
+        self._view.let_go_removed()
+        if not self._goes_on() or not self._connected():
             return None
         before = self._view.position
         await self._prepare()

@@ -1,9 +1,11 @@
 """Making the releases of a view, one after the other.
 
-A release is made on the model's thread: blocks first, between which cuts are applied, then in one call all that
-makes it a release of one version. After that its head and the ids of its rows go to the log. Until they are on
-disk nothing of it is shown: replicas and checkpoints wait. If the log refuses them, they are tried again before
-anything else is done. After a crash in between, the release never was: no replica was given it.
+A release is made on the model's thread. First it copies and compares rows in blocks, between which cuts are
+applied. In one call it then compares the rest, and chooses its rows at that version. It takes them piece by
+piece; a row that a cut is about to change is taken just before. After that its head and the ids of its rows
+go to the log. Until they are on disk nothing of it is shown: replicas and checkpoints wait. If the log
+refuses them, they are tried again before anything else is done. After a crash in between, the release never
+was: no replica was given it.
 """
 
 import asyncio
@@ -65,7 +67,8 @@ class ReleaseMaker:
         # A release that is not on disk yet: where the view is with it, and the rows that it took, by slot. Set on
         # the model's thread; the event loop sets it to None once the release is there.
         self._made: tuple[ViewState, Sequence[Ids]] | None = None
-        self._taking = self._refused = False
+        self._taking: tuple[ViewState, Sequence[Ids]] | None = None  # The same while its rows are taken.
+        self._refused = False
 
     async def go_on_from(self, state: ViewState) -> None:
         """Go on from where a replay has led to."""
@@ -154,6 +157,8 @@ class ReleaseMaker:
 
     def _go_on(self, making: Making, wish: Wish, resyncs: bool) -> bool:
         """Go on with a release; whether it is through: made, or not wanted any more."""
+        if self._taking:
+            return self._take_on(making)
         seal = self._model.applied
         if seal is None or not wish.goes_on():
             return True
@@ -170,12 +175,12 @@ class ReleaseMaker:
         if self.state.head and described == self.state.described and not any(mask.any() for mask in picked.taken):
             self.state = self.state.without_dirty(seal.version)
             self._log.note(self.state.record)
-        else:
-            self._take(making, picked, seal)
-        return True
+            return True
+        self._take(making, picked, seal)
+        return self._take_on(making)
 
     def _take(self, making: Making, picked: Pick, seal: Seal) -> None:
-        """Make the release of a version that everything was compared at."""
+        """Begin to take the rows of a release, of a version that everything was compared at."""
         before, made_unix_ns = self.state, time.time_ns()
         number, first_version = max(making.stamp, seal.version), (making.stamp or seal.version + 1) - 1
         if before.head:
@@ -185,7 +190,6 @@ class ReleaseMaker:
             table.born, removed = number, table.source.removed_before
             # Of another table of that name, replicas may hold rows that this one never had.
             table.sent.removed_before = number - 1 if removed and before.head else removed
-        self._taking = True
         ids, taken, backlog = making.take(picked.taken, number)
         statistics = ReleaseStatistics(
             number=number,
@@ -205,8 +209,14 @@ class ReleaseMaker:
             "tables": [table_record(table) for table in making.tables],
             "first_version": first_version,
         }
-        self._made = ViewState(making.tables, record, seal.version, backlog), ids
-        self._refused = self._taking = False
+        self._taking = ViewState(making.tables, record, seal.version, backlog), ids
+
+    def _take_on(self, making: Making) -> bool:
+        """Go on with the rows that a release takes; whether it is made."""
+        if not making.take_on():
+            return False
+        self._made, self._taking, self._refused = self._taking, None, False
+        return True
 
     @property
     def shown(self) -> ViewState | None:

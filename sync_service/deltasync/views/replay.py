@@ -20,10 +20,10 @@ from deltasync.core.table_records import delivery_of_record
 from deltasync.feeds.model import Model
 from deltasync.storage.log_store import LogUnavailable
 from deltasync.storage.volume import VolumeFailed
-from deltasync.views.dirty_set import Versions
+from deltasync.views.dirty_set import NONE_DIRTY, Versions
 from deltasync.views.log import ViewLog
 from deltasync.views.making import Making, Plan, left_of
-from deltasync.views.records import dirty_of_record, dirty_record, table_record
+from deltasync.views.records import table_record
 from deltasync.views.state import ViewState
 from deltasync.views.table import ViewTable
 
@@ -59,7 +59,6 @@ class Replay:
         self.state, self.lost = ViewState(), ""
         self._model, self._log, self._history, self._owner = model, log, history, ""
         self._sources = {(table.spec.name, table.removed_before): table for table in model.tables}
-        self._dirty: dict[ViewTable, tuple[Ids, Versions]] = {}
         self._heads = deque[dict[str, Any]]()
         # The version at which nothing was dirty after the release that the checkpoint has, as the log says.
         self._clean_at = 0
@@ -74,12 +73,10 @@ class Replay:
         """
         self._owner = owner
         if state and line_of(state["history"]) == line_of(self._history):
-            tables = [(self._make(each), each) for each in state["tables"]]
-            for table, each in tables:
-                if table:
-                    table.looked(table.dirty, table.clean, each["compared"])
-                    self._dirty[table] = dirty_of_record(each["dirty"], state["compared"])
-            self.state = ViewState(tuple(self._dirty), state["head"], state["compared"])
+            made = [(table, each["compared"]) for each in state["tables"] if (table := self._make(each))]
+            for table, compared in made:
+                table.looked(table.dirty, table.clean, compared)
+            self.state = ViewState(tuple(table for table, _ in made), state["head"], state["compared"])
         head = self.state.head
         try:
             with _reading():
@@ -98,11 +95,12 @@ class Replay:
             self.lost = f"the checkpoint has no rows of table {key.name!r}"
         return loaded
 
-    def loaded(self) -> None:
+    def loaded(self, dirty: Mapping[TableKey, tuple[Ids, Versions]]) -> None:
         """Note that all rows of the tables are loaded; see `Derived.restored`."""
-        for table, (ids, since) in self._dirty.items():
+        none = NONE_DIRTY.ids, NONE_DIRTY.since
+        for table in self.state.tables:
+            ids, since = dirty.get(TableKey(self._owner, table.name, table.born), none)
             table.restore(ids, since, table.compared)
-        self._dirty.clear()
         self.state = replace(self.state, backlog={table.name: left_of(table) for table in self.state.tables})
         if self._clean_at > self.state.compared_version:
             self._nothing_dirty(self._clean_at)
@@ -143,6 +141,8 @@ class Replay:
             if np.count_nonzero(mask) != len(by_name[table.name]):
                 raise _Lost(f"release {number} took rows of table {table.name!r} that had not changed")
         _, _, backlog = making.take(taken, number)
+        while not making.take_on():
+            pass
         self.state = ViewState(plan.tables, whole, version, backlog)
         if record["compared"] > version:
             self._nothing_dirty(record["compared"])
@@ -192,17 +192,14 @@ class Replay:
 def sources(owner: str, state: ViewState) -> list[SourceTable]:
     """The tables of a view as checkpoints have them. Norms that are sent are a table beside that of the rows."""
     return [
-        SourceTable(TableKey(owner, table.name, born), each, table_record(table))
+        SourceTable(TableKey(owner, table.name, born), each, table_record(table), dirty)
         for table in state.tables
         for born, each in zip((table.born, -table.born), table.stamped, strict=False)
+        for dirty in [(table.dirty.ids, table.dirty.since) if each is table.held else None]
     ]
 
 
 def state_record(history: str, state: ViewState) -> dict[str, Any]:
     """What a checkpoint has of a view beside the rows of its tables: what `Replay.begin` begins with."""
-    version = state.compared_version
-    tables = [
-        table_record(table) | {"compared": table.compared, "dirty": dirty_record(table.dirty, version)}
-        for table in state.tables
-    ]
-    return {"history": history, "compared": version, "head": state.record, "tables": tables}
+    tables = [table_record(table) | {"compared": table.compared} for table in state.tables]
+    return {"history": history, "compared": state.compared_version, "head": state.record, "tables": tables}

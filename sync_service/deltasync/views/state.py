@@ -63,6 +63,16 @@ class ViewState:
         """The version since which the oldest of these rows is dirty; 0 = there is none."""
         return min((each.oldest_version for each in self.backlog.values() if each.amount.rows), default=0)
 
+    @property
+    def has_removed(self) -> bool:
+        """Whether there is a table that the model does not have any more."""
+        return any(table.source.removed for table in self.tables)
+
+    def without_removed(self) -> "ViewState":
+        """The state without such tables. The record of the newest release names them still."""
+        tables = tuple(table for table in self.tables if not table.source.removed)
+        return replace(self, tables=tables, backlog={table.name: self.backlog[table.name] for table in tables})
+
     def without_dirty(self, version: int) -> "ViewState":
         """The state after a look at a version that has found no dirty row."""
         record = self.record

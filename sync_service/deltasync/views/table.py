@@ -208,6 +208,9 @@ class ViewTable:
             DamagedRows: rows of the source do not fit their digests. Some of the others are taken already.
         """
         self._write(ids, norms, number)
+
+    def taken(self, ids: Ids, number: int) -> None:
+        """Note that replicas at release `number` hold these dirty rows ([n], ascending)."""
         clean, compared = self._counted
         self._counted = clean.plus_rows(len(ids), number), compared
         self.dirty = self.dirty.without(ids)
@@ -287,3 +290,51 @@ class Look:
             found, self._found = Findings.joined(self._found), []
             held = self._table.held.stamps
             self._dirty, self._clean = self._dirty.after(found, self._version, held, self._clean)
+
+
+class Take:
+    """Has replicas hold dirty rows as the source has them now, piece by piece, while the source goes on.
+
+    A row that is about to change is taken just before. The table's dirty rows are what they were until the end.
+    """
+
+    def __init__(self, table: ViewTable, ids: Ids, norms: Floats, number: int) -> None:
+        """Of a release: rows ([n], ascending), and how far each is from what replicas held [n]."""
+        self._table, self._ids, self._norms, self._number = table, ids, norms, number
+        self._left, self._at = np.ones(len(ids), np.bool_), 0
+        self._error: Exception | None = None
+
+    def begin(self) -> None:
+        """Take the rows as they are now, whatever comes."""
+        self._table.source.before_change.append(self._before_change)
+
+    def go_on(self) -> bool:
+        """Take some more rows; whether these were the last.
+
+        Raises:
+            DamagedRows: rows of the source do not fit their digests. Some of the others are taken already.
+        """
+        if self._error:
+            raise self._error
+        some = slice(self._at, self._at + max(1, _PIECE_BYTES // self._table.source.spec.row_bytes))
+        self._take(self._at + np.flatnonzero(self._left[some]))
+        self._at = some.stop
+        if self._at < len(self._ids):
+            return False
+        self._table.source.before_change.remove(self._before_change)
+        self._table.taken(self._ids, self._number)
+        return True
+
+    def _take(self, which: Ids) -> None:
+        self._table.take(self._ids[which], self._norms[which], self._number)
+        self._left[which] = False
+
+    def _before_change(self, ids: Ids) -> None:
+        at = np.searchsorted(self._ids, ids)
+        at = at[at < len(self._ids)]
+        which = at[self._left[at] & (self._ids[at] == ids[: len(at)])]
+        try:
+            if len(which):
+                self._take(which)
+        except Exception as error:  # noqa: BLE001  # raised by the next `go_on`: the change is none of its business
+            self._error = error

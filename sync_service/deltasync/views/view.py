@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from deltasync.checkpoints.manifest import TableEntry
+from deltasync.checkpoints.manifest import TableEntry, TableKey
 from deltasync.checkpoints.writing import SourceTable
 from deltasync.core.delivery import Delivery
 from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Decision, Position, is_discarded, line_of, resume
+from deltasync.core.rows import Ids
 from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.steady_clock import Moment, steady_ns
@@ -21,6 +22,7 @@ from deltasync.feeds.frozen_release import NO_TABLES, Head
 from deltasync.feeds.model import Model
 from deltasync.feeds.releases import Release, Releases
 from deltasync.feeds.standing import Standing, TableStanding
+from deltasync.views.dirty_set import Versions
 from deltasync.views.log import ViewLog
 from deltasync.views.making import Plan
 from deltasync.views.pacing import LONGEST_SECONDS
@@ -167,14 +169,9 @@ class View:
             bool(self.trouble) and all(each.mode is policy.mode for each in self.deliveries)
         )
 
-    @property
-    def has_removed(self) -> bool:
-        """Whether it has a table that its model has no more."""
-        return any(table.source.removed for table in self.state.tables)
-
     def fits(self, policy: Policy) -> bool:
         """Whether it has the tables that the policy follows, in the form that the policy wants."""
-        if self.has_removed:
+        if self.state.has_removed:
             return False
         return self.deliveries == [policy.delivery_of(table.spec) for table in self.model.followed(policy)]
 
@@ -201,6 +198,13 @@ class View:
         )
 
     # Moving on: one call at a time.
+
+    def let_go_removed(self) -> None:
+        """Drop the tables that the model does not have any more, which take memory. Replicas connect again."""
+        if self.state.has_removed:
+            self._maker.state = self.state.without_removed()
+            self._releases.forget()
+            self._signal.wake()
 
     async def prepare(
         self, policy: Policy, overdue_version: int = 0, goes_on: Callable[[], bool] = lambda: True
@@ -276,10 +280,10 @@ class View:
         self._replay = Replay(self.model, self._log, self.history)
         return self._replay.begin(self.owner, state, entries)
 
-    def restored(self) -> None:
+    def restored(self, dirty: Mapping[TableKey, tuple[Ids, Versions]]) -> None:
         """See `Derived.restored`."""
         if self._replay:
-            self._replay.loaded()
+            self._replay.loaded(dirty)
 
     def replay(self, version: int) -> None:
         """See `Derived.replay`."""

@@ -49,6 +49,10 @@ def _check_found(folder: Path, damaged: Path, manifest: Manifest) -> None:
         with pytest.raises(CheckpointDamaged, match=name):
             list(store.records(manifest))
         return
+    if name in {file.name.rpartition("/")[2] for file in manifest.dirty}:
+        with pytest.raises(CheckpointDamaged, match=name):
+            store.dirty(manifest)
+        return
     with pytest.raises(CheckpointDamaged, match=name):
         loaded(store, manifest)
     with pytest.raises(CheckpointDamaged, match=name):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.checkpointed import MODEL, Checkpointed, Owner, loaded, same
+from tests.support.checkpointed import MODEL, Checkpointed, Owner, as_lists, loaded, same
 
 from deltasync.checkpoints.chunks import ChunkFile, read_chunks
 from deltasync.checkpoints.manifest import Manifest
@@ -103,6 +103,8 @@ def test_what_is_loaded_is_what_was_written(seed: int, between: list[list[str]],
         assert (found.manifests, found.problems) == (made[::-1], [])
         for manifest in made:  # None has lost anything to a later one.
             assert same(loaded(world.store, manifest), world.held[manifest.id])
+            dirty = {key: as_lists(rows) for key, rows in world.store.dirty(manifest).items()}
+            assert dirty == world.dirty[manifest.id]
             _rounds_have_different_rows(Path(folder), manifest)
             assert [number for _, number, *_ in world.store.records(manifest)] == list(
                 range(1, manifest.version + 1)

@@ -69,6 +69,16 @@ def test_trouble_that_comes_again_is_counted_and_told_once_a_minute(caplog: pyte
     assert [each.getMessage() for each in caplog.records] == [*said, *(line + more for line in said)]
 
 
+def test_what_fails_again_with_other_numbers_is_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    """Free bytes, say, differ with each try."""
+    log = EventLog()
+    for model in ("m1", "m2"):
+        for free in (7, 42):
+            error = StorageFailed(f"{free} are free")
+            log(Event(EventKind.FAILED, {"model": model}, "it waits", error))
+    assert caplog.messages == [f"failed: model={each} it waits: 7 are free" for each in ("m1", "m2")]
+
+
 def test_what_has_come_again_is_told_although_it_comes_no_more(caplog: pytest.LogCaptureFixture) -> None:
     now, kept = [0.0], list[tuple[str, int]]()
     log = EventLog(lambda: now[0], lambda event, repeats: kept.append((event.text, repeats)))

@@ -188,6 +188,21 @@ async def test_a_log_that_is_full_has_one_written_at_once(
 
 
 @in_service()
+async def test_bytes_that_the_log_has_since_the_newest_one_are_those_of_later_versions(service: Service) -> None:
+    session, steps = await publish(service), itertools.count(2)
+    model = service.models[MODEL]
+    for writes in (False, False, True, False, False, True):
+        if writes:
+            await service.checkpoints.make(MODEL)
+        else:
+            await cut(session, next(steps), 1)
+        written = model.checkpointed.version if model.checkpointed else 0
+        later = [seal.log_bytes for seal in model.seals if seal.version > written]
+        assert model.bytes_since_checkpoint == sum(later)
+        assert writes or sum(later) > 0
+
+
+@in_service()
 async def test_a_clean_stop_writes_none(service: Service) -> None:
     await publish(service)
     await service.drain()

@@ -28,11 +28,14 @@ from deltasync.core import progress
 from deltasync.core.errors import InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.progress import Progress
+from deltasync.core.table_memory import NoTableMemory
 from deltasync.feeds.model import Model, RowsLost
 from deltasync.service.options import ServiceOptions
 from deltasync.service.recovery import recover_model
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
+from deltasync.status.overview import consumer_overviews, model_overviews
+from deltasync.status.readiness import checks, not_ready
 from deltasync.storage import volume
 from deltasync.storage.log_store import LogUnavailable
 from deltasync.storage.model_store import ModelStore
@@ -162,11 +165,11 @@ async def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
         await service.drain()
 
 
-@pytest.mark.parametrize("error", [PlaceFailed("away"), LogUnavailable("away")], ids=["place", "log"])
-async def test_one_whose_checkpoints_or_log_do_not_answer_waits_for_them(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, error: StorageFailed
+@pytest.mark.parametrize("kind", [PlaceFailed, LogUnavailable, NoTableMemory])
+async def test_one_whose_checkpoints_log_or_memory_are_not_there_waits_for_them_and_says_so(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: type[StorageFailed]
 ) -> None:
-    asked, manifests, away = list[str](), CheckpointStore.manifests, [True]
+    asked, manifests, away, error = list[str](), CheckpointStore.manifests, [True], kind("away")
 
     def unreachable(store: CheckpointStore) -> Found:
         if store._model == "slow" and away:
@@ -178,12 +181,21 @@ async def test_one_whose_checkpoints_or_log_do_not_answer_waits_for_them(
     async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
         recovery = asyncio.create_task(service.recover())
-        while not asked or "fast" not in service.models:
-            await asyncio.sleep(0)
+        while len(asked) < 2 or "fast" not in service.models:
+            await asyncio.sleep(0.001)
         assert await join(service, model="fast", continues=service.models["fast"].position)
+        assert not_ready(checks(service)) == "model 'slow' is still recovering: away"
+        with pytest.raises(ServiceUnavailable) as refusal:
+            service.model("slow")
+        assert str(refusal.value) == "model 'slow' is still recovering; try again: away"
+        (top,) = consumer_overviews(service, await Answers(service).lags())
+        (slow,) = (each for each in model_overviews(service) if each.model == "slow")
+        assert (top.state, top.reason) == ("failed", "nobody answers for model 'slow': still recovering: away")
+        assert slow.trouble == "still recovering: away"
         away.clear()
         await recovery
         assert sorted(service.models) == ["fast", "slow"]
+        assert not_ready(checks(service)) == ""
         await service.drain()
     with monkeypatch.context() as patch, pytest.raises(ExceptionGroup) as raised:  # noqa: PT012
         away.append(True)

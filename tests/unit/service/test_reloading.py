@@ -13,6 +13,7 @@ from tests.support.wire import USER, part, random_rows
 from tests.unit.service.test_checkpoints import Process, cut, in_processes, same
 from tests.unit.support.async_tests import in_service
 
+from deltasync.checkpoints.place import PlaceFailed
 from deltasync.core.damage import DamagedRows
 from deltasync.core.errors import ServiceUnavailable, StorageFailed
 from deltasync.core.events import Event, EventKind
@@ -131,10 +132,12 @@ async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
     model, recover, refused = service.models["clicks"], Model.recover, asyncio.Event()
     answers, over = Answers(service), asyncio.Event()
 
+    error = StorageFailed("the checkpoint is on a broken disk")
+
     async def refuse(model: Model, *arguments: Any) -> None:
         if not over.is_set():
             refused.set()
-            raise StorageFailed("the checkpoint is on a broken disk")
+            raise error
         await recover(model, *arguments)
 
     monkeypatch.setattr(Model, "recover", refuse)
@@ -158,6 +161,12 @@ async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
         assert b'deltasync_model_failed{model="clicks"} 1' in await answers.metrics()
         with pytest.raises(ServiceUnavailable, match="is being reloaded; try again"):
             await change(service, session, 2, [7])
+        error = PlaceFailed("the checkpoints are away")
+        while "tried again: the checkpoint is on a broken disk; the checkpoints are away" not in (
+            model_overviews(service)[0].trouble
+        ):
+            await asyncio.sleep(0.001)
+        assert "; the checkpoints are away" in not_ready(checks(service))
         over.set()
         model = await reloaded(service, model)
         while service.reloading.reasons:

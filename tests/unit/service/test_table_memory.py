@@ -1,22 +1,26 @@
 """Tables in scratch files (--table-memory): they mean nothing after a restart, and a folder may have no room."""
 
 import asyncio
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, opened, send
+from tests.support.local_service import join, opened, publish, send
 from tests.support.volumes import small_volume
 from tests.support.wire import part, random_rows
 
 from deltasync.core.errors import StorageFailed
+from deltasync.core.events import line_of
 from deltasync.core.policy import Policy
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.publish.session import PublishSession
+from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
+from deltasync.status.readiness import checks, not_ready
 
 WIDE = TableSpec("wide", 1 << 16, 8)
 MIB = 1 << 20
@@ -85,11 +89,30 @@ async def test_where_there_is_no_room_tables_are_refused_with_both_numbers(tmp_p
             assert list(service.models) == ["clicks"]
             await publish_wide(service, 3)
             assert service.models["clicks"].position.number == 2
-    with small_volume(2 * MIB) as volume, pytest.raises(ExceptionGroup) as raised:
-        async with opened(tmp_path, table_memory=volume):
-            pass
-    (error,) = raised.value.exceptions
-    assert isinstance(error, StorageFailed)
-    assert "no room for table 'wide'" in str(error)
-    async with opened(tmp_path) as service:
-        np.testing.assert_array_equal(service.models["clicks"].tables[0].rows, random_rows(3, [WIDE])[0])
+
+
+async def test_a_model_that_finds_no_room_at_the_start_waits_for_it_and_keeps_no_other_waiting(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path / "data") as service:
+        await publish(service, model="small")
+        await publish_wide(service)
+    with small_volume(16 * MIB) as volume:
+        filler, told = volume / "filler", list[str]()
+        filler.write_bytes(bytes(14 * MIB))
+        async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            service = Service(ServiceOptions(data_dir=tmp_path / "data", table_memory=volume), tasks)
+            service.events.listen(lambda each: told.append(line_of(each)))
+            recovery = asyncio.create_task(service.recover())
+            while len([each for each in told if "failed: model=clicks" in each]) < 2:
+                await asyncio.sleep(0.001)
+            assert list(service.models) == ["small"]
+            said = "model 'clicks' is still recovering: no room for table 'wide': it takes .* free on .* make room"
+            assert re.match(said, not_ready(checks(service)))
+            filler.unlink()
+            await recovery
+            rows = service.models["clicks"].tables[0].rows
+            np.testing.assert_array_equal(rows, random_rows(1, [WIDE])[0])
+            del rows
+            assert not_ready(checks(service)) == ""
+            await service.drain()

@@ -8,7 +8,7 @@ from tests.support.seals import sealed
 
 from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import RowBatch
-from deltasync.core.tables import EncodedSpec, Shard, TableSpec
+from deltasync.core.tables import DIGEST_TYPE, EncodedSpec, Shard, TableSpec
 from deltasync.storage import records
 
 TABLES = [TableSpec("user", 100, 4), TableSpec("half", 50, 3, np.dtype("<f2"))]
@@ -18,7 +18,7 @@ SHARDS = [
     Shard.whole(TABLES[1]),
     Shard.whole(CODES),
 ]
-BATCH = RowBatch(SHARDS[1], np.arange(2), np.ones((2, 3), "<f2"), np.ones(2, np.float32))
+BATCH = RowBatch(SHARDS[1], np.arange(2), np.ones((2, 3), "<f2"), digests=np.ones(2, DIGEST_TYPE))
 
 
 def packed(slot: int, rows: RowBatch, layout: int = 0) -> bytes:
@@ -31,9 +31,9 @@ def unpacked(record: bytes) -> RowBatch:
 
 @given(st.data(), st.integers(0, 2), st.integers(0, 20), st.booleans(), st.booleans(), st.integers(0, 2**64 - 1))
 def test_rows_come_back_as_they_were(
-    data: st.DataObject, slot: int, count: int, has_values: bool, has_norms: bool, layout: int
+    data: st.DataObject, slot: int, count: int, has_values: bool, has_digests: bool, layout: int
 ) -> None:
-    """With values and norms, with either, and with ids alone; also of arrays that are not contiguous."""
+    """With values and digests, with either, and with ids alone; also of arrays that are not contiguous."""
     shard = SHARDS[slot]
     width = shard.cols if has_values else 0
     raw = data.draw(st.binary(min_size=count * width * 8, max_size=count * width * 8))
@@ -42,7 +42,7 @@ def test_rows_come_back_as_they_were(
         shard,
         np.arange(3 * count)[::3],
         np.zeros((count, width), shard.table.dtype) if values is None else values,
-        np.arange(2 * count, dtype=np.float32)[::2] if has_norms else None,
+        digests=np.arange(2 * count, dtype=DIGEST_TYPE)[::2] if has_digests else None,
     )
     named = []
 
@@ -58,8 +58,8 @@ def test_rows_come_back_as_they_were(
     assert found.ids.tolist() == rows.ids.tolist()
     assert (found.values.shape, found.values.dtype) == (rows.values.shape, rows.values.dtype)
     assert found.values.tobytes() == rows.values.tobytes()
-    assert (found.norms is None) is (rows.norms is None)
-    assert found.norms is None or found.norms.tolist() == rows.norms.tolist()  # type: ignore[union-attr]
+    assert (found.digests is None) is (rows.digests is None)
+    assert found.digests is None or found.digests.tolist() == rows.digests.tolist()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_rows_come_back_as_they_were(
     [
         (0, 3, "the log has rows of format 3, this version reads 1: update deltasync"),
         (1, 2, "the log has rows of kind 2, this version reads 1: update deltasync"),
-        (2, 31, "the log has rows of columns 31, this version reads 15: update deltasync"),
+        (2, 31, "the log has rows of columns 31, this version reads 7: update deltasync"),
     ],
 )
 def test_rows_of_a_later_format_or_kind_are_refused_with_both_numbers(byte: int, value: int, said: str) -> None:

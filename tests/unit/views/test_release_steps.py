@@ -15,17 +15,21 @@ from tests.support.view_scenarios import (
     ITEM,
     TOP,
     USER,
+    bits_of,
     changed,
     held_by_a_replica,
     refuse,
     same_as_the_model,
     small_blocks,
 )
+from tests.unit.views.models import Models
 
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.pause import Pause
+from deltasync.core.damage import DamagedRows
 from deltasync.core.errors import ServiceUnavailable
 from deltasync.core.events import Event, EventKind, Events
+from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
@@ -309,6 +313,72 @@ def test_nobody_is_given_a_part_of_a_version(runner: asyncio.Runner, local: Loca
     runner.run(scenario())
 
 
+@pytest.mark.parametrize("policy", [Policy(top_k=1000), Policy(value_type=ValueType.INT8), Policy(mode=Mode.IDS)])
+async def test_a_release_has_its_rows_as_of_its_version_though_they_change_while_it_takes_them(
+    local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    monkeypatch.setattr("deltasync.views.making._TURN_SECONDS", 0)
+    monkeypatch.setattr("deltasync.views.table._PIECE_BYTES", 1)
+    other = await local.prepared_view(policy, "other")
+    view, consumer = await local.prepared_view(policy), Consumer("top", "clicks", 1, policy)
+    await local.cut(changed(1, USER, *range(9)) | changed(1, ITEM, 1, 2))
+    await other.make_release(policy, 0)  # Nothing changes while it is made.
+    on_thread, cuts = local.model.on_thread, 0
+
+    async def with_cuts(function: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal cuts
+        if function.__name__ == "_go_on":
+            cuts += 1
+            consumer.pause = Pause.now("it has begun, so it is made")
+            await local.cut(changed(1 + cuts, USER, *range(cuts % 3, 9, 3)))
+        return await on_thread(function, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local.model, "on_thread", with_cuts)
+        await view.make_release(policy, 0, lambda: consumer.pause is None)
+    assert cuts > 3
+    assert view.state.head
+    assert view.state.head.version == 2
+    expected, found = await bits_of(other), await bits_of(view)
+    assert {name: table[0] for name, table in found.tables.items()} == {
+        name: table[0] for name, table in expected.tables.items()
+    }
+    local = await models.open()
+    assert await bits_of(local.view()) == found
+    await local.view().make_release(policy, 0)
+    await local.view("other").make_release(policy, 0)
+    for each in (local.view(), local.view("other")):
+        assert each.state.head
+        assert each.state.head.version == 2 + cuts
+    assert (await bits_of(local.view())).tables == (await bits_of(local.view("other"))).tables
+
+
+async def test_a_damaged_row_that_a_cut_overwrites_while_a_release_takes_rows_fails_the_release(
+    local: LocalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cut is none the worse: it brings the row whole."""
+    monkeypatch.setattr("deltasync.views.making._TURN_SECONDS", 0)
+    monkeypatch.setattr("deltasync.views.table._PIECE_BYTES", 1)
+    view = await local.prepared_view(Policy())
+    await local.cut(changed(1, USER, *range(9)))
+    on_thread = local.model.on_thread
+
+    def harm() -> None:
+        local.model.tables[0].rows[8, 0] += 1
+
+    async def with_a_cut(function: Callable[..., Any], *arguments: Any) -> Any:
+        if function.__name__ == "_go_on" and local.model.seals.newest_version == 2:
+            await on_thread(harm)
+            await local.cut(changed(2, USER, 8))
+        return await on_thread(function, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local.model, "on_thread", with_a_cut)
+        with pytest.raises(DamagedRows, match="user"):
+            await view.make_release(Policy(), 0)
+    assert local.model.position.number == 3
+
+
 async def test_a_release_under_way_heeds_a_pause(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """To look at what has changed may take long: by then the newest version may be one in quarantine."""
     policy = Policy(top_k=1000)
@@ -332,6 +402,7 @@ async def test_a_release_under_way_heeds_a_pause(local: LocalModel, monkeypatch:
     await local.model.remove_table(ITEM.name)
     await loop._advance()
     assert view.position == before, "nor is any other release made"
+    assert [each.spec.name for each in view.deliveries] == [USER.name], "and the table takes no memory"
     consumer.pause = None
     await local.cut({USER.name: {7: np.full(USER.dim, 2, "<f4")}})
     await loop._advance()

@@ -58,6 +58,27 @@ async def test_a_restart_takes_no_replica_back(local: LocalModel, models: Models
     assert same_as_the_model(await held_by_a_replica(view), local)
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+async def test_dirty_rows_of_a_checkpoint_come_back(local: LocalModel, models: Models, damaged: bool) -> None:
+    """Where the newest checkpoint has them in a damaged file, the one before it and the log have them, too."""
+    view = await released_twice(local)
+    await local.checkpoint()
+    await local.cut(changed(3, USER, 6, 7) | changed(3, ITEM, 2))
+    await view.make_release(TOP, 0)
+    made = await local.checkpoint()
+    (file,) = made.dirty
+    if damaged:
+        path = models.folder / "checkpoints" / file.name
+        content = bytearray(path.read_bytes())
+        content[-20] ^= 1
+        path.write_bytes(content)
+    bits = await bits_of(view)
+    assert view.state.backlog_rows > 1
+    local = await models.open()
+    assert await bits_of(local.view()) == bits
+    assert [file.name in problem for problem in local.model.problems] == [True] * damaged
+
+
 async def test_a_look_that_found_nothing_after_a_checkpoint_is_known(local: LocalModel, models: Models) -> None:
     """Else rows that change later would count as dirty since before it."""
     view = await released_twice(local)
