@@ -78,7 +78,8 @@ class _World:
             lines = service.get_json("/processes")
         except (OSError, DeltasyncError, ValueError):  # It does not answer yet.
             return False
-        return len(lines) == len(self._cluster.services) and sum(MODEL in line["models"] for line in lines) == 1
+        alive = [line for line in lines if line["alive"]]  # One that was killed is so for as long as its lease.
+        return len(alive) == len(self._cluster.services) and sum(MODEL in line["models"] for line in alive) == 1
 
 
 def run(console: Console, rounds: int) -> dict[str, Any]:

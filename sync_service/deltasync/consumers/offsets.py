@@ -31,20 +31,22 @@ class OffsetLog:
         """`names` are those of the records that the log has, see `offset_name`."""
         self._log, self._events = log, events
         self._recorded = set(names)  # Which the log may have.
-        self._moved: dict[str, Replica | None] = {}  # By the record's name; None is to be forgotten.
+        self._moved: dict[str, Replica] = {}  # By the record's name.
         self._resting = False  # While some are written, and in the pause after that.
         self._last: asyncio.Future[None] | None = None
 
     def note(self, consumer: str, replica: Replica) -> None:
         """Have a replica's offset written down, as it is by then."""
-        self._note(offset_name(consumer, replica.name), replica)
+        self._moved[offset_name(consumer, replica.name)] = replica
+        if not self._resting:
+            self._write_some()
 
     def forget(self, consumer: str, replica: str) -> None:
-        """Have the offset of a replica forgotten."""
+        """Forget the offset of a replica: at once, as one that has gone does not come back to say so again."""
         name = offset_name(consumer, replica)
         self._moved.pop(name, None)
         if name in self._recorded:
-            self._note(name, None)
+            self._write({name: None})
 
     def forgotten(self, consumer: str, replica: str) -> Mapping[str, None]:
         """The record to be removed, by whoever asks, so that the offset of a replica is forgotten now."""
@@ -76,11 +78,6 @@ class OffsetLog:
             self._recorded.discard(name)
         return records
 
-    def _note(self, name: str, replica: Replica | None) -> None:
-        self._moved[name] = replica
-        if not self._resting:
-            self._write_some()
-
     def _write_some(self) -> None:
         self._resting = True
         begun = time.monotonic()
@@ -95,11 +92,12 @@ class OffsetLog:
             self._write_some()
 
     def _submit(self) -> "asyncio.Future[None]":
-        records: dict[str, bytes | None] = {}
-        for name in list(islice(self._moved, _AT_ONCE)):
-            replica = self._moved.pop(name)
-            records[name] = pack_json(_offset_record(replica)) if replica else None
-            (self._recorded.add if replica else self._recorded.discard)(name)
+        names = list(islice(self._moved, _AT_ONCE))
+        return self._write({name: pack_json(_offset_record(self._moved.pop(name))) for name in names})
+
+    def _write(self, records: Mapping[str, bytes | None]) -> "asyncio.Future[None]":
+        for name, record in records.items():
+            (self._recorded.add if record else self._recorded.discard)(name)
         self._last = written = asyncio.wrap_future(self._log.put_all(records))
         written.add_done_callback(partial(self._report, tuple(records)))
         return written

@@ -91,7 +91,7 @@ def test_a_replica_holds_the_trainers_rows_and_a_checkpoint_goes_on(
     assert told - others == {f"lag/predictors_{name}" for name in ("versions", "rows", "seconds")}
     code, found, said = deltasync(
         *("verify", "predictors", "--service", service.grpc, "--json"),
-        *("--checkpoint", str(tmp_path / "checkpoint")),
+        *("--torch-checkpoint", str(tmp_path / "checkpoint")),
     )
     tables = json.loads(found)
     managed = "--managed" in ways  # A checkpoint has no maps of raw ids: that these are not held is said.

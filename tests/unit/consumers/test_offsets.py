@@ -139,7 +139,6 @@ async def test_nothing_of_a_consumer_that_is_deleted_is_found_by_one_of_its_name
     consumer, (gone,) = await fleet_of(service, 1)
     service.registry.acknowledge(consumer, gone, AT)
     await asyncio.wrap_future(log_of(service).put("written", b""))  # So is what was submitted before.
-    _offsets(service)._resting = True
     assert gone.stream
     service.registry.disconnect(consumer, gone, gone.stream, "goodbye", forget=True)
     await service.registry.delete("c")
@@ -194,6 +193,7 @@ class Steps:
         self.log = SlowStore(disk)
         self.offsets = OffsetLog(self.log, Events(), ())
         self.wanted, self.seen = dict[str, int](), dict[str, set[int]]()
+        self.forgotten = 0  # Writes of these that are pending.
 
     def note(self, name: str, number: int) -> None:
         self.wanted[name] = number
@@ -202,7 +202,10 @@ class Steps:
 
     def forget(self, name: str, _: int) -> None:
         self.wanted.pop(name, None)
+        pending = len(self.log.pending)
         self.offsets.forget("c", name)
+        self.forgotten += len(self.log.pending) - pending
+        assert name not in recorded_offsets(self.log, "c")
 
     def forget_now(self, name: str, _: int) -> None:
         self.wanted.pop(name, None)
@@ -218,6 +221,7 @@ class Steps:
         for each in self.log.pending:
             each.set_result(None)
         self.log.pending.clear()
+        self.forgotten = 0
 
     def rest(self, *_: object) -> None:
         if not self.log.pending:
@@ -249,7 +253,7 @@ def test_the_log_has_the_newest_of_each_at_the_end_and_one_of_each_waits_at_most
             step(having, name, number)
             await asyncio.sleep(0)
             assert len(having.offsets._moved) <= 5
-            assert len(having.log.pending) <= 1
+            assert len(having.log.pending) - having.forgotten <= 1
         if ends_well:
             having.offsets.write_all()
         return having
