@@ -15,7 +15,7 @@ from tests.support import examples  # noqa: F401  # registers the profiles
 from tests.support.folders import keep_folders_in_memory
 from tests.support.process import ServiceProcess
 
-from deltasync.core.logs import levels
+from deltasync.base.logs import levels
 from deltasync.kernels.compiled import warm
 
 settings.load_profile("default")

@@ -20,7 +20,7 @@ def misspelt_consumer(target: Target) -> Outcome:
 
 @FAMILY.attack("20 subscriptions whose history is 3 MB of forged lines of log")
 def forged_lines(target: Target) -> Outcome:
-    forged = "\n2026-01-01 00:00:00 INFO deltasync.core.events admin deleted the model" * 43_000
+    forged = "\n2026-01-01 00:00:00 INFO deltasync.base.events admin deleted the model" * 43_000
     held = tables_pb2.Position(history=forged, version=1)
     return at_once(target, SUBSCRIBE, 20, lambda number: subscription(f"stranger-{number}", held=held), 5)
 

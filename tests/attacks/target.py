@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from grpc import Channel, insecure_channel
 
-from deltasync.wire.protocol import protocol_to_metadata
+from deltasync.wire.errors import protocol_to_metadata
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),

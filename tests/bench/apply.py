@@ -20,9 +20,9 @@ import numpy as np
 from rich.console import Console
 from tests.bench.timing import spread_of
 
+from deltasync.base.process import keep_freed_memory
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableSpec
-from deltasync.client.checksums import TargetChecksums
-from deltasync.core.process import keep_freed_memory
+from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.core.rows import BLOCK_ROWS
 from deltasync.core.stamps import StampedTable
 from deltasync.kernels.compiled import warm

@@ -33,9 +33,9 @@ from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import SourceTable
 from deltasync.client import Admin, Endpoint, RowBatch, TableSpec
+from deltasync.core.delivery import spec_record
 from deltasync.core.position import Position
 from deltasync.core.stamps import StampedTable
-from deltasync.core.table_records import spec_record
 
 _MODEL = "bench"
 _TIMES, _OF_A_CHECKPOINT = 5, 0.1

@@ -18,8 +18,8 @@ from tests.bench.timing import spread_of
 from tests.support.cluster import MODEL, Cluster
 from tests.support.process import ADMIN_TOKEN, ServiceProcess
 
+from deltasync.base.errors import DeltasyncError
 from deltasync.client import Admin, Endpoint
-from deltasync.core.errors import DeltasyncError
 
 ROUNDS, CHANGED, LEASE_SECONDS = 20, 100, 3
 _PATIENCE_SECONDS, _POLL_SECONDS = 120.0, 0.02

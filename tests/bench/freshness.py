@@ -19,8 +19,8 @@ from tests.bench.children import Children, Peer, publisher
 from tests.bench.peers import Echo
 from tests.bench.timing import spread_of
 
+from deltasync.base.process import keep_freed_memory
 from deltasync.client import Part, Publisher, RowBatch, TableSpec
-from deltasync.core.process import keep_freed_memory
 from deltasync.wire.row_messages import part_chunk
 
 ROWS, DIM, CUT_ROWS = 100_000, 16, 2_000

@@ -23,8 +23,8 @@ from typing import Any, Self
 import grpc.aio
 import numpy as np
 
+from deltasync.base.process import keep_freed_memory
 from deltasync.client import Endpoint, NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
-from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.row_messages import chunked

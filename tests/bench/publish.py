@@ -19,8 +19,8 @@ from rich.console import Console
 from tests.bench.children import Children, publisher
 from tests.bench.process import cpu_seconds
 
+from deltasync.base.process import keep_freed_memory
 from deltasync.client import Part, Position, Publisher, RowBatch, TableSpec
-from deltasync.core.process import keep_freed_memory
 
 ROWS, DIM, CUTS = 1_000_000, 64, 20
 # The first rounds touch every page of tables and log for the first time.

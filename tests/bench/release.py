@@ -32,18 +32,18 @@ from numpy.typing import NDArray
 from rich.console import Console
 from tests.bench.timing import spread_of
 
+from deltasync.base.process import keep_freed_memory
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.policy import Policy
-from deltasync.core.process import keep_freed_memory
 from deltasync.core.rows import BLOCK_ROWS, Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.model import Model
-from deltasync.feeds.statistics import ReleaseStatistics
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions, LogStore
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions, LogStore
+from deltasync.model.feed import ReleaseStatistics
+from deltasync.model.model import Model
 from deltasync.views.view import View
 
 TOP_K = 0.1

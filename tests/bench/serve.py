@@ -31,13 +31,12 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.inference.modules import quantize_embeddings
 
+from deltasync.base.process import keep_freed_memory
 from deltasync.client import Position, Release, RowBatch, TableSpec, ValueType
-from deltasync.client.checksums import TargetChecksums
-from deltasync.client.reading import Reads
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.delivery import Delivery
-from deltasync.core.mode import Mode
-from deltasync.core.process import keep_freed_memory
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.target import Reads
+from deltasync.client.targets.torch_target import TorchTarget
+from deltasync.core.delivery import Delivery, Mode
 
 WAYS: tuple[Reads, ...] = ("pause", "copies")
 CHECKED = "checked"

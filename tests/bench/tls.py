@@ -26,8 +26,8 @@ from tests.bench.publish import (
     timed,
 )
 
+from deltasync.base.process import keep_freed_memory
 from deltasync.client import Admin, Policy
-from deltasync.core.process import keep_freed_memory
 from deltasync.trainer.example.processes import ADMIN, Credentials, Service
 
 _MODEL, _TRAINER, _REPLICA = "bench", "trainer", "replica"

@@ -35,8 +35,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.tracking.delta import DeltaRows
-from deltasync.trainer.tracking.modes import TrackingMode
-from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.torchrec_hooks import Listeners
 from deltasync.trainer.tracking.tracker import Tracker
 

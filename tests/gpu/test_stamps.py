@@ -27,14 +27,12 @@ from torch import nn
 
 from deltasync.core.digests import row_digests
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, device_digests
-from deltasync.trainer.tracking.due_count import due_ids
+from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, delta_reader
+from deltasync.trainer.tracking.delta_reader import GatheredRows, due_ids
 from deltasync.trainer.tracking.followed_rows import FollowedRows
-from deltasync.trainer.tracking.gathered_rows import GatheredRows
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.shards import dense_table
-from deltasync.trainer.tracking.stamps import RowStamps
-from deltasync.trainer.tracking.table_stamps import Clock, TableStamps
+from deltasync.trainer.tracking.stamps import Clock, RowStamps, TableStamps
 
 ROWS = 50
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -161,7 +159,7 @@ def test_bounded_rows_are_those_that_are_due(kind: str, stamps: list[int], curso
 def test_digests_made_on_the_device_are_the_kernels(kind: str, dtype: str, columns: int) -> None:
     values = np.random.default_rng(0).integers(0, 2 if dtype == "?" else 100, (ROWS, columns)).astype(dtype)
     shard = Shard(TableSpec("t", ROWS, 8, np.dtype(dtype), TableKind.BUFFER), 0, ROWS, 3, columns)
-    made = device_digests.row_digests(torch.from_numpy(values).to(device_of(kind)), shard)
+    made = delta_reader.row_digests(torch.from_numpy(values).to(device_of(kind)), shard)
     assert made.cpu().numpy().view(np.uint64).tolist() == row_digests(values, 3).tolist()
 
 

@@ -11,11 +11,10 @@ from tests.support.devices import CPU_AND_GPU, device_of, on_stream, stream_on
 from torch import nn
 
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
-from deltasync.client.checksums import TargetChecksums
-from deltasync.client.reading import Reads
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.delivery import Delivery
-from deltasync.core.mode import Mode
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.target import Reads
+from deltasync.client.targets.torch_target import TorchTarget
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.value_types import ValueType
 
 READS = pytest.mark.parametrize("reads", ["pause", "copies"])

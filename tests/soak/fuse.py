@@ -21,21 +21,21 @@ T = TypeVar("T")
 # Where a process may be killed, and what is called there: of the service, of `deltasync restore`, of a rank and of
 # a replica.
 SERVICE_STEPS = {
-    "publish": "deltasync.publish.session:PublishSession.add",
-    "seal": "deltasync.storage.model_store:ModelStore.seal",
-    "commit": "deltasync.storage.lmdb_store:LmdbStore._commit",
-    "apply": "deltasync.feeds.model:Model._apply",
+    "publish": "deltasync.cuts.session:PublishSession.add",
+    "seal": "deltasync.model.model_store:ModelStore.seal",
+    "commit": "deltasync.log.lmdb_store:LmdbStore._commit",
+    "apply": "deltasync.model.model:Model._apply",
     "release": "deltasync.views.release_maker:ReleaseMaker._take",
     "release record": "deltasync.views.log:ViewLog.write",
     "ack": "deltasync.consumers.registry:ConsumerRegistry.acknowledge",
     "checkpoint": "deltasync.checkpoints.store:CheckpointStore.write",
     "checkpoint file": "deltasync.checkpoints.place:Place.put",
     "checkpoint removal": "deltasync.checkpoints.place:Place.remove",
-    "truncation": "deltasync.storage.lmdb_store:LmdbStore.truncate",
-    "recovery": "deltasync.feeds.model:Model.recover",
+    "truncation": "deltasync.log.lmdb_store:LmdbStore.truncate",
+    "recovery": "deltasync.model.model:Model.recover",
     "loading": "deltasync.checkpoints.store:CheckpointStore.load",
     "backup": "deltasync.service.backup:BackupPlace.complete",
-    "table record": "deltasync.storage.model_store:ModelStore.describe",
+    "table record": "deltasync.model.model_store:ModelStore.describe",
 }
 RESTORE_STEPS = {"restore": "deltasync.service.restore:_restore_model"}
 RANK_STEPS = {

@@ -6,6 +6,7 @@ from typing import Self
 import numpy as np
 from tests.soak.world import SoakFailed, World
 
+from deltasync.base.errors import DeltasyncError
 from deltasync.client import (
     NumpyTarget,
     Part,
@@ -19,7 +20,6 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
-from deltasync.core.errors import DeltasyncError
 from deltasync.core.policy import Policy
 
 ROWS, _DIM = 100, 4

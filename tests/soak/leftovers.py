@@ -8,8 +8,8 @@ from tests.soak.fleet import CLICKS
 from deltasync.checkpoints.manifest import DATA, id_of
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore, models_of
+from deltasync.log.data_directory import CHECKPOINTS
 from deltasync.service.fsck import unknown_files
-from deltasync.storage.data_directory import CHECKPOINTS
 
 _TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(.*)", re.MULTILINE)
 

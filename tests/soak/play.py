@@ -11,7 +11,7 @@ from tests.soak.recovery import Happened
 from tests.soak.schedule import Fault
 from tests.soak.world import World
 
-from deltasync.core.errors import DeltasyncError
+from deltasync.base.errors import DeltasyncError
 
 logger = logging.getLogger(__name__)
 

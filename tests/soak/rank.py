@@ -18,11 +18,11 @@ from tests.soak.journal import Journal, read_journal, stop_on_signals
 from tests.soak.lineage import TrainingRun, read_runs
 from tests.soak.training import TrainedTables, Training, Update, spec_of
 
+from deltasync.base.errors import Contradiction, Damaged, DeltasyncError, InvalidInput
+from deltasync.base.logs import log_to_stderr
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Endpoint, Part, Position, Publisher, PublisherOptions, ResyncRequired, RowBatch, Shard
-from deltasync.core.errors import Contradiction, Damaged, DeltasyncError, InvalidInput
-from deltasync.core.logs import log_to_stderr
 from deltasync.core.rows import Ids
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import numpy as np
 from tests.soak.journal import Journal, stop_on_signals
 from tests.soak.stores import STORES, Store
 
+from deltasync.base.logs import log_to_stderr
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Release, Subscriber, SubscriberOptions, Target
-from deltasync.core.logs import log_to_stderr
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 

@@ -115,7 +115,7 @@ class TorchStore(_InMemory):
     """The click model of the TorchRec trainer."""
 
     def __init__(self, _replica: str, _socket: str) -> None:
-        from deltasync.client.torch_target import TorchTarget
+        from deltasync.client.targets.torch_target import TorchTarget
         from deltasync.trainer.example.model import ClickModel
 
         self._module = TorchTarget(ClickModel(CLICK_MODEL).eval())
@@ -131,8 +131,8 @@ class RedisStore:
     def __init__(self, replica: str, socket: str) -> None:
         import redis
 
-        from deltasync.client.redis_rows import RedisRows
-        from deltasync.client.redis_target import RedisTarget
+        from deltasync.client.targets.redis_rows import RedisRows
+        from deltasync.client.targets.redis_target import RedisTarget
 
         client = redis.Redis(unix_socket_path=socket)
         self._redis, self._rows = RedisTarget(client, replica), RedisRows(client, replica)

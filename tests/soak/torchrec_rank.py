@@ -13,10 +13,10 @@ from tests.soak.fleet import CLICKS
 from tests.soak.rank import stop_file
 from tests.soak.stores import CLICK_MODEL
 
+from deltasync.base.logs import log_to_stderr
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Endpoint
-from deltasync.core.logs import log_to_stderr
 from deltasync.trainer.checkpoints import Checkpoints
 from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks

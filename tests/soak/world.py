@@ -32,10 +32,10 @@ from deltasync.client import (
     ServiceUnavailable,
     StorageFailed,
 )
-from deltasync.client.status import fetch_lag
+from deltasync.client.admin import fetch_lag
 from deltasync.core.policy import Policy
 from deltasync.kernels.compiled import warm
-from deltasync.storage.data_directory import BACKUP_MARKER
+from deltasync.log.data_directory import BACKUP_MARKER
 from deltasync.trainer.example.processes import DemoFailed, Processes
 
 T = TypeVar("T")

@@ -12,12 +12,11 @@ from tests.support.process import ServiceProcess
 from tests.support.proxy import Proxy
 from tests.support.waiting import wait_for
 
-from deltasync.client.numpy_target import NumpyTarget
+from deltasync.base.errors import DeltasyncError, ResyncRequired
 from deltasync.client.options import PublisherOptions, SubscriberOptions
-from deltasync.client.part import Part
-from deltasync.client.publisher import Publisher
+from deltasync.client.publisher import Part, Publisher
 from deltasync.client.subscriber import Subscriber
-from deltasync.core.errors import DeltasyncError, ResyncRequired
+from deltasync.client.targets.numpy_target import NumpyTarget
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
-from deltasync.client.torch_compiled import CompiledModule
+from deltasync.client.targets.torch_compiled import CompiledModule
 
 KEEP: dict[str, Any] = {"always_keep_tensor_constants": True}
 ROWS, DIM = 6, 4

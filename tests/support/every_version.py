@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableKind, TableSpec
-from deltasync.core.delivery import Delivery, value_type_of
-from deltasync.core.mode import Mode
+from deltasync.core.delivery import Delivery, Mode, value_type_of
 from deltasync.core.rows import Ids, Mask, Values
 
 _MOST_WRONG = 20

@@ -26,8 +26,7 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
-from deltasync.core.delivery import Delivery
-from deltasync.core.mode import Mode
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.rows import Values
 from deltasync.core.value_types import ValueType, sent_as
 from deltasync.v1 import subscribe_pb2

@@ -15,12 +15,12 @@ from tests.support.local_service import join, opened, send
 from tests.support.releases import deleted_rows, live_rows
 from tests.support.wire import WHOLE, full_part, part, random_rows
 
-from deltasync.core.errors import StorageFailed
-from deltasync.core.events import Event
+from deltasync.base.errors import StorageFailed
+from deltasync.base.events import Event
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.feed import Feed
+from deltasync.model.feed import Feed
 from deltasync.service.service import Service
 from deltasync.views.view import View
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from deltasync.core.errors import DeltasyncError
+from deltasync.base.errors import DeltasyncError
 
 
 def answers_in_a_fork(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:

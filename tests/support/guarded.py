@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from tests.support.process import ServiceProcess
 
-from deltasync.core.roles import token_digest
+from deltasync.access.roles import token_digest
 
 # By the name of each token; the token itself is `token_of(name)`.
 ROLES: Mapping[str, Sequence[str]] = {

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from deltasync.client import Position, Release, RowBatch, Shard, TableKind, TableSpec
-from deltasync.core.raw_ids import FREE_ID
+from deltasync.core.tables import FREE_ID
 
 ROWS = 6
 USER = TableSpec("sparse.user", ROWS, 2)

@@ -18,21 +18,19 @@ from tests.support.many_logs import ManyLogs
 from tests.support.memory_bucket import MemoryBucket, MemoryStore
 from tests.support.waiting import wait_for
 
-from deltasync.api.access import Access
-from deltasync.api.audit import Audit
+from deltasync.access.access import Access
+from deltasync.access.audit import Audit
+from deltasync.access.roles import Roles
 from deltasync.api.http import create_app
-from deltasync.core.listener import listening_socket
+from deltasync.base.process import listening_socket
+from deltasync.cluster.decisions import heir_of
+from deltasync.cluster.member import Member, OwnershipOptions
+from deltasync.cluster.ownership import Ownership
 from deltasync.core.policy import Policy
-from deltasync.core.roles import Roles
-from deltasync.ownership.heirs import heir_of
-from deltasync.ownership.member import Member
-from deltasync.ownership.options import OwnershipOptions
-from deltasync.ownership.ownership import Ownership
 from deltasync.service.hosting import Hosting
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.status.answers import Answers
-from deltasync.status.sampler import Sampler
+from deltasync.status.answers import Answers, Sampler
 
 T = TypeVar("T")
 ADMIN_TOKEN = "secret"  # noqa: S105

@@ -15,11 +15,11 @@ from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.feeds.model import Model
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions, LogStore
-from deltasync.storage.model_store import recorded_models
-from deltasync.storage.records import pack_layout
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions, LogStore
+from deltasync.log.records import pack_layout
+from deltasync.model.model import Model
+from deltasync.model.model_store import recorded_models
 from deltasync.views.log import ViewLog
 from deltasync.views.view import View
 

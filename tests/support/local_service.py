@@ -11,14 +11,13 @@ import pytest
 from tests.support.log import log_of
 from tests.support.wire import TABLES, part, publish_open, random_rows
 
-from deltasync.core.events import Event
+from deltasync.base.events import Event
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard
-from deltasync.publish.opening import check_open
-from deltasync.publish.session import PublishSession, open_session
+from deltasync.cuts.session import PublishSession, check_open, open_session
+from deltasync.model.model_store import ModelStore
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.storage.model_store import ModelStore
 
 Scenario = Callable[[Service], Coroutine[Any, Any, None]]
 

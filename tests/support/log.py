@@ -8,8 +8,8 @@ from typing import Any
 import lmdb
 import pytest
 
+from deltasync.log.log_store import LogStore
 from deltasync.service.service import Service
-from deltasync.storage.log_store import LogStore
 
 _TIMEOUT = 20
 
@@ -50,7 +50,7 @@ class Heads:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.refused, self.landed, self.opened = False, False, True
         self._open = lmdb.open
-        patch.setattr("deltasync.storage.lmdb_store.lmdb.open", self._environment)
+        patch.setattr("deltasync.log.lmdb_store.lmdb.open", self._environment)
 
     def _environment(self, *arguments: Any, **named: Any) -> "_Environment":
         if not self.opened:

@@ -4,12 +4,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from deltasync.core.durations import Durations
-from deltasync.core.errors import NotOwner, StorageFailed
-from deltasync.core.owner import Owner
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_format import check_log
-from deltasync.storage.log_store import LogOptions, LogStore
+from deltasync.base.durations import Durations
+from deltasync.base.errors import NotOwner, Owner, StorageFailed
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions, LogStore
+from deltasync.log.records import check_log
 
 
 class ManyLogs:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from deltasync.core.errors import ServiceUnavailable
-from deltasync.ownership.bucket import Changed, Entry
+from deltasync.base.errors import ServiceUnavailable
+from deltasync.cluster.bucket import Changed, Entry
 
 
 class MemoryStore:

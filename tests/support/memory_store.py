@@ -5,10 +5,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltasync.core.durations import Durations
-from deltasync.storage.log_store import LAST_NUMBER, Buffer, LogFull, Record
-from deltasync.storage.volume import Volume
-from deltasync.storage.write_queue import WriteQueue
+from deltasync.base.durations import Durations
+from deltasync.log.log_store import LAST_NUMBER, Buffer, LogFull, Record, WriteQueue
+from deltasync.log.volume import Volume
 
 Address = tuple[int, int, int]
 

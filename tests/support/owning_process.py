@@ -4,12 +4,10 @@ import asyncio
 
 from tests.support.memory_bucket import MemoryBucket, MemoryLog, MemoryStore
 
-from deltasync.core.errors import StorageFailed
-from deltasync.core.events import Event, Events
-from deltasync.core.owner import Owner
-from deltasync.ownership.member import Member
-from deltasync.ownership.options import OwnershipOptions
-from deltasync.ownership.ownership import Ownership
+from deltasync.base.errors import Owner, StorageFailed
+from deltasync.base.events import Event, Events
+from deltasync.cluster.member import Member, OwnershipOptions
+from deltasync.cluster.ownership import Ownership
 
 LEASE_SECONDS = 6.0
 SECOND = 10**9

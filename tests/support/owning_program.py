@@ -11,12 +11,11 @@ import nats
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NotFoundError
 
-from deltasync.core.events import Event, Events, line_of
-from deltasync.core.owner import Owner
-from deltasync.ownership.member import Member
-from deltasync.ownership.nats_bucket import BucketOptions, NatsBucket
-from deltasync.ownership.options import OwnershipOptions
-from deltasync.ownership.ownership import Ownership
+from deltasync.base.errors import Owner
+from deltasync.base.events import Event, Events, line_of
+from deltasync.cluster.member import Member, OwnershipOptions
+from deltasync.cluster.nats_bucket import BucketOptions, NatsBucket
+from deltasync.cluster.ownership import Ownership
 
 PREFIX = "LOG_"
 

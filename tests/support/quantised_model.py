@@ -42,8 +42,7 @@ from torchrec.quant import embedding_modules as quant
 from torchrec.quant.embedding_modules import quant_prep_customize_row_alignment
 
 from deltasync.client import Position, Release, RowBatch, TableSpec
-from deltasync.core.delivery import Delivery
-from deltasync.core.mode import Mode
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.rows import Ids, Values
 from deltasync.core.value_types import ValueType
 

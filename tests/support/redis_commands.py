@@ -10,7 +10,7 @@ import pytest
 import redis
 from tests.support.redis_server import RedisServer
 
-from deltasync.client.keyed import redis_store
+from deltasync.client.targets import redis_store
 
 
 class Killed(BaseException):

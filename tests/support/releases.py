@@ -8,8 +8,7 @@ import numpy as np
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.feeds.frozen_release import NO_TABLES, Chunk, FrozenRelease, Head
-from deltasync.feeds.releases import LargeRelease, Release, Releases
+from deltasync.model.releases import NO_TABLES, Chunk, FrozenRelease, Head, LargeRelease, Release, Releases
 
 MEMORY_BYTES = 1 << 20
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.tracker_model import WITH_FIRST, ModelConsumer, ModelRead, Row, TrackerModel, Values
 from torch import nn
 
-from deltasync.core.errors import Contradiction, NotFound
+from deltasync.base.errors import Contradiction, NotFound
 from deltasync.trainer.tracking import Delta, DeltaRows, Token, Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.shards import TrackedTable
 

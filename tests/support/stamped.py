@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from deltasync.core.change_counts import Stamps
+from deltasync.core.changes import Stamps
 from deltasync.core.digests import row_digests
 from deltasync.core.rows import Values
 from deltasync.core.stamps import StampedTable

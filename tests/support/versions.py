@@ -16,11 +16,11 @@ import numpy as np
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.storage import model_store
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
-from deltasync.storage.model_store import ModelStore
-from deltasync.storage.records import pack_json, pack_layout
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions
+from deltasync.log.records import pack_json, pack_layout
+from deltasync.model import model_store
+from deltasync.model.model_store import ModelStore
 
 TABLE = TableSpec("user", 1000, 16)
 SHARD = Shard.whole(TABLE)

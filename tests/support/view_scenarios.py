@@ -12,12 +12,12 @@ from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
 from tests.support.wire import random_rows
 
-from deltasync.core.errors import StorageFailed
+from deltasync.base.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
-from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.model.releases import FrozenRelease
 from deltasync.views.pacing import Situation, due
 from deltasync.views.state import NewestRelease, ViewState
 from deltasync.views.table import ViewTable

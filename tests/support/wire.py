@@ -10,8 +10,8 @@ import numpy as np
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc, tables_pb2
+from deltasync.wire.errors import protocol_to_metadata
 from deltasync.wire.messages import position_to_message, shard_to_message, table_to_message
-from deltasync.wire.protocol import protocol_to_metadata
 
 USER = TableSpec("sparse.embedding_bags.user", 40, 4)
 ITEM = TableSpec("sparse.embedding_bags.item", 30, 6, np.dtype("<f2"))

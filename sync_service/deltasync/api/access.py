@@ -1,170 +1,181 @@
-"""Who calls, and what they may: where the roles are known."""
+"""Letting gRPC calls and HTTP requests in, or not, before their messages or bodies are received."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+from urllib.parse import unquote
 
-from deltasync.api.access_table import Need
-from deltasync.api.audit import Audit
-from deltasync.api.caller import CALL, Call
-from deltasync.core.access import Grant, Identity, Role
-from deltasync.core.errors import InvalidInput, NotPermitted
-from deltasync.core.roles import Roles, TokenRoles, token_digest
+import grpc.aio
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Where there is no roles file: whoever reaches the service may do what the admin token is not needed for.
-_ANYONE = (Grant(Role.PUBLISH), Grant(Role.SUBSCRIBE), Grant(Role.READ))
+from deltasync.access.access import Access, Credentials, OpenCall, check, check_name, need_of_call, need_of_request
+from deltasync.access.caller import Role
+from deltasync.access.limits import Limits, StreamLimits, peer_of
+from deltasync.access.tls import names_of_auth_context
+from deltasync.api.errors import abort, as_stream, error_response
+from deltasync.api.http_server import CERTIFICATE_NAMES
+from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceFailed
+from deltasync.base.events import described
 
-# Metadata of gRPC, a header of HTTP.
-_BY = "deltasync-by"
-_LONGEST_BY = 128
-# As a model's, or a consumer's. A pattern is compared with no longer one.
-_LONGEST_NAME = 128
+logger = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
-@dataclass(frozen=True)
-class Credentials:
-    """What a call shows of whoever makes it.
-
-    Attributes:
-        digest: of its token; empty without one.
-        certificate_names: the names in its certificate; empty without one.
-        address: where it comes from.
-        says: the name that it gives, which proves nothing.
+class AccessInterceptor(grpc.aio.ServerInterceptor):
+    """Lets a call begin only if whoever makes it has the role that it needs, and ends it when that is revoked; and
+    only if there are not too many. Who administers is not counted.
     """
 
-    digest: bytes = b""
-    certificate_names: tuple[str, ...] = ()
-    address: str = ""
-    says: str = ""
+    def __init__(self, access: Access, limits: Limits) -> None:
+        self._access = access
+        self._streams = StreamLimits(limits)
 
-    @classmethod
-    def of(cls, sent: Mapping[str, str | bytes], names: tuple[str, ...], address: str) -> "Credentials":
-        """Those of a call with this metadata, or of a request with these headers."""
-        scheme, _, token = str(sent.get("authorization", "")).partition(" ")
-        digest = token_digest(token) if scheme == "Bearer" else b""
-        return cls(digest, names, address, str(sent.get(_BY, "")))
-
-
-@dataclass(eq=False)
-class OpenCall:
-    """A call under way, and what it was let in for: its rights may be taken from it meanwhile."""
-
-    call: Call
-    credentials: Credentials
-    need: Need
-    task: "asyncio.Task[object] | None"
-    name: str | None = None
-    revoked: NotPermitted | None = None
-
-
-class Access:
-    """Tells who calls, and lets them or not. Used in the event loop.
-
-    Args:
-        admin_token: a token with role admin, beside those of the roles; None, or an empty one, is none.
-        roles: who has which roles; None = anyone has all but admin.
-        audit: where it is written down who did what.
-
-    Attributes:
-        roles: who has which roles, but for the admin token.
-        exposure: where the service listens although others reach it there, in words; empty if it does not.
-        trouble: what is wrong with the roles file as it is now; empty if nothing is.
-    """
-
-    def __init__(self, admin_token: str | None, roles: Roles | None, audit: Audit) -> None:
-        digest = token_digest(admin_token) if admin_token else None
-        self._admin = (TokenRoles("admin token", digest, (Grant(Role.ADMIN),)),) if digest else ()
-        self._anyone = _ANYONE if roles is None else ()
-        self._audit = audit
-        self._open = set[OpenCall]()
-        self.roles = roles or Roles()
-        self.exposure = self.trouble = ""
-
-    @property
-    def troubles(self) -> list[str]:
-        """What operators should know of who may do what."""
-        return [each for each in (self.exposure, self.trouble) if each]
-
-    def take(self, roles: Roles) -> None:
-        """Take over other roles. Calls under way end, if they need what is granted no more."""
-        self.roles = roles
-        for each in self._open:
-            identity = self.identify(each.credentials)
-            missing = _missing(identity, each.need, each.name)
-            if missing and each.task and not each.revoked:
-                each.revoked = each.call.error = NotPermitted(f"revoked: {missing}")
-                each.task.cancel()
-            # The audit goes on to say by which name it was let in.
-            each.call.identity = replace(identity, name=identity.name or each.call.identity.name)
-
-    def identify(self, credentials: Credentials) -> Identity:
-        """Who makes a call: whose token it shows; without one that is known, whose certificate."""
-        known = Roles((*self.roles.tokens, *self._admin))
-        if found := known.of_token(credentials.digest):
-            return Identity(found.name, found.grants + self._anyone, credentials.address)
-        name, grants = self.roles.of_certificate(credentials.certificate_names) or ("", ())
-        return Identity(name, grants + self._anyone, credentials.address)
-
-    @contextmanager
-    def call(self, name: str, need: Need, credentials: Credentials) -> Iterator[OpenCall]:
-        """What is to run while a call is answered, which `check` then lets in; who made it, and what came of it,
-        is known throughout.
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler of a call, behind a check. gRPC takes each for one of streams: of others it would receive
+        the message before it calls them.
         """
-        call = Call(name, self.identify(credentials), role=need.role)
-        opened = OpenCall(call, credentials, need, asyncio.current_task())
-        self._open.add(opened)
-        before = CALL.set(call)
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None:
+            return None
+        need = need_of_call(method)
+
+        async def checked(_requests: AsyncIterator[Any], context: _Context) -> None:
+            with self._access.call(method.rpartition("/")[2], need, _credentials_of_call(context)) as opened:
+                await self._answer(handler, opened, context)
+
+        return as_stream(handler, checked)
+
+    async def _answer(self, handler: Any, opened: OpenCall, context: _Context) -> None:
         try:
-            yield opened
-        except BaseException as error:
-            call.error = call.error or error
+            check(opened)
+            with self._counted(opened):
+                await _let_in(handler, _Requests(context, opened), context)
+        except DeltasyncError as error:
+            await abort(context, error)
+        except grpc.aio.BaseError:  # Among them that the call was aborted, above or by its handler.
             raise
-        finally:
-            CALL.reset(before)
-            self._open.discard(opened)
-            self._audit.note(call)
-            call.error = None  # Whose traceback holds what the call has held: a release, with its room.
+        except Exception as error:
+            logger.exception("%s has failed", opened.call.name)
+            text = "the service met an error of its own, which its log tells"
+            await abort(context, ServiceFailed(text, detail=f": {described(error)}"))
+        except asyncio.CancelledError:
+            if opened.revoked is None:
+                raise
+            if task := asyncio.current_task():
+                task.uncancel()
+            await abort(context, opened.revoked)
+
+    def _counted(self, opened: OpenCall) -> AbstractContextManager[None]:
+        if opened.need.role is Role.ADMIN:
+            return nullcontext()
+        identity = opened.call.identity
+        return self._streams.taking(peer_of(identity), without_role=not identity.grants)
 
 
-def check(opened: OpenCall) -> None:
-    """Check that whoever calls has the role that is needed, and says who asks as it can be written down.
+async def _let_in(handler: Any, requests: "_Requests", context: _Context) -> None:
+    if handler.unary_unary:
+        await context.write(await handler.unary_unary(await _only(requests), context))
+    elif handler.unary_stream:
+        await handler.unary_stream(await _only(requests), context)
+    elif inspect.isasyncgenfunction(handler.stream_stream):
+        async for response in handler.stream_stream(requests, context):
+            await context.write(response)
+    else:
+        await handler.stream_stream(requests, context)
 
-    Raises:
-        NotPermitted: the role is missing.
-        InvalidInput: the name that is given is too long, or not printable.
+
+async def _only(requests: "_Requests") -> Any:
+    request = await anext(requests, None)
+    if request is None:
+        raise InvalidInput("the call has no message")
+    return request
+
+
+class _Requests:
+    """A call's messages, the first of which says what its role is needed for. gRPC's own iterator would keep each
+    until the next one has come.
     """
-    _check(opened)
-    says = opened.credentials.says
-    if len(says) > _LONGEST_BY or not says.isprintable():
-        raise InvalidInput(f"{_BY}: expected at most {_LONGEST_BY} printable characters")
-    opened.call.says = says
+
+    def __init__(self, context: _Context, opened: OpenCall) -> None:
+        self._context = context
+        self._opened, self._first = opened, True
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await self._context.read()
+        if request is grpc.aio.EOF:
+            raise StopAsyncIteration
+        if self._first:
+            self._first = False
+            check_name(self._opened, request)
+        return request
 
 
-def check_name(opened: OpenCall, message: object) -> None:
-    """Check that whoever calls has the role for what the first message names.
-
-    Raises:
-        NotPermitted: the role is missing.
-        InvalidInput: the name is too long to be one.
-    """
-    name = opened.need.name(message)
-    if name and len(name) > _LONGEST_NAME:
-        raise InvalidInput(
-            f"{opened.need.of}: a name of {len(name)} characters, at most {_LONGEST_NAME} are allowed"
-        )
-    opened.name = name
-    _check(opened)
+def _credentials_of_call(context: _Context) -> Credentials:
+    names = names_of_auth_context({key: tuple(value) for key, value in context.auth_context().items()})
+    return Credentials.of(dict(context.invocation_metadata() or ()), names, _address(context.peer()))
 
 
-def _check(opened: OpenCall) -> None:
-    if missing := _missing(opened.call.identity, opened.need, opened.name):
-        raise NotPermitted(missing)
+def _address(peer: str) -> str:
+    """The address of what gRPC calls a peer: `127.0.0.1:4711` of `ipv4:127.0.0.1:4711`."""
+    return unquote(peer.partition(":")[2] or peer)
 
 
-def _missing(identity: Identity, need: Need, name: str | None) -> str:
-    """What an identity lacks; empty if nothing."""
-    if need.role is None:
-        return ""
-    decision = identity.may(need.role, name)
-    return "" if decision.yes else decision.reason
+class AccessMiddleware:
+    """Lets a request in only if its caller has the role that the route needs, and ends it when that is revoked."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method, path = scope["method"], scope["path"]
+        with self._access.call(
+            f"{method} {path}", need_of_request(method, path), _credentials_of_request(scope)
+        ) as opened:
+            try:
+                check(opened)
+            except DeltasyncError as error:
+                await error_response(error)(scope, receive, send)
+                return
+            await self._answer(opened, scope, receive, send)
+
+    async def _answer(self, opened: OpenCall, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def sent(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        except asyncio.CancelledError:
+            if opened.revoked is None or begun:
+                raise
+            if task := asyncio.current_task():
+                task.uncancel()
+            await error_response(opened.revoked)(scope, receive, send)
+
+
+def _credentials_of_request(scope: Scope) -> Credentials:
+    client = scope.get("client")
+    names = scope.get("state", {}).get(CERTIFICATE_NAMES, ())
+    return Credentials.of(
+        Headers(scope=scope), names, f"{client[0]}:{client[1]}" if client else "an unknown address"
+    )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deltasync.core.events import EventKind, Events
-from deltasync.storage.volume import refused
+from deltasync.base.events import EventKind, Events
+from deltasync.log.volume import refused
 
 # Another one means that `grpc` or `http` is written in another way.
 _FORMAT = 1

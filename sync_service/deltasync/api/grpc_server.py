@@ -1,25 +1,26 @@
-"""The gRPC side, for trainers and replicas: its port, what it serves there, and what gRPC itself sees to."""
+"""The gRPC side, for trainers and replicas: its port, its services, and what gRPC itself sees to."""
 
+import errno
+import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from deltasync.api.access import Access
-from deltasync.api.access_calls import AccessInterceptor
-from deltasync.api.binding import not_bound
-from deltasync.api.call_errors import ErrorInterceptor
-from deltasync.api.certificates import HANDSHAKE_SECONDS, CertificateFiles
-from deltasync.api.health import Health
-from deltasync.api.protocol import ProtocolInterceptor
+from deltasync.access.access import Access
+from deltasync.access.limits import LimitOptions
+from deltasync.access.tls import HANDSHAKE_SECONDS, CertificateFiles
+from deltasync.api.access import AccessInterceptor
+from deltasync.api.errors import ErrorInterceptor, abort, as_stream
 from deltasync.api.publish import PublishServicer
 from deltasync.api.server_options import ServerOptions
-from deltasync.api.subscribe_calls import SubscribeServicer
-from deltasync.api.written_messages import WrittenMessages
-from deltasync.core.addresses import with_port
-from deltasync.core.errors import ServiceUnavailable
-from deltasync.core.limits import LimitOptions
+from deltasync.api.subscribe import SubscribeServicer
+from deltasync.base.addresses import with_port
+from deltasync.base.errors import DeltasyncError, ServiceUnavailable
+from deltasync.base.signals import Signal
 from deltasync.service.service import Service
 from deltasync.v1 import (
     publish_pb2,
@@ -27,6 +28,109 @@ from deltasync.v1 import (
     subscribe_pb2,
     subscribe_pb2_grpc,
 )
+from deltasync.wire.errors import check_protocol
+from deltasync.wire.row_messages import serialized
+
+
+def not_bound(option: str, host: str, port: int, error: OSError | None = None) -> str:
+    """Why the port of an option could not be had, and what to do."""
+    if error and (isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL):
+        return f"cannot listen on {host}: {error.strerror}: choose a --host that is an address of this machine"
+    return f"cannot listen on {host}:{port}: choose another {option}, or 0 for any free one"
+
+
+class WrittenMessages(grpc.aio.ServerInterceptor):
+    """Lets handlers answer with messages that are bytes already."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler of a call, whose bytes are sent as they are."""
+        handler = await continuation(handler_call_details)
+        return handler and handler._replace(response_serializer=serialized)
+
+
+# Health checks and reflection have a protocol of their own.
+_METHODS = "/deltasync."
+
+
+class ProtocolInterceptor(grpc.aio.ServerInterceptor):
+    """Lets a call begin only if its client speaks the protocol of this service."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler of a call, or one that refuses it."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(_METHODS):
+            return handler
+        try:
+            check_protocol(dict(handler_call_details.invocation_metadata or ()))
+        except DeltasyncError as error:
+            return _refusing(handler, error)
+        return handler
+
+
+def _refusing(handler: Any, error: DeltasyncError) -> Any:
+    async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await abort(context, error)
+
+    # It asks for no message: one that this service cannot read must not be answered in other words.
+    return as_stream(handler, refuse)
+
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """Tells whether services serve: all of them, or none.
+
+    In place of gRPC's own, which has all who watch wait for each other: there one that takes no answer keeps the
+    others from theirs, and the process from its end.
+    """
+
+    def __init__(self, services: tuple[str, ...]) -> None:
+        """Tell that they do not serve, until told otherwise."""
+        self._services = frozenset({"", *services})
+        self._serving = False
+        self._signal = Signal()
+
+    def note(self, *, serving: bool) -> None:
+        """Tell from now on whether they serve."""
+        self._serving = serving
+        self._signal.wake()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: _Context
+    ) -> health_pb2.HealthCheckResponse:
+        """Tell it once."""
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return self._answer(request.service)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
+        """Tell it now, and whenever it changes."""
+        told = None
+        while True:
+            answer = self._answer(request.service)
+            if answer == told:
+                await self._signal.changed()
+                continue
+            told = answer
+            await context.write(answer)
+
+    def _answer(self, service: str) -> health_pb2.HealthCheckResponse:
+        answer = health_pb2.HealthCheckResponse()
+        if service not in self._services:
+            answer.status = answer.SERVICE_UNKNOWN
+        else:
+            answer.status = answer.SERVING if self._serving else answer.NOT_SERVING
+        return answer
+
 
 _SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name

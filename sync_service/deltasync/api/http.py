@@ -1,31 +1,65 @@
 """The HTTP side, for operators and their tools."""
 
-from fastapi import FastAPI
+import asyncio
 
-from deltasync.api.access import Access
-from deltasync.api.access_routes import AccessMiddleware
-from deltasync.api.checkpoint_routes import checkpoint_routes
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deltasync.access.access import Access
+from deltasync.api.access import AccessMiddleware
 from deltasync.api.consumer_routes import consumer_routes
-from deltasync.api.delete_routes import delete_routes
-from deltasync.api.documentation import documentation_routes
-from deltasync.api.event_routes import event_routes
-from deltasync.api.http_errors import answer_errors
-from deltasync.api.lag_routes import lag_routes
-from deltasync.api.lenient import LenientMiddleware
-from deltasync.api.log_routes import log_routes
-from deltasync.api.model_routes import model_routes
-from deltasync.api.operation_routes import operation_routes
+from deltasync.api.errors import answer_errors
+from deltasync.api.model_routes import delete_routes, model_routes, table_routes, trainer_routes
+from deltasync.api.operation_routes import checkpoint_routes, operation_routes, process_routes
 from deltasync.api.origins import OriginsMiddleware
-from deltasync.api.overview_routes import overview_routes
-from deltasync.api.page import page_routes
-from deltasync.api.process_routes import process_routes
-from deltasync.api.route_inputs import EncodedPathMiddleware, take_inputs
-from deltasync.api.table_routes import table_routes
-from deltasync.api.trainer_routes import trainer_routes
-from deltasync.core.build import built_version
+from deltasync.api.overview_routes import event_routes, lag_routes, log_routes, overview_routes
+from deltasync.api.page import documentation_routes, page_routes
+from deltasync.api.requests import EncodedPathMiddleware, take_inputs
+from deltasync.base.build import built_version
 from deltasync.service.service import Service
-from deltasync.status.answers import Answers
-from deltasync.status.sampler import Sampler
+from deltasync.status.answers import Answers, Sampler
+
+
+class LenientMiddleware:
+    """Serves HEAD as GET without the body, and ignores a trailing slash in both.
+
+    A redirect would make the client send its token to whatever host it named. Requests that change something keep
+    their slash: a missing name after it is an error.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].rstrip("/") or "/"
+        scope = {**scope, "path": path, "raw_path": scope["raw_path"].rstrip(b"/") or b"/"}
+        if scope["method"] == "GET":
+            await self._app(scope, receive, send)
+            return
+        answered = asyncio.Event()
+
+        async def receive_until_answered() -> Message:
+            """Pass the request on. After the answer, report a disconnect, which ends an event stream."""
+            coming, over = asyncio.ensure_future(receive()), asyncio.ensure_future(answered.wait())
+            try:
+                await asyncio.wait({coming, over}, return_when=asyncio.FIRST_COMPLETED)
+                return coming.result() if coming.done() else {"type": "http.disconnect"}
+            finally:
+                coming.cancel()
+                over.cancel()
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b""})
+                answered.set()
+
+        await self._app({**scope, "method": "GET"}, receive_until_answered, send_head)
+
 
 _DESCRIPTION = """
 How far every consumer is behind, why, and what to do about it.

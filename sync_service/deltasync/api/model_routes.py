@@ -1,14 +1,24 @@
-"""The HTTP routes of models: who publishes them, and deleting them."""
+"""Models, tables, trainers and deletes of rows over HTTP."""
 
+import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query, Request
 
-from deltasync.api.caller import author
-from deltasync.core.steady_clock import steady_ns
-from deltasync.publish.refusal import Refusal
-from deltasync.service.removals import Removals
+from deltasync.access.caller import author
+from deltasync.api.requests import json_object
+from deltasync.base.clock import steady_ns
+from deltasync.base.errors import InvalidInput, NotFound
+from deltasync.core.seal import KEPT_CUTS
+from deltasync.cuts.sealing import Refusal
+from deltasync.service.operators import Removals
+from deltasync.service.options import PendingDelete
 from deltasync.service.service import Service
+from deltasync.status.answers import Answers
+from deltasync.status.lag import ConsumerLag, TableLag
+from deltasync.status.trainers import TrainerLine, VersionLine, last_cuts, trainer_lines, version_lines
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ def model_routes(service: Service) -> APIRouter:
     async def models() -> list[ModelLine]:
         """The models of this process, and who publishes them."""
         service.check_confirmed()
-        return [_line(service, name) for name in sorted(service.models)]
+        return [_model_line(service, name) for name in sorted(service.models)]
 
     @router.delete("/models/{name}", status_code=204)
     async def delete_model(name: str) -> None:
@@ -75,7 +85,7 @@ def model_routes(service: Service) -> APIRouter:
     return router
 
 
-def _line(service: Service, name: str) -> ModelLine:
+def _model_line(service: Service, name: str) -> ModelLine:
     coordinator, now = service.coordinators[name], steady_ns()
     ranks = [
         RankLine(rank, not each.ended, each.finished, round((now - each.since_ns) / 1e9, 3), each.left)
@@ -89,3 +99,204 @@ def _refused(refusal: Refusal | None) -> RefusalLine | None:
     if refusal is None:
         return None
     return RefusalLine(round((steady_ns() - refusal.at_ns) / 1e9, 3), refusal.reason)
+
+
+@dataclass(frozen=True)
+class TableLine:
+    """A table, in a list.
+
+    `bytes` are those of its values. `ranks_differ` says that ranks of the trainer have different rows of it, as of
+    a buffer: those of the first are published. `refused` says why the last cut was, if it was for rows of it.
+    """
+
+    model: str
+    table: str
+    rows: int
+    dim: int
+    dtype: str
+    bytes: int
+    head: int
+    kind: str
+    ranks_differ: bool
+    refused: str
+
+
+@dataclass(frozen=True)
+class FollowedTable:
+    """How far a consumer is behind in a table."""
+
+    consumer: str
+    state: str
+    lag: TableLag
+
+
+@dataclass(frozen=True)
+class TableDetail:
+    """A table of a model, and the consumers that follow it."""
+
+    table: TableLine
+    consumers: list[FollowedTable]
+
+
+def table_routes(service: Service, answers: Answers) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.get("/tables")
+    async def tables() -> list[TableLine]:
+        """The tables of this process's models."""
+        service.check_confirmed()
+        return [line for name in sorted(service.models) for line in _lines(service, name)]
+
+    @router.get("/tables/{name:path}")
+    async def table(name: str) -> list[TableDetail]:
+        """The tables of that name, one of each of this process's models that has one, and how far consumers are
+        behind in them.
+        """
+        service.check_confirmed()
+        lines = [line for model in sorted(service.models) for line in _lines(service, model, name)]
+        if not lines:
+            raise NotFound(f"no table {name!r}", detail=" in this process; GET /tables names its tables")
+        lags = await answers.lags({line.model for line in lines})
+        return await asyncio.to_thread(lambda: [TableDetail(line, _followed(line, lags)) for line in lines])
+
+    return router
+
+
+def _followed(line: TableLine, lags: Iterable[ConsumerLag]) -> list[FollowedTable]:
+    return [
+        FollowedTable(lag.consumer, lag.state, each)
+        for lag in lags
+        if lag.model == line.model
+        for each in lag.tables
+        if each.table == line.table
+    ]
+
+
+def _lines(service: Service, name: str, table: str | None = None) -> Iterable[TableLine]:
+    """The tables of a model, or the one of a name."""
+    model, differing = service.models[name], service.coordinators[name].differing
+    sealer = service.coordinators[name].sealer
+    reasons = [sealer.refusal.reason if sealer.refusal else "", sealer.quarantine]
+    return [
+        TableLine(
+            model=name,
+            table=t.name,
+            rows=t.rows,
+            dim=t.dim,
+            dtype=str(t.dtype),
+            bytes=t.nbytes,
+            head=model.seals.newest_version,
+            kind=t.kind.value,
+            ranks_differ=t.name in differing,
+            refused=next((reason for reason in reasons if repr(t.name) in reason), ""),
+        )
+        for t in (each.spec for each in model.tables)
+        if table in (None, t.name)
+    ]
+
+
+# 100,000 ids of 13 digits take 1.5 MB.
+_MAX_BODY_BYTES = 2 << 20
+_LARGEST_ID = 2**63 - 1
+
+_KEYS = {
+    "model": {"type": "string"},
+    "table": {"type": "string"},
+    "ids": {"type": "array", "items": {"type": "integer"}, "description": "Global row ids, in any order."},
+}
+# For /docs.
+_BODY: dict[str, Any] = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": _KEYS,
+                "required": list(_KEYS),
+                "additionalProperties": False,
+            },
+            "example": {"model": "clicks", "table": "sparse.embedding_bags.user", "ids": [4711]},
+        }
+    },
+}
+
+
+@dataclass(frozen=True)
+class DeleteLine:
+    """A delete that is asked for and not done; `asked_unix_ns` tells it from others of its model."""
+
+    model: str
+    table: str
+    rows: int
+    asked_unix_ns: int
+    reason: str
+
+
+def delete_routes(service: Service) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(prefix="/deletes")
+
+    @routes.get("")
+    async def deletes() -> list[DeleteLine]:
+        """The deletes of this process's models that are not done, and what each waits for."""
+        service.check_confirmed()
+        return [_delete_line(pending) for pending in service.pending_deletes()]
+
+    @routes.post("", status_code=202, openapi_extra={"requestBody": _BODY})
+    async def delete(request: Request) -> DeleteLine:
+        """Ask a model's trainer to delete rows. Needs role admin."""
+        by = author()
+        return _delete_line(await service.delete_rows(*await _wanted(request), by))
+
+    return routes
+
+
+async def _wanted(request: Request) -> tuple[str, str, list[int]]:
+    """Model, table and ids that the body `{"model": ..., "table": ..., "ids": [...]}` names.
+
+    Raises:
+        InvalidInput: it names none; the message says what is wrong.
+    """
+    body = await json_object(request, tuple(_KEYS), _MAX_BODY_BYTES)
+    model, table, ids = (body.get(key) for key in _KEYS)
+    if not isinstance(model, str) or not isinstance(table, str):
+        raise InvalidInput("body: expected the names of a model and a table, as texts")
+    # A bool is an int to Python.
+    if not isinstance(ids, list) or any(type(each) is not int or abs(each) > _LARGEST_ID for each in ids):
+        raise InvalidInput("body: expected ids, a list of whole numbers of 64 bits")
+    return model, table, ids
+
+
+def _delete_line(pending: PendingDelete) -> DeleteLine:
+    request = pending.request
+    return DeleteLine(pending.model, request.table, len(request.ids), request.number, pending.reason)
+
+
+_Model = Annotated[str | None, Query(description="Only those of this model.")]
+_Last = Annotated[int, Query(ge=1, le=KEPT_CUTS, description="How many of each model, at most.")]
+
+
+def trainer_routes(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.get("/trainers")
+    async def trainers() -> list[TrainerLine]:
+        """The ranks that publish this process's models, or have published them since it started."""
+        service.check_confirmed()
+        return trainer_lines(service)
+
+    @router.get("/versions")
+    async def versions(model: _Model = None, last: _Last = 20) -> list[VersionLine]:
+        """The last versions of this process's models, the newest first: since it started, 200 of each at most.
+
+        `seconds` says how long each part of the way took: gather (reading the changed rows), send, seal (checks,
+        and waiting for the version before), log (until it was durable), apply, release (until it was sent), ack.
+        """
+        service.check_confirmed()
+        found = [each for _, each in sorted(service.models.items())] if model is None else [service.model(model)]
+        cuts = [cut for each in found for cut in last_cuts([each], last)]
+        return await asyncio.to_thread(version_lines, cuts)
+
+    return router

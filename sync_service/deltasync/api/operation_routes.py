@@ -1,19 +1,20 @@
-"""What operators have a service do that takes long: look, copy, verify, move. All of it needs role admin."""
+"""What takes a service long, over HTTP: checkpoints, backups, verifying, moving models between processes."""
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from deltasync.api.caller import author
-from deltasync.api.json_body import json_object, text_of
-from deltasync.api.long_requests import while_wanted
+from deltasync.access.caller import author
+from deltasync.api.requests import json_object, text_of, while_wanted
 from deltasync.core.verified import VerifiedLine
 from deltasync.service.backup import Backups
 from deltasync.service.fsck import Checked, check_service
-from deltasync.service.processes import drain_process
+from deltasync.service.hosting import drain_process
+from deltasync.service.operators import verify_replica
 from deltasync.service.service import Service
-from deltasync.service.verification import verify_replica
+from deltasync.status.overview import unowned_models
 
 
 def _body(key: str, words: str, example: str, *, required: bool) -> dict[str, Any]:
@@ -106,5 +107,106 @@ def operation_routes(service: Service) -> APIRouter:
         """Have a replica read all its rows again, and compare them with what it was sent. Needs role admin."""
         found = await while_wanted(request, service, verify_replica(service, name, replica, author()))
         return VerifiedReplica(found.version, [VerifiedLine.of(each) for each in found.tables])
+
+    return router
+
+
+@dataclass(frozen=True)
+class CheckpointLine:
+    """The newest checkpoint of a model.
+
+    `version` is 0, and `age_seconds` null, where there is none. `behind_versions` counts the versions since.
+    `new_bytes` are those of the files that it does not share with the checkpoint before it. `copied_version` is
+    that of the newest checkpoint at the service's URL, 0 where there is none. `reason` says why the last try to
+    write or copy one has failed; empty if it has not.
+    """
+
+    model: str
+    version: int
+    behind_versions: int
+    age_seconds: float | None
+    bytes: int
+    new_bytes: int
+    copied_version: int
+    reason: str
+
+
+def checkpoint_routes(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.get("/checkpoints")
+    async def checkpoints() -> list[CheckpointLine]:
+        """The newest checkpoint of each of this process's models."""
+        service.check_confirmed()
+        return [_line(service, name) for name in sorted(service.models)]
+
+    return router
+
+
+def _line(service: Service, name: str) -> CheckpointLine:
+    model = service.models[name]
+    newest, head, reason = model.checkpointed, model.seals.newest_version, service.checkpoints.failure(name)
+    copied = model.checkpoints.copied_version
+    if newest is None:
+        return CheckpointLine(name, 0, head, None, 0, 0, copied, reason)
+    age = round(max(0, time.time_ns() - newest.made_unix_ns) / 1e9, 3)
+    behind = max(0, head - newest.version)
+    return CheckpointLine(name, newest.version, behind, age, newest.bytes, newest.new_bytes, copied, reason)
+
+
+@dataclass(frozen=True)
+class ProcessLine:
+    """A process of the service, in a list.
+
+    `alive` is false if it went silent for longer than the lease without saying goodbye. `models` are the models
+    that it owns. `here` marks the process that answers; its line has in `unowned` the models that no process has.
+    `confirmed` says whether the process that answers may answer for its models. `started_unix_ns` is when the
+    process started, by its own clock, 0 if unknown.
+    """
+
+    process: str
+    grpc: str
+    http: str
+    here: bool
+    alive: bool
+    draining: bool
+    confirmed: bool
+    models: list[str]
+    unowned: list[str]
+    started_unix_ns: int
+
+
+def process_lines(service: Service) -> list[ProcessLine]:
+    """The processes of the service, as this one sees them: those that are alive first."""
+    owners = service.owners
+    names = sorted({*owners.models(), *service.models})
+    owned = {name: owner.process for name in names if (owner := owners.owner_of(name))}
+    alive, unowned = owners.processes(), unowned_models(service)
+    return [
+        ProcessLine(
+            process=each.name,
+            grpc=each.grpc,
+            http=each.http,
+            here=each.name == owners.me.name,
+            alive=each in alive,
+            draining=each.draining,
+            confirmed=owners.confirmed,
+            models=[name for name, process in owned.items() if process == each.name],
+            unowned=unowned if each.name == owners.me.name else [],
+            started_unix_ns=each.started,
+        )
+        for each in (*alive, *owners.gone())
+    ]
+
+
+def process_routes(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.get("/processes")
+    async def processes() -> list[ProcessLine]:
+        """All processes of the service, where each answers, and the models that each owns."""
+        return process_lines(service)
 
     return router

@@ -17,8 +17,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deltasync.api.call_errors import error_response
-from deltasync.core.errors import NotPermitted
+from deltasync.api.errors import error_response
+from deltasync.base.errors import NotPermitted
 from deltasync.service.service import Service
 
 _PORTS = {"http": 80, "https": 443}

@@ -6,19 +6,16 @@ from typing import Any
 
 import grpc.aio
 
-from deltasync.api.answers import answer
-from deltasync.api.call_errors import abort
-from deltasync.api.caller import caller, current_call
-from deltasync.core.errors import DeltasyncError, InvalidInput
-from deltasync.core.events import EventKind
+from deltasync.access.caller import caller, current_call
+from deltasync.api.errors import abort, answer
+from deltasync.base.errors import DeltasyncError, InvalidInput
+from deltasync.base.events import EventKind
 from deltasync.core.position import Position
-from deltasync.publish.coordinator import CutCoordinator
-from deltasync.publish.opening import check_counts, check_open
-from deltasync.publish.session import PublishSession, open_session
+from deltasync.cuts.coordinator import CutCoordinator
+from deltasync.cuts.session import PublishSession, check_counts, check_open, open_session
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
-from deltasync.wire.id_messages import changed_to_messages
-from deltasync.wire.messages import position_to_message
+from deltasync.wire.messages import changed_to_messages, position_to_message
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from deltasync.access.limits import LimitOptions
+from deltasync.base.errors import DeltasyncError
+from deltasync.base.events import EventKind
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.errors import DeltasyncError
-from deltasync.core.events import EventKind
-from deltasync.core.limits import LimitOptions
 from deltasync.core.policy import Policy
 from deltasync.service.service import Service
 

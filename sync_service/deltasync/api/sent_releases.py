@@ -1,13 +1,18 @@
-"""Releases that were sent on a replica's stream, until the replica says what became of them."""
+"""Releases that were sent to a replica, until it says what became of them, and whether it holds them."""
 
+import math
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 
-from deltasync.consumers.consumer import Replica
-from deltasync.core.signals import Signal
-from deltasync.core.steady_clock import steady_ns
-from deltasync.feeds.frozen_release import FrozenRelease, Head
+from deltasync.base.clock import steady_ns
+from deltasync.base.errors import InvalidInput
+from deltasync.base.signals import Signal
+from deltasync.consumers.consumer import Replica, Verification, Verified
+from deltasync.core.delivery import Delivery
+from deltasync.core.verified import VerifiedStatus, VerifiedTable
+from deltasync.model.releases import NO_TABLES, FrozenRelease, Head
+from deltasync.v1 import subscribe_pb2
 
 # So many are sent ahead. What changes until the first is acknowledged comes in one: a replica that applies slowly
 # is sent each row once, however often that has changed, and is not further behind with each release.
@@ -106,3 +111,171 @@ class SentReleases:
 def _reaches(sent: SentRelease, number: int, received_bytes: int) -> bool:
     """Whether an ack of that number is of this release or of a later one."""
     return sent.number < number or (sent.number == number and sent.end_bytes <= received_bytes)
+
+
+def check_ack(ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> None:
+    """Check that an ack is of tables that there are, each once at most.
+
+    Raises:
+        InvalidInput: it is not.
+    """
+    tables = len(deliveries)
+    if (most := max(len(ack.sums), len(ack.unbound))) > tables:
+        raise InvalidInput(f"an ack of {most} tables, but there are only {tables}")
+    slots = [*(each.slot for each in ack.sums), *ack.unbound]
+    if unknown := [slot for slot in slots if slot >= tables]:
+        raise InvalidInput(f"an ack of table {unknown[0]}, but there are only {tables}")
+
+
+def unbound(ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> tuple[str, ...]:
+    """Names of the tables that a replica does not hold: those it names, and those alone without a checksum."""
+    everything = range(len(deliveries))
+    shown = {each.slot for each in ack.sums} or everything
+    lacking = {*ack.unbound, *set(everything).difference(shown)}
+    return tuple(deliveries[slot].spec.name for slot in sorted(lacking))
+
+
+# The pause after a repair that did not help; it grows by as much with each further one.
+_PAUSE_SECONDS = 5.0
+
+
+class ReplicaAudit:
+    """What a replica says that it holds after each release that it was sent on one stream.
+
+    Attributes:
+        damaged: slots of the tables that are to be sent again, whole.
+        compared: whether the last ack was of a release that it could be compared with.
+    """
+
+    def __init__(self, under_way: SentReleases) -> None:
+        self.damaged = NO_TABLES
+        self.compared = False
+        self._under_way = under_way
+        self._wrong = NO_TABLES  # By the last ack that could be compared.
+        self._repairs = 0
+        self._repaired_at = -math.inf
+
+    def due(self, now: float) -> frozenset[int]:
+        """Slots of the tables to send whole with the next release: they are due until they were sent.
+
+        None during the pause after a repair that did not help. `now` is in seconds, by any clock.
+        """
+        return NO_TABLES if now < self._repaired_at + _PAUSE_SECONDS * self._repairs else self.damaged
+
+    def note_sent(self, whole: frozenset[int], now: float) -> None:
+        """Note that tables were sent whole. `now` is of the same clock."""
+        if self.damaged & whole:
+            self.damaged -= whole
+            self._repairs, self._repaired_at = self._repairs + 1, now
+
+    def check(self, applied: int, sent: SentRelease | None, checksums: Mapping[int, int]) -> frozenset[int]:
+        """Slots of the tables that differ in a replica that has applied up to the number `applied`.
+
+        A table that is on its way whole is not sent again for releases that were sent before. `sent` is what the
+        ack is of, None if that was acknowledged before.
+        """
+        repairing = self._under_way.whole
+        if sent is None:
+            if pending := (self.damaged | repairing) & self._wrong:
+                return pending
+            sent = self._again(applied) if checksums and not self._under_way else None
+        self.compared = sent is not None
+        if sent is None:
+            return NO_TABLES
+        wrong = frozenset(slot for slot, checksum in checksums.items() if checksum != _at(sent.checksums, slot))
+        # A later release may have had the damaged rows.
+        self.damaged = (self.damaged - frozenset(checksums) | wrong) - repairing
+        self._wrong = wrong
+        if checksums and not wrong:
+            self._repairs = 0
+        return wrong
+
+    def _again(self, applied: int) -> SentRelease | None:
+        """The last release acknowledged, if it is of that number: the replica has looked at its rows again."""
+        last = self._under_way.acknowledged
+        return last if last and last.number == applied else None
+
+
+def _at(checksums: tuple[int, ...], slot: int) -> int:
+    """0 for a table that was added after the release was frozen: it has no rows there."""
+    return checksums[slot] if slot < len(checksums) else 0
+
+
+class ReadingAgain:
+    """One stream's part in a replica's verification."""
+
+    def __init__(self, verification: Verification) -> None:
+        self._verification = verification
+        self._told = 0  # The last question that the replica was asked here.
+        self._goes_on = False
+        self._version, self._checksums = 0, tuple[int, ...]()
+        self._differing = dict[str, VerifiedTable]()  # Found so far: by the end they may be repaired.
+
+    @property
+    def due(self) -> int:
+        """The number of what the replica is to be asked now; 0 if there is nothing."""
+        number = self._verification.open
+        return number if self._goes_on or number > self._told else 0
+
+    def ask(self, number: int, version: int, checksums: Sequence[int]) -> None:
+        """Note that it is asked, when it has been sent a version, whose tables have these checksums by slot."""
+        if number != self._told:
+            self._differing = {}
+        self._told, self._goes_on = number, False
+        self._version, self._checksums = version, tuple(checksums)
+
+    def take(self, ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> None:
+        """Take what the replica has found, if an ack says that.
+
+        Raises:
+            InvalidInput: it was not asked.
+        """
+        if not ack.read_again:
+            return
+        if ack.read_again > self._told:
+            raise InvalidInput(f"an ack of read_again {ack.read_again}, which was not asked")
+        if ack.read_again == self._told == self._verification.open:
+            found = [self._ever(each) for each in compared(ack, deliveries, self._checksums)]
+            self._goes_on = ack.rows_left > 0
+            if self._goes_on:
+                rows = sum(each.spec.rows for each in deliveries)
+                self._verification.note(max(0, rows - ack.rows_left), rows)
+            else:
+                self._verification.answer(self._told, Verified(self._version, found))
+
+    def _ever(self, now: VerifiedTable) -> VerifiedTable:
+        """What was found of a table since the replica was asked."""
+        if now.status is VerifiedStatus.DIFFERS:
+            self._differing.setdefault(now.table, now)
+        return self._differing.get(now.table, now)
+
+
+def compared(
+    ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery], checksums: Sequence[int]
+) -> list[VerifiedTable]:
+    """How what a replica has found of each table compares with what it was sent.
+
+    Args:
+        ack: its sums.
+        deliveries: the tables, by slot.
+        checksums: what the sums should be, by slot; 0 from the end on.
+    """
+    sums = {each.slot: each.sum for each in ack.sums}
+    expected = [*checksums, *[0] * (len(deliveries) - len(checksums))]
+    return [
+        _compared(delivery, expected[slot], sums.get(slot), _lacking(slot, ack, sums))
+        for slot, delivery in enumerate(deliveries)
+    ]
+
+
+def _lacking(slot: int, ack: subscribe_pb2.Ack, sums: Mapping[int, int]) -> VerifiedStatus:
+    """What is to be said of a table without a checksum."""
+    return VerifiedStatus.NOT_HELD if sums or slot in ack.unbound else VerifiedStatus.NOT_SHOWN
+
+
+def _compared(delivery: Delivery, checksum: int, held: int | None, lacking: VerifiedStatus) -> VerifiedTable:
+    name, rows = delivery.spec.name, delivery.spec.rows
+    if held is None:
+        return VerifiedTable(name, 0, lacking, checksum)
+    status = VerifiedStatus.EQUAL if held == checksum else VerifiedStatus.DIFFERS
+    return VerifiedTable(name, rows, status, checksum, held)

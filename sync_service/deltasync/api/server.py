@@ -14,36 +14,36 @@ import numba  # noqa: F401  # kernels would import it later than garbage collect
 import uvicorn
 from fastapi import FastAPI
 
-from deltasync.api.access import Access
-from deltasync.api.audit import Audit
-from deltasync.api.binding import not_bound
-from deltasync.api.certificates import CertificateFiles
+from deltasync.access.access import Access, RolesFile
+from deltasync.access.audit import Audit
+from deltasync.access.tls import CertificateFiles
 from deltasync.api.endpoints_file import Addresses, EndpointsFile
-from deltasync.api.grpc_server import bind_grpc
+from deltasync.api.grpc_server import bind_grpc, not_bound
 from deltasync.api.http import create_app
-from deltasync.api.http_connections import HttpListener, end_silent
-from deltasync.api.http_protocol import HttpProtocol
+from deltasync.api.http_server import HttpListener, HttpProtocol, end_silent
 from deltasync.api.reload import Reader, Reloaded, reload_on
-from deltasync.api.roles_file import RolesFile
 from deltasync.api.server_options import ServerOptions
 from deltasync.api.shared_log import member, open_logs
-from deltasync.core.addresses import with_port
-from deltasync.core.build import built_commit
-from deltasync.core.errors import InvalidInput, ServiceUnavailable
-from deltasync.core.exposure import may_listen
-from deltasync.core.listener import listening_socket
-from deltasync.core.probe_status import ProbeStatus, probe_of
-from deltasync.core.process import keep_freed_memory, raise_descriptor_limit, spare_imports, write_no_core
-from deltasync.core.progress import Progress
+from deltasync.base.addresses import may_listen, with_port
+from deltasync.base.build import built_commit
+from deltasync.base.errors import InvalidInput, ServiceUnavailable
+from deltasync.base.process import (
+    keep_freed_memory,
+    listening_socket,
+    raise_descriptor_limit,
+    spare_imports,
+    write_no_core,
+)
+from deltasync.base.progress import Progress
+from deltasync.cluster.member import Member
+from deltasync.cluster.owners import Alone
 from deltasync.kernels.compiled import imported_kernels, keep_in
-from deltasync.ownership.alone import Alone
-from deltasync.ownership.member import Member
+from deltasync.log.jetstream_logs import JetStreamLogs
+from deltasync.service.configuration import have_probe_consumers
 from deltasync.service.housekeeping import housekeeping
-from deltasync.service.probe_consumers import have_probe_consumers
+from deltasync.service.probe import ProbeStatus, probe_of
 from deltasync.service.service import Service
-from deltasync.status.answers import Answers
-from deltasync.status.sampler import Sampler
-from deltasync.storage.jetstream_logs import JetStreamLogs
+from deltasync.status.answers import Answers, Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
         if roles:
             also.append(tasks.create_task(roles.follow(access, service.events)))
         if certificates:
-            also.append(tasks.create_task(certificates.follow(service)))
+            also.append(tasks.create_task(certificates.follow(service.events, service.certificates_expire)))
         reload_roles = partial(roles.reload, access, service.events) if roles else None
         hung_up = reloading or asyncio.Event()
         also.append(tasks.create_task(reload_on(hung_up, service, options.read_settings, reload_roles)))

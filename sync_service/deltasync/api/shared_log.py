@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from deltasync.api.endpoints_file import Addresses
-from deltasync.api.shared_options import SharedLogOptions
-from deltasync.core.errors import InvalidInput
-from deltasync.ownership.member import Member
-from deltasync.ownership.ownership import Ownership
+from deltasync.api.server_options import SharedLogOptions
+from deltasync.base.errors import InvalidInput
+from deltasync.cluster.member import Member
+from deltasync.cluster.ownership import Ownership
+from deltasync.log.brokers import connect
+from deltasync.log.jetstream_logs import JetStreamLogs
 from deltasync.service.hosting import Hosting
 from deltasync.service.service import Service
-from deltasync.storage.brokers import connect
-from deltasync.storage.jetstream_logs import JetStreamLogs
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ async def member(
     Raises:
         StorageFailed, ServiceUnavailable: brokers cannot be used.
     """
-    from deltasync.ownership.nats_bucket import BucketOptions, NatsBucket
+    from deltasync.cluster.nats_bucket import BucketOptions, NatsBucket
 
     client = await connect(options.brokers, options.process)
     bucket = NatsBucket(

@@ -2,34 +2,290 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from deltasync.api.acks import check_ack, unbound
-from deltasync.api.caller import caller, current_call
-from deltasync.api.credit import Credit
-from deltasync.api.delivery_times import DeliveryTimes
-from deltasync.api.departure import StreamEnded, departure, superseded
-from deltasync.api.reading_again import ReadingAgain
-from deltasync.api.replica_audit import ReplicaAudit
-from deltasync.api.replica_messages import goes_whole, no_news, opened, release_end
-from deltasync.api.sending import Sending
-from deltasync.api.sent_releases import SentReleases
+import grpc.aio
+
+from deltasync.access.caller import caller, current_call
+from deltasync.api.errors import abort, answer
+from deltasync.api.sent_releases import ReadingAgain, ReplicaAudit, SentRelease, SentReleases, check_ack, unbound
+from deltasync.base.clock import steady_ns
+from deltasync.base.decision import Decision
+from deltasync.base.errors import (
+    Contradiction,
+    DeltasyncError,
+    InvalidInput,
+    LimitReached,
+    NotFound,
+    NotPermitted,
+    ServiceUnavailable,
+    Superseded,
+)
+from deltasync.base.events import EventKind, described
+from deltasync.base.signals import Signal, first_of
+from deltasync.base.words import printable
 from deltasync.consumers.consumer import Consumer, Replica, Rewind
-from deltasync.core.damage import DamagedRows
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import InvalidInput, NotFound, ServiceUnavailable, Superseded
-from deltasync.core.events import EventKind
 from deltasync.core.position import Position
-from deltasync.core.signals import first_of
-from deltasync.core.steady_clock import steady_ns
-from deltasync.feeds.feed import Feed
-from deltasync.feeds.frozen_release import FrozenRelease, Head
-from deltasync.feeds.releases import BLOCK_BYTES, LargeRelease, Release
+from deltasync.core.rows import DamagedRows
+from deltasync.core.seal import seal_of
+from deltasync.model.feed import Feed
+from deltasync.model.model import Model
+from deltasync.model.releases import BLOCK_BYTES, FrozenRelease, Head, LargeRelease, Release
 from deltasync.service.service import Service
-from deltasync.v1 import subscribe_pb2
-from deltasync.wire.messages import position_from_message, position_to_message
-from deltasync.wire.row_messages import whole_release
+from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
+from deltasync.wire.messages import (
+    checksums_to_message,
+    delivery_to_message,
+    mode_to_message,
+    position_from_message,
+    position_to_message,
+)
+from deltasync.wire.row_messages import fits_message, whole_release
+
+
+class Credit:
+    """Bytes of ids and values that one stream may have under way.
+
+    Attributes:
+        budget: so many.
+        sent_bytes: what was sent on the stream.
+        taken_bytes: what the replica has taken of that, as it has said.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.sent_bytes = self.taken_bytes = 0
+        self._signal = Signal()
+
+    def allows(self, size: int) -> bool:
+        """Whether so many more may be sent. One message may whatever its size, once nothing is under way."""
+        outstanding = self.sent_bytes - self.taken_bytes
+        return outstanding <= 0 or outstanding + size <= self.budget
+
+    def take_back(self, received_bytes: int) -> bool:
+        """Note that the replica has taken so many since the stream began; whether it has taken more.
+
+        Raises:
+            InvalidInput: more than were sent.
+        """
+        if received_bytes > self.sent_bytes:
+            raise InvalidInput(f"acked {received_bytes} bytes, only {self.sent_bytes} were sent")
+        more = received_bytes > self.taken_bytes
+        self.taken_bytes = max(self.taken_bytes, received_bytes)
+        self._signal.wake()
+        return more
+
+    def returned(self) -> Awaitable[object]:
+        """To be awaited: what the replica says next, from this call on."""
+        return self._signal.changed()
+
+
+# A replica that takes nothing of a release for this long is given up, since it holds memory. If its target only
+# takes long to apply what came before, it comes back.
+QUIET_SECONDS = 120.0
+
+
+class Sending:
+    """Watches one replica's stream while a release is sent on it. Used in the event loop."""
+
+    def __init__(self) -> None:
+        self._moved: float | None = None
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """While a release is sent."""
+        self._moved = time.monotonic()
+        try:
+            yield
+        finally:
+            self._moved = None
+
+    def note_moved(self) -> None:
+        """Note that the replica has taken something, is given more, or waits for the service."""
+        if self._moved is not None:
+            self._moved = time.monotonic()
+
+    @property
+    def decision(self) -> Decision:
+        """Whether the stream may go on."""
+        if self._moved is None:
+            return Decision(True, "nothing is being sent")
+        quiet = time.monotonic() - self._moved
+        if quiet > QUIET_SECONDS:
+            return Decision(False, f"it has taken nothing of its release for {quiet:.0f} s")
+        return Decision(True, "it takes what it is sent")
+
+
+# What a replica has itself to do with; all else is the service's, and may be over when it comes again.
+_OF_PEERS = (InvalidInput, NotFound, NotPermitted, Contradiction, LimitReached)
+
+
+class StreamEnded(Exception):
+    """The replica has ended its side of the stream."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """What is told of a replica whose stream has ended, why it has, and whether the replica is expected back."""
+
+    kind: EventKind
+    reason: str
+    expected: bool = False
+
+
+def departure(
+    error: BaseException,
+    *,
+    goodbye: bool,
+    instance: str,
+    replaced: bool,
+    given_up: str = "",
+    stopped: str = "",
+) -> Departure:
+    """How a replica has left.
+
+    Args:
+        error: what has ended its stream.
+        goodbye: whether it has said that it ends for good.
+        instance: what it says of itself; those that say nothing do not say goodbye either.
+        replaced: whether a newer stream of its name has come.
+        stopped: why it has stopped, as it says itself; empty where it says nothing.
+        given_up: why the service has ended the stream of one that takes nothing; empty if it has not.
+    """
+    if goodbye:
+        return Departure(EventKind.REPLICA_LEFT, "it has said goodbye")
+    if replaced:
+        text = str(error) if isinstance(error, DeltasyncError) else "a newer stream has taken over"
+        return Departure(EventKind.REPLICA_REPLACED, text)
+    if stopped:
+        return Departure(EventKind.REPLICA_LOST, f"it has stopped: {printable(stopped)}", expected=True)
+    if given_up:
+        return Departure(EventKind.REPLICA_LEFT, given_up, expected=True)
+    if isinstance(error, StreamEnded):
+        if instance:
+            return Departure(EventKind.REPLICA_LOST, "its stream has ended without a goodbye")
+        return Departure(EventKind.REPLICA_LEFT, "its stream has ended")
+    if isinstance(error, GeneratorExit | asyncio.CancelledError):
+        return Departure(EventKind.REPLICA_LOST, "its connection is lost")
+    reason = described(error) if isinstance(error, Exception) else str(error)
+    return Departure(EventKind.REPLICA_LEFT, reason, expected=not isinstance(error, _OF_PEERS))
+
+
+def superseded(consumer: str, replica: str, ours: str, newer: str) -> DeltasyncError:
+    """What ends a stream when a newer one of the same replica has come, of an instance or of nobody knows which.
+
+    One that reconnects is told to do so again, if it still hears that; another of its name would be told the same,
+    and the two would take each other's place for ever: so the older one has to stop.
+    """
+    if ours and newer and ours != newer:
+        return Contradiction(
+            f"another replica named {replica!r} of consumer {consumer!r} has come, and this one has to stop: give "
+            "each a name of its own, SubscriberOptions(replica=...)"
+        )
+    return Superseded(f"a newer stream of replica {replica!r} has taken over")
+
+
+class DeliveryTimes:
+    """The times of what is delivered on one stream, which tell those of the consumer.
+
+    Attributes:
+        held: the version that the replica holds.
+    """
+
+    def __init__(self, consumer: Consumer, *, guest: bool) -> None:
+        self.held = 0
+        self._consumer, self._guest = consumer, guest
+        self._begun_ns = steady_ns()
+
+    def note_held(self, sent: SentRelease, model: Model) -> None:
+        """Note that the replica holds what it was sent."""
+        if sent.version <= self.held:
+            return
+        before, self.held = self.held, sent.version
+        sealed_ns = model.succession.since_ns(self.held)
+        if not self._guest and sealed_ns is not None and sealed_ns >= self._begun_ns:
+            self._count(model, before, sent.sent_ns)
+
+    def _count(self, model: Model, before: int, sent_ns: int) -> None:
+        durations, now_ns = self._consumer.durations, steady_ns()
+        release = model.recent.deliver(self._consumer.name, before, self.held, sent_ns, self._begun_ns)
+        if release is not None:
+            durations.release.add(release)
+        durations.ack.add((now_ns - sent_ns) / 1e9)
+        if model.seals and model.seals[0].version <= self.held:
+            ended = seal_of(self.held, model.seals).step_end_unix_ns
+            durations.note_freshness(max(0, time.time_ns() - ended) / 1e9)
+
+
+def opened(
+    consumer: Consumer, feed: Feed, deliveries: Sequence[Delivery], decision: Decision
+) -> subscribe_pb2.SubscribeResponse:
+    """What it will be sent, and whether it goes on from what it holds."""
+    message = subscribe_pb2.SubscribeOpened(
+        model=consumer.model,
+        head=position_to_message(feed.position),
+        tables=[delivery_to_message(each) for each in deliveries],
+        resync=not decision.yes,
+        reason=decision.reason,
+        mode=mode_to_message(deliveries[0].mode),
+        model_history=feed.model_history,
+        ready_within_seconds=consumer.policy.ready_within_seconds or 0,
+    )
+    return subscribe_pb2.SubscribeResponse(opened=message)
+
+
+def no_news(
+    feed: Feed, consumer: Consumer, held: Position, token: int, read_again: int = 0
+) -> subscribe_pb2.SubscribeResponse:
+    """That nothing is sent now to who holds what it was sent last; and what it is to read again."""
+    version = feed.version_of(held.number)
+    progress = subscribe_pb2.Progress(
+        head=position_to_message(held),
+        version=version,
+        event_time_unix_ns=feed.event_time_of(version) or 0,
+        token=token,
+        behind_ns=_behind_ns(feed, consumer, held.number),
+        version_seal=feed.model_position(version).seal,
+        read_again=read_again,
+    )
+    return subscribe_pb2.SubscribeResponse(progress=progress)
+
+
+def goes_whole(release: FrozenRelease, budget: int) -> bool:
+    """Whether a release still has rows to send, and so few that they go with its end within such a budget."""
+    return bool(release.chunks) and release.nbytes <= budget and fits_message(release.nbytes)
+
+
+def release_end(
+    feed: Feed, consumer: Consumer, release: FrozenRelease, head: Head, token: int
+) -> subscribe_pb2.ReleaseEnd:
+    """The end of a release that leads to `head`."""
+    return subscribe_pb2.ReleaseEnd(
+        position=position_to_message(Position(feed.history, head.number, head.seal)),
+        step=head.step,
+        step_end_unix_ns=head.step_end_unix_ns,
+        rows=release.rows,
+        version=head.version,
+        whole=sorted(release.whole),
+        sums=checksums_to_message(dict(enumerate(release.checksums))),
+        event_time_unix_ns=head.event_time_unix_ns or 0,
+        token=token,
+        behind_ns=_behind_ns(feed, consumer, head.number),
+        version_seal=feed.model_position(head.version).seal,
+    )
+
+
+def _behind_ns(feed: Feed, consumer: Consumer, number: int) -> int:
+    """For how long a number has not been the newest that replicas are given: a pause does not count."""
+    policy, pause = consumer.policy, consumer.pause
+    if pause:
+        return pause.behind_ns(feed.outdated(number), policy.min_interval_seconds)
+    return feed.behind_ns(number, policy)
+
 
 _PROGRESS_SECONDS = 5.0
 _DEFAULT_OUTSTANDING_BYTES = 16 << 20
@@ -411,3 +667,44 @@ class ReplicaStream:
         if self._replica.stream is not self._ended:
             newer = self._replica.instance
             raise superseded(self._consumer.name, self._replica.name, self._instance, newer)
+
+
+class SubscribeServicer(subscribe_pb2_grpc.SubscribeServiceServicer):
+    """Feeds the replicas of consumers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def Subscribe(  # type: ignore[override]  # gRPC takes this kind of handler, too
+        self,
+        request_iterator: AsyncIterator[subscribe_pb2.SubscribeRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        """Answer one replica's stream."""
+        try:
+            stream = await self._open(request_iterator)
+            await answer(context, stream.run(request_iterator))
+        except DeltasyncError as error:
+            self._service.volumes.note(error)
+            await abort(context, error)
+
+    async def Leave(
+        self, request: subscribe_pb2.LeaveRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> subscribe_pb2.LeaveResponse:
+        """Forget a replica that has ended, and has no stream to say so."""
+        self._service.registry.leave(request.consumer, request.replica, request.instance, caller().name)
+        return subscribe_pb2.LeaveResponse()
+
+    async def _open(self, requests: AsyncIterator[subscribe_pb2.SubscribeRequest]) -> ReplicaStream:
+        opening = subscribe_pb2.SubscribeOpen()
+        try:
+            first = await anext(requests, None)
+            if first is None or first.WhichOneof("message") != "open":
+                raise InvalidInput("a stream begins with an open message")
+            opening = first.open
+            return ReplicaStream(self._service, opening)
+        except DeltasyncError as error:
+            named = {"consumer": opening.consumer, "replica": opening.replica}
+            known = {name: value for name, value in named.items() if value}
+            self._service.events.emit(EventKind.REPLICA_REFUSED, "", error, **known)
+            raise

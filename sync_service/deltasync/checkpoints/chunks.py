@@ -22,11 +22,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from deltasync.core.change_counts import Stamps
+from deltasync.base.errors import StorageFailed
+from deltasync.core.changes import Stamps
 from deltasync.core.digests import RowDigests
-from deltasync.core.errors import StorageFailed
-from deltasync.core.id_sets import contiguous
-from deltasync.core.rows import Ids
+from deltasync.core.rows import Ids, contiguous
 from deltasync.core.stamps import StampedTable
 
 FILE_BYTES = 32 << 20

@@ -16,8 +16,8 @@ from typing import Any
 
 import xxhash
 
+from deltasync.base.errors import StorageFailed
 from deltasync.checkpoints.chunks import CheckpointDamaged
-from deltasync.core.errors import StorageFailed
 
 FORMAT = 1
 MANIFESTS, DATA = "manifests", "data"

@@ -12,9 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from deltasync.base.errors import InvalidInput, StorageFailed
+from deltasync.base.files import flush_folder, make_folder
 from deltasync.checkpoints.chunks import CheckpointDamaged
-from deltasync.core.errors import InvalidInput, StorageFailed
-from deltasync.core.folders import flush_folder, make_folder
 
 UNFINISHED = ".unfinished"
 _PIECE_BYTES = 1 << 20

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from deltasync.base.progress import Progress
 from deltasync.checkpoints.chunks import CHUNK_BYTES, ChunkFile, LogRecord, packed_records
 from deltasync.checkpoints.manifest import File, Layer, Manifest, TableEntry, TableKey
 from deltasync.checkpoints.place import Place
-from deltasync.core.change_counts import Stamps
+from deltasync.core.changes import Stamps
 from deltasync.core.position import Position
 from deltasync.core.precopy import PreCopy
-from deltasync.core.progress import Progress
 from deltasync.core.rows import Ids
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec

@@ -4,14 +4,12 @@ from pathlib import Path
 
 import click
 
+from deltasync.base.words import counted
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.needs import SERVICE, check_needs
-from deltasync.cli.showing import waiting_for
-from deltasync.cli.text_table import say
+from deltasync.cli.output import SERVICE, check_needs, say, waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
-from deltasync.core.words import counted
 
 check_needs(*SERVICE)
 

@@ -9,10 +9,10 @@ from types import MappingProxyType
 import click
 import trustme
 
+from deltasync.base.arguments import check_name
+from deltasync.base.errors import InvalidInput
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.text_table import say
-from deltasync.core.errors import InvalidInput
-from deltasync.core.names import check_name
+from deltasync.cli.output import say
 
 _SERVICE = "service"
 # By which the machine reaches itself: commands ask 127.0.0.1 unless told otherwise.

@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deltasync.base.words import counted
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import json_lines, print_missing, waiting_for
-from deltasync.cli.text_table import say, seconds, size, text_table
-from deltasync.client.admin import Admin
-from deltasync.client.each_process import EachProcess
+from deltasync.cli.output import json_lines, print_missing, say, seconds, size, text_table, waiting_for
+from deltasync.client.admin import Admin, EachProcess
 from deltasync.client.endpoint import Endpoint
-from deltasync.core.words import counted
 
 if TYPE_CHECKING:
     from deltasync.checkpoints.manifest import Manifest

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 
 _FILE = f"{__name__} file"
 F = TypeVar("F", bound=Callable[..., Any])

@@ -7,14 +7,13 @@ from typing import Any
 
 import click
 
+from deltasync.base.errors import ServiceUnavailable
+from deltasync.base.words import utc
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import json_lines, json_option, print_missing
-from deltasync.cli.text_table import say
-from deltasync.client.each_process import EachProcess
+from deltasync.cli.output import json_lines, json_option, print_missing, say
+from deltasync.client.admin import EachProcess
 from deltasync.client.endpoint import Endpoint
-from deltasync.core.errors import ServiceUnavailable
-from deltasync.core.words import utc
 
 _FEW, _MOST, _SECONDS = 50, 1000, 1.0
 

@@ -7,16 +7,13 @@ from typing import Any
 
 import click
 
+from deltasync.base.errors import DeltasyncError
+from deltasync.base.words import counted
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.needs import SERVICE, check_needs
-from deltasync.cli.other_version import naming_versions
-from deltasync.cli.showing import json_lines, waiting_for
-from deltasync.cli.text_table import say
+from deltasync.cli.endpoint_options import naming_versions, operator_options
+from deltasync.cli.output import SERVICE, check_needs, json_lines, say, waiting_for
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
-from deltasync.core.errors import DeltasyncError
-from deltasync.core.words import counted
 
 check_needs(*SERVICE)
 

@@ -5,15 +5,25 @@ from typing import Any
 
 import click
 
+from deltasync.base.words import counted
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options, suggested
-from deltasync.cli.showing import json_lines, json_option, show, watch_option
-from deltasync.cli.text_table import one_line, paragraphs, say, seconds, share, text_table, urgency
-from deltasync.client.each_process import EachProcess, known
+from deltasync.cli.output import (
+    json_lines,
+    json_option,
+    one_line,
+    paragraphs,
+    say,
+    seconds,
+    share,
+    show,
+    text_table,
+    urgency,
+    watch_option,
+)
+from deltasync.client.admin import EachProcess, fetch_lag, known
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.status import fetch_lag
 from deltasync.core.policy import Policy
-from deltasync.core.words import counted
 
 Lag = dict[str, Any]
 Line = tuple[Any, ...]

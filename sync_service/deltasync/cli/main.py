@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import click
 
-from deltasync.cli.text_table import say
-from deltasync.core.errors import DeltasyncError, NotPermitted
-from deltasync.core.logs import log_to_stderr
+from deltasync.base.errors import DeltasyncError, NotPermitted
+from deltasync.base.logs import log_to_stderr
+from deltasync.cli.output import say
 
 E = TypeVar("E", bound=BaseException)
 

@@ -4,7 +4,7 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.text_table import say
+from deltasync.cli.output import say
 from deltasync.client.admin import Admin
 from deltasync.client.endpoint import Endpoint
 

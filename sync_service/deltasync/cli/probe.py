@@ -6,9 +6,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
+import click
 import numpy as np
 
+from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceUnavailable
+from deltasync.base.events import described
 from deltasync.client import (
     Connection,
     Endpoint,
@@ -23,9 +28,7 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
-from deltasync.core.errors import DeltasyncError, ServiceUnavailable
-from deltasync.core.events import described
-from deltasync.core.probe_status import PATIENCE_SECONDS, ProbeStatus
+from deltasync.service.probe import PATIENCE_SECONDS, ProbeStatus
 
 logger = logging.getLogger(__name__)
 
@@ -158,3 +161,47 @@ class Probe:
 def _late(what: str, connection: Connection) -> ServiceUnavailable:
     why = "" if connection.connected or not connection.last_error else f": {connection.last_error}"
     return ServiceUnavailable(f"{what} in {PATIENCE_SECONDS:.0f} s{why}")
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Half of what the alert DeltasyncProbeFails waits for: it would call a slower probe a failing one.
+_MOST_SECONDS = 30.0
+
+
+def probe_options(command: F) -> F:
+    """`--probe-seconds` and `--probe-endpoint`."""
+    seconds = click.option(
+        "--probe-seconds",
+        type=click.FloatRange(0.1, _MOST_SECONDS),
+        default=None,
+        show_default=False,
+        help="Publish a row of a table of its own so often (30 at most), and read it back as a replica.",
+    )
+    endpoint = click.option(
+        "--probe-endpoint",
+        type=click.Path(dir_okay=False, path_type=Path),
+        default=None,
+        show_default=False,
+        help="TOML file with what the probe shows of itself, as --endpoint of other commands: with TLS or roles.",
+    )
+    return endpoint(seconds(command))
+
+
+def take_probe_options(settings: dict[str, Any], *, guarded: bool) -> "Callable[[str, ProbeStatus], Probe] | None":
+    """Take what says whether the service probes itself out of a command's settings; None = it does not.
+
+    Raises:
+        InvalidInput: the service is `guarded`, by TLS or roles, and nothing says what the probe shows.
+    """
+    every, file = settings.pop("probe_seconds"), settings.pop("probe_endpoint")
+    if every is None:
+        return None
+    if guarded and file is None:
+        raise InvalidInput("--probe-seconds: with TLS or roles the probe needs rights: see --probe-endpoint")
+    from deltasync.client import Endpoint
+
+    def begin(address: str, status: ProbeStatus) -> Probe:
+        return Probe(lambda: Endpoint.from_file(file) if file else Endpoint(address), every, status)
+
+    return begin

@@ -4,14 +4,12 @@ from typing import Any
 
 import click
 
+from deltasync.base.words import listed
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import json_lines, json_option, waiting_for
-from deltasync.cli.text_table import say
+from deltasync.cli.output import json_lines, json_option, say, waiting_for
 from deltasync.client.admin import Admin
-from deltasync.client.endpoint import Endpoint
-from deltasync.client.route import Route
-from deltasync.core.words import listed
+from deltasync.client.endpoint import Endpoint, Route
 
 
 @click.command(context_settings=CONTEXT)

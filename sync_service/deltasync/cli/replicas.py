@@ -6,12 +6,9 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import json_lines, json_option, show, watch_option
-from deltasync.cli.text_table import say, seconds, text_table
-from deltasync.client.admin import Admin
-from deltasync.client.each_process import EachProcess
+from deltasync.cli.output import json_lines, json_option, say, seconds, show, text_table, watch_option
+from deltasync.client.admin import Admin, EachProcess, fetch_lag
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.status import fetch_lag
 
 
 @click.group()

@@ -2,14 +2,12 @@
 
 import click
 
+from deltasync.base.words import counted, utc
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import json_lines, json_option, show
-from deltasync.cli.text_table import say, text_table
-from deltasync.client.admin import Admin
-from deltasync.client.each_process import EachProcess
+from deltasync.cli.output import json_lines, json_option, say, show, text_table
+from deltasync.client.admin import Admin, EachProcess
 from deltasync.client.endpoint import Endpoint
-from deltasync.core.words import counted, utc
 
 _KEYS = ("model", "table", "rows")
 

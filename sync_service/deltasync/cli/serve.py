@@ -10,17 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deltasync.cli.access_options import access_options, admin_token_of_file, take_admin_token
+from deltasync.access.limits import LimitOptions
+from deltasync.base.logs import FORMATS, LEVELS, log_to_stderr
 from deltasync.cli.config import CONTEXT, config_option, from_config, reader_of_config
-from deltasync.cli.consumer_settings import consumers_of_file, consumers_of_flags, merged
-from deltasync.cli.limit_settings import limits_of_file, limits_of_flags
-from deltasync.cli.log_options import log_options, take_log_options
-from deltasync.cli.needs import SERVICE, check_needs
-from deltasync.cli.probe_options import probe_options, take_probe_options
-from deltasync.cli.tls_options import take_tls_options, tls_options
+from deltasync.cli.output import SERVICE, check_needs
+from deltasync.cli.probe import probe_options, take_probe_options
+from deltasync.cli.serve_options import (
+    access_options,
+    admin_token_of_file,
+    consumers_of_file,
+    consumers_of_flags,
+    limits_of_file,
+    limits_of_flags,
+    log_options,
+    merged,
+    take_admin_token,
+    take_log_options,
+    take_tls_options,
+    tls_options,
+)
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.limits import LimitOptions
-from deltasync.core.logs import FORMATS, LEVELS, log_to_stderr
 
 if TYPE_CHECKING:
     from deltasync.api.reload import Reloaded
@@ -170,7 +179,7 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Which would end a process that does not listen to it yet.
     from deltasync.api import server
     from deltasync.api.server_options import ServerOptions
-    from deltasync.publish.norm_guard import NormLimit
+    from deltasync.cuts.norm_guard import NormLimit
     from deltasync.service.options import ServiceOptions
 
     try:

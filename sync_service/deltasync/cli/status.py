@@ -8,10 +8,19 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
 from deltasync.cli.events import event_line
 from deltasync.cli.lag import consumer_lines
-from deltasync.cli.showing import json_lines, json_option, overview, show, watch_option
-from deltasync.cli.text_table import paragraphs, seconds, size, text_table
+from deltasync.cli.output import (
+    json_lines,
+    json_option,
+    overview,
+    paragraphs,
+    seconds,
+    show,
+    size,
+    text_table,
+    watch_option,
+)
 from deltasync.cli.versions import cut_lines
-from deltasync.client.each_process import EachProcess
+from deltasync.client.admin import EachProcess
 from deltasync.client.endpoint import Endpoint
 
 _CUTS, _EVENTS = 5, 8

@@ -4,15 +4,13 @@ from typing import Any
 
 import click
 
+from deltasync.base.errors import NotFound
+from deltasync.base.words import listed
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import json_lines, json_option, print_missing, show
-from deltasync.cli.text_table import say, size, text_table
-from deltasync.client.admin import Admin
-from deltasync.client.each_process import EachProcess
+from deltasync.cli.output import json_lines, json_option, print_missing, say, show, size, text_table
+from deltasync.client.admin import Admin, EachProcess
 from deltasync.client.endpoint import Endpoint
-from deltasync.core.errors import NotFound
-from deltasync.core.words import listed
 
 
 @click.group()

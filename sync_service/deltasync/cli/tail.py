@@ -11,16 +11,16 @@ from typing import Any, NoReturn
 import click
 import numpy as np
 
+from deltasync.base.arguments import guest_name
+from deltasync.base.words import counted, utc
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
-from deltasync.cli.text_table import say, seconds, size
+from deltasync.cli.output import say, seconds, size
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.subscriber import Subscriber
-from deltasync.client.targets import Release
-from deltasync.core.names import guest_name
+from deltasync.client.targets.target import Release
 from deltasync.core.rows import RowBatch
-from deltasync.core.words import counted, utc
 
 _WAIT_SECONDS = 0.5
 

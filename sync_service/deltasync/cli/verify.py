@@ -7,19 +7,17 @@ from typing import Any
 
 import click
 
+from deltasync.base.errors import DeltasyncError, NotFound, NotPermitted
+from deltasync.base.words import counted
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import either_options
 from deltasync.cli.lag import BEHIND
-from deltasync.cli.showing import json_lines, waiting_for
+from deltasync.cli.output import json_lines, say, text_table, waiting_for
 from deltasync.cli.tail import goodbye_on_sigterm
-from deltasync.cli.text_table import say, text_table
-from deltasync.client.admin import Admin
+from deltasync.client.admin import Admin, fetch_lag
 from deltasync.client.endpoint import Endpoint
-from deltasync.client.status import fetch_lag
 from deltasync.client.stored_copy import StoredCopy, compare, stored_checkpoint
-from deltasync.core.errors import DeltasyncError, NotFound, NotPermitted
 from deltasync.core.verified import VerifiedLine, VerifiedStatus
-from deltasync.core.words import counted
 
 _TITLES = ("what", "version", "table", "rows", "status", "checksum", "held", "why")
 

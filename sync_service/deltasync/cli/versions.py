@@ -7,9 +7,8 @@ import click
 
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options
-from deltasync.cli.showing import json_lines, json_option, show, watch_option
-from deltasync.cli.text_table import seconds, size, text_table
-from deltasync.client.each_process import EachProcess
+from deltasync.cli.output import json_lines, json_option, seconds, show, size, text_table, watch_option
+from deltasync.client.admin import EachProcess
 from deltasync.client.endpoint import Endpoint
 
 _PARTS = ("gather", "send", "seal", "log", "apply", "release", "ack")

@@ -2,10 +2,10 @@
 
     from deltasync.client import NumpyTarget, Publisher, Subscriber
 
-Public are the names in `__all__`, `deltasync.client.torch_target.TorchTarget` and
-`deltasync.client.torch_compiled.CompiledModule`, which need torch, `deltasync.client.redis_target.RedisTarget` and
-`deltasync.client.redis_rows.RedisRows`, which need redis, and `deltasync.client.status.fetch_lag`. The other
-modules of this package, and the other packages of the service, are internal.
+Public are the names in `__all__`, `fetch_lag` of `deltasync.client.admin` and, in `deltasync.client.targets`,
+`torch_target.TorchTarget` and `torch_compiled.CompiledModule`, which need torch, and `redis_target.RedisTarget`
+and `redis_rows.RedisRows`, which need redis. The other modules of this package, and the other packages of the
+service, are internal.
 """
 
 import os
@@ -14,25 +14,8 @@ import os
 # seconds (grpc/grpc#18075, #31885). Without them a fork leaves them alone; see `forks`.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-from deltasync.client.admin import Admin
-from deltasync.client.connection import Connection
-from deltasync.client.endpoint import Endpoint
-from deltasync.client.keyed.keyed_table import KeyedRows, KeyedTable
-from deltasync.client.keyed.keyed_target import KeyedReading, KeyedTarget
-from deltasync.client.numpy_target import NumpyTarget, TableReading
-from deltasync.client.options import PublisherOptions, SubscriberOptions
-from deltasync.client.part import Part
-from deltasync.client.publisher import Publisher
-from deltasync.client.reading import Reading, TornTarget
-from deltasync.client.subscriber import Subscriber
-from deltasync.client.targets import (
-    CallbackTarget,
-    PartialTarget,
-    ReadableTarget,
-    Release,
-    Target,
-)
-from deltasync.core.errors import (
+from deltasync.base.decision import Decision
+from deltasync.base.errors import (
     Contradiction,
     Damaged,
     DeltasyncError,
@@ -45,9 +28,26 @@ from deltasync.core.errors import (
     StorageFailed,
     Superseded,
 )
-from deltasync.core.mode import Mode
+from deltasync.client.admin import Admin
+from deltasync.client.connection import Connection
+from deltasync.client.endpoint import Endpoint
+from deltasync.client.options import PublisherOptions, SubscriberOptions
+from deltasync.client.publisher import Part, Publisher
+from deltasync.client.subscriber import Subscriber
+from deltasync.client.targets.keyed_target import KeyedReading, KeyedRows, KeyedTable, KeyedTarget
+from deltasync.client.targets.numpy_target import NumpyTarget, TableReading
+from deltasync.client.targets.target import (
+    CallbackTarget,
+    PartialTarget,
+    ReadableTarget,
+    Reading,
+    Release,
+    Target,
+    TornTarget,
+)
+from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
-from deltasync.core.position import Decision, Position
+from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType

@@ -1,17 +1,17 @@
 """The release that is arriving on one stream."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from deltasync.client.latest_rows import latest_rows
-from deltasync.client.targets import Release
-from deltasync.core.delivery import Delivery
-from deltasync.core.errors import InvalidInput
-from deltasync.core.mode import Mode
+from deltasync.base.errors import InvalidInput
+from deltasync.client.targets.target import Release
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.position import Position
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import Mask, RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.messages import (
@@ -21,6 +21,36 @@ from deltasync.wire.messages import (
     position_from_message,
 )
 from deltasync.wire.row_messages import CHUNK_BYTES, decode_rows
+
+
+def latest_rows(batches: list[RowBatch]) -> list[RowBatch]:
+    """Rows in the order in which they came, without those that come again later. Empties `batches`.
+
+    Raises:
+        IndexError: a table that comes several times has no such rows.
+    """
+    several = {name for name, count in Counter(each.table.name for each in batches).items() if count > 1}
+    seen = dict[str, Mask]()
+    latest = list[RowBatch]()
+    while batches:  # From the end on. Each is let go as soon as some of its rows are copied.
+        batch = batches.pop()
+        if (name := batch.table.name) in several:
+            if name not in seen:
+                seen[name] = np.zeros(batch.table.rows, np.bool_)
+            new = ~seen[name][batch.ids]
+            seen[name][batch.ids] = True
+            batch = batch if new.all() else _some(batch, new)
+        if len(batch):
+            latest.append(batch)
+    return latest[::-1]
+
+
+def _some(batch: RowBatch, which: Mask) -> RowBatch:
+    if batch.deleted:
+        return RowBatch.deletes(batch.shard, batch.ids[which])
+    norms = None if batch.norms is None else batch.norms[which]
+    return replace(batch, ids=batch.ids[which], values=batch.values[which], norms=norms, digests=None)
+
 
 logger = logging.getLogger(__name__)
 

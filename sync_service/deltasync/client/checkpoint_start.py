@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.client.latest_rows import latest_rows
-from deltasync.client.targets import Release
-from deltasync.core.delivery import Delivery
-from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound, StorageFailed
-from deltasync.core.mode import Mode
+from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound, StorageFailed
+from deltasync.client.assembler import latest_rows
+from deltasync.client.targets.target import Release
+from deltasync.core.delivery import Delivery, Mode, delivery_of_record, spec_of_record
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
-from deltasync.core.table_records import delivery_of_record, spec_of_record
 from deltasync.core.tables import TableSpec
 
 if TYPE_CHECKING:

@@ -1,14 +1,15 @@
-"""Whether a publisher or a subscriber is connected, since when, and what went wrong last."""
+"""Whether a publisher or a subscriber is connected, and what becomes of it in a forked process."""
 
 import logging
+import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from deltasync.core.errors import DeltasyncError
-from deltasync.core.position import Decision
-from deltasync.core.steady_clock import steady_ns
-from deltasync.core.words import counted
+from deltasync.base.clock import steady_ns
+from deltasync.base.decision import Decision
+from deltasync.base.errors import DeltasyncError, ServiceUnavailable
+from deltasync.base.words import counted
 
 logger = logging.getLogger(__name__)
 
@@ -130,3 +131,60 @@ def should_log(silent_seconds: float, *, new_error: bool, new_outage: bool) -> D
     if silent_seconds >= _SAME_OUTAGE_SECONDS:
         return Decision(True, "nothing was said for long")
     return Decision(False, "it was said lately")
+
+
+_connected_in: int | None = None  # The process that opened this library's first channel.
+
+
+@dataclass(frozen=True)
+class Home:
+    """The process in which something was made, and works.
+
+    Attributes:
+        what: names it in errors.
+        process: the process's id.
+    """
+
+    what: str
+    process: int = field(default_factory=os.getpid)
+
+    @property
+    def left(self) -> str:
+        """Why it does not work here; empty in the process that made it."""
+        if (here := os.getpid()) == self.process:
+            return ""
+        return (
+            f"{self.what} works in process {self.process}, from which this process {here} was forked; "
+            "make one here, after the fork"
+        )
+
+    def check(self) -> None:
+        """Raise ServiceUnavailable in a process that was forked from the one that made it."""
+        if left := self.left:
+            raise ServiceUnavailable(left)
+
+
+def note_connecting() -> None:
+    """Note that this process opens a channel.
+
+    Raises:
+        ServiceUnavailable: as `check_process`.
+    """
+    global _connected_in
+    check_process()
+    _connected_in = os.getpid()
+
+
+def check_process() -> None:
+    """Check that this process can open a channel.
+
+    Raises:
+        ServiceUnavailable: it was forked from one that has opened one: gRPC would hang, or end the process.
+    """
+    here = os.getpid()
+    if _connected_in not in (None, here):
+        raise ServiceUnavailable(
+            f"process {here} was forked from process {_connected_in}, which was connected already, and gRPC does "
+            "not work in such a process: connect only after the fork, or start processes with 'spawn' or "
+            "'forkserver'"
+        )

@@ -1,8 +1,11 @@
 """Where a service is reached, and with which rights. Whatever connects to one does it here."""
 
 import os
+import random
+import ssl
+import tomllib
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,19 +13,135 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from deltasync.client.endpoint_settings import endpoint_settings, file_settings
-from deltasync.client.forks import note_connecting
-from deltasync.client.http_answer import HttpRequest, Tls, json_answer
-from deltasync.client.tls_files import TlsFiles
-from deltasync.client.troubles import meaning
-from deltasync.core.addresses import host_and_port, is_url, with_port
-from deltasync.core.arguments import check_type
-from deltasync.core.errors import DeltasyncError, InvalidInput, ServiceUnavailable
-from deltasync.core.exposure import is_loopback
-from deltasync.core.owner import Owner
-from deltasync.core.roles import checked_token
-from deltasync.wire.error_codes import from_rpc_error, of_connection
-from deltasync.wire.protocol import protocol_to_metadata
+from deltasync.access.roles import checked_token
+from deltasync.base.addresses import host_and_port, is_loopback, is_url, with_port
+from deltasync.base.arguments import check_type
+from deltasync.base.errors import DeltasyncError, InvalidInput, NotOwner, Owner, ServiceUnavailable
+from deltasync.client.connection import note_connecting
+from deltasync.client.http import HttpRequest, Tls, json_answer, meaning
+from deltasync.wire.errors import from_rpc_error, of_connection, protocol_to_metadata
+
+_PATHS = ("ca", "cert", "key", "token_file")
+# Keys of the file, which are arguments too.
+_KEYS = ("address", "http", "server_name", *_PATHS)
+# Where each comes from in the environment, the first that is set.
+_VARIABLES = {
+    "address": "DELTASYNC_SERVICE",
+    **{name: f"DELTASYNC_{name.upper()}" for name in ("http", "server_name", "ca", "cert", "key")},
+}
+# Likewise; of these only one counts.
+_TOKENS = (
+    ("token", "DELTASYNC_TOKEN"),
+    ("token_file", "DELTASYNC_TOKEN_FILE"),
+    ("token", "DELTASYNC_ADMIN_TOKEN"),
+)
+_FILE = "DELTASYNC_ENDPOINT"
+
+
+def endpoint_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of an `Endpoint`.
+
+    Args:
+        given: those that are given; None and empty ones are not. `endpoint` is a path of the file, which else is
+            what DELTASYNC_ENDPOINT says.
+        environment: variables of the process.
+
+    Raises:
+        InvalidInput: the file cannot be read, or has other keys.
+    """
+    arguments = {name: value for name, value in given.items() if value not in (None, "")}
+    file = arguments.pop("endpoint", None) or environment.get(_FILE)
+    found: dict[str, Any] = {}
+    for source in (file_settings(Path(file)) if file else {}, _variables(environment), arguments):
+        if source.keys() & {"token", "token_file"}:  # One is instead of the other.
+            found.pop("token", None)
+            found.pop("token_file", None)
+        found |= source
+    return found
+
+
+def file_settings(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file; paths are relative to its folder.
+
+    Raises:
+        InvalidInput: it cannot be read, or has other keys or values.
+    """
+    try:
+        settings = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InvalidInput(f"endpoint {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidInput(f"endpoint {path}: {error}") from error
+    if unknown := sorted(settings.keys() - set(_KEYS)):
+        raise InvalidInput(f"endpoint {path}: unknown key {unknown[0]!r}; keys: {', '.join(_KEYS)}")
+    if wrong := [name for name, value in settings.items() if not isinstance(value, str)]:
+        raise InvalidInput(f"endpoint {path}: {wrong[0]}: expected a text")
+    return {name: path.parent / value if name in _PATHS else value for name, value in settings.items()}
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, Any]:
+    found = {name: environment[variable] for name, variable in _VARIABLES.items() if environment.get(variable)}
+    tokens = [(name, environment[variable]) for name, variable in _TOKENS if environment.get(variable)]
+    return found | dict(tokens[:1])
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """The files that a client speaks TLS with; they are read anew for each connection.
+
+    Attributes:
+        ca: PEM file of the CAs that a service's certificate may be from; None = those of this machine.
+        cert: PEM file of the client's own certificate; None = it has none.
+        key: PEM file of its key.
+    """
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """What a connection by HTTP is made with.
+
+        Raises:
+            InvalidInput: a file cannot be read, is no PEM, or the key is not that of the certificate.
+        """
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+        except OSError as error:
+            raise InvalidInput(_unfit(f"ca {self.ca}", error)) from error
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if self.cert:
+            try:
+                # Without a passphrase OpenSSL would ask for it at the terminal.
+                context.load_cert_chain(self.cert, self.key, password="")
+            except (OSError, ValueError) as error:
+                raise InvalidInput(_unfit(f"cert {self.cert}, key {self.key}", error)) from error
+        return context
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """What a connection by gRPC is made with.
+
+        Raises:
+            InvalidInput: likewise.
+        """
+        self.context()  # gRPC would say of files that do not fit each other that the service cannot be reached.
+        return grpc.ssl_channel_credentials(*map(_content, (self.ca, self.key, self.cert)))
+
+
+def _content(path: Path | None) -> bytes | None:
+    try:
+        return path.read_bytes() if path else None
+    except OSError as error:
+        raise InvalidInput(_unfit(str(path), error)) from error
+
+
+def _unfit(what: str, error: Exception) -> str:
+    if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+        return f"{what}: the key is not that of the certificate"
+    if isinstance(error, ssl.SSLError):
+        return f"{what}: not in PEM, or with a passphrase ({error})"
+    return f"{what}: {getattr(error, 'strerror', None) or error}"
+
 
 _Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -336,3 +455,82 @@ class _Details(grpc.ClientCallDetails):
     def __init__(self, metadata: _Metadata, timeout: float | None) -> None:
         self.metadata = metadata
         self.timeout = timeout
+
+
+# Processes that name each other are not followed for ever.
+_MOST_TURNS = 4
+# A model has a new owner after the lease, at the latest.
+_LONGEST_SECONDS = 1.0
+
+
+class Route:
+    """The process to ask: one of those that the endpoint names, or the owner that one of them has named.
+
+    An owner that was named is asked with the endpoint's own rights, over the same scheme: with TLS it shows a
+    certificate of the same CA. A token is not sent to another machine over plain text unless the endpoint allows
+    that. Where an owner may not be asked, the next of the endpoint's own addresses is.
+
+    Attributes:
+        endpoint: of the process to ask now.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._all = endpoint.alone()
+        random.shuffle(self._all)  # Of many clients, not all ask the same one first.
+        self._next, self._turns = 0, 0
+        self._moving = self._moves = False  # By what was heard since the last pause, and before that.
+        self.endpoint = self._all[0]
+
+    def get_json(self, path: str) -> Any:
+        """The JSON answer to an HTTP GET of `path`, of the process that has it; see `Endpoint.ask`."""
+        return self.ask("GET", path)
+
+    def ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
+        """The JSON answer to an HTTP request, of the process that has what is asked for; see `Endpoint.ask`."""
+        while True:
+            try:
+                return self.endpoint.ask(method, path, body, patience_seconds)
+            except DeltasyncError as error:
+                if not self.turn(error):
+                    raise
+
+    def answered(self) -> None:
+        """Note that the process that was asked is the one to ask."""
+        self._turns = 0
+
+    def turn(self, error: DeltasyncError) -> bool:
+        """Ask another process, as an error says, if it says so.
+
+        Returns:
+            Whether that is to be asked at once; else it is time for a pause.
+        """
+        self._turns += 1
+        self._moving |= isinstance(error, NotOwner)
+        if isinstance(error, NotOwner) and (owner := self._owner(error)):
+            self.endpoint = owner
+            return self._turns <= _MOST_TURNS or self._pause()
+        if not isinstance(error, ServiceUnavailable):
+            return False
+        self._next = (self._next + 1) % len(self._all)
+        self.endpoint = self._all[self._next]
+        unasked = not isinstance(error, NotOwner) and self._turns < len(self._all)
+        return unasked or self._pause()
+
+    def pause(self, seconds: float) -> float:
+        """How long to wait, instead of so many seconds, once it is time for a pause: not long where processes have
+        just said that another has the model, or is to have it.
+        """
+        return min(seconds, random.uniform(0.1, 1.0) * _LONGEST_SECONDS) if self._moves else seconds  # noqa: S311
+
+    def _pause(self) -> bool:
+        self._turns, self._moves, self._moving = 0, self._moving, False
+        return False
+
+    def _owner(self, error: NotOwner) -> Endpoint | None:
+        """Where the owner that an error names is asked; None where it names none that may be."""
+        if error.owner is None:
+            return None
+        try:
+            return self._all[0].at(error.owner)
+        except InvalidInput:
+            return None

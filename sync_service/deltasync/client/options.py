@@ -5,11 +5,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from deltasync.base.arguments import check_name, check_type
+from deltasync.base.decision import Decision
+from deltasync.base.errors import InvalidInput
 from deltasync.client.endpoint import Endpoint
-from deltasync.core.arguments import check_type
-from deltasync.core.errors import InvalidInput
-from deltasync.core.names import check_name
-from deltasync.core.position import Decision, Position
+from deltasync.core.position import Position
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,34 +1,78 @@
-"""Publishing the parts of one rank, from a thread of its own."""
+"""Publishing without TorchRec: parts of cuts, from any program that has rows."""
 
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
 import numpy as np
 
-from deltasync.client.connection import Connection, Connectivity
-from deltasync.client.endpoint import Endpoint
-from deltasync.client.forks import Home, check_process
+from deltasync.base.arguments import check_items, check_type
+from deltasync.base.backoff import backoff
+from deltasync.base.errors import Damaged, DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
+from deltasync.base.process import this_process
+from deltasync.client.connection import Connection, Connectivity, Home, check_process
+from deltasync.client.endpoint import Endpoint, Route
 from deltasync.client.options import PublisherOptions
-from deltasync.client.part import Part
-from deltasync.client.route import Route
-from deltasync.core.arguments import check_items, check_type
-from deltasync.core.backoff import backoff
-from deltasync.core.delete_request import DeleteRequest
-from deltasync.core.errors import Damaged, DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from deltasync.core.position import Position
-from deltasync.core.process import this_process
-from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.rows import DeleteRequest, Ids, RowBatch
+from deltasync.core.seal import check_event_time
 from deltasync.core.tables import ID_TYPE, Shard, TableSpec
 from deltasync.v1 import publish_pb2
-from deltasync.wire.error_codes import is_final
-from deltasync.wire.id_messages import changed_from_message, joined
-from deltasync.wire.messages import position_from_message, position_to_message, shard_to_message, table_to_message
+from deltasync.wire.errors import is_final
+from deltasync.wire.messages import (
+    changed_from_message,
+    joined,
+    position_from_message,
+    position_to_message,
+    shard_to_message,
+    table_to_message,
+)
 from deltasync.wire.row_messages import chunked, fits_message, part_chunk, serialized, whole_part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """This rank's share of a cut.
+
+    Attributes:
+        step: the optimizer step after which the rows were read; later than that of the last part that was
+            sealed.
+        step_end_unix_ns: when the step ended on this rank, nanoseconds since 1970.
+        rows: the rows; may be empty.
+        full: whether these are all rows of all shards of this rank.
+        deletes: numbers of the requests that this rank has met by now, of those in `Publisher.deletes`.
+        event_time_unix_ns: the time of the newest event that this rank has trained on, nanoseconds since 1970;
+            None where it does not know.
+        differing: names of the tables of which other ranks have other rows than this one, which publishes its own.
+        made_unix_ns: when the rows had been read, nanoseconds since 1970: when the part is made, unless given.
+
+    Raises:
+        InvalidInput: the event time is no whole number from 1 on.
+    """
+
+    step: int
+    step_end_unix_ns: int
+    rows: list[RowBatch] = field(default_factory=list)
+    full: bool = False
+    deletes: Sequence[int] = ()
+    event_time_unix_ns: int | None = None
+    differing: Sequence[str] = ()
+    made_unix_ns: int = field(default_factory=time.time_ns)
+
+    def __post_init__(self) -> None:
+        check_event_time(self.event_time_unix_ns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ids and values, as they are sent."""
+        return sum(rows.nbytes for rows in self.rows)
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from deltasync.core.position import Decision
-from deltasync.core.steady_clock import FOREVER_NS
-from deltasync.core.words import listed
+from deltasync.base.clock import FOREVER_NS
+from deltasync.base.decision import Decision
+from deltasync.base.words import listed
 
 logger = logging.getLogger(__name__)
 

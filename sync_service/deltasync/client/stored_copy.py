@@ -7,16 +7,16 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.base.arguments import guest_name
+from deltasync.base.errors import Contradiction
+from deltasync.base.progress import Progress
 from deltasync.client.checkpoint_start import newest_start
 from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.subscriber import Subscriber
-from deltasync.client.targets import Release
+from deltasync.client.targets.target import Release
 from deltasync.core.digests import RowDigests, checksum, row_digests
-from deltasync.core.errors import Contradiction
-from deltasync.core.names import guest_name
 from deltasync.core.position import Position
-from deltasync.core.progress import Progress
 from deltasync.core.rows import Ids, Mask, RowBatch, Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.verified import MOST_NAMED, VerifiedStatus, VerifiedTable

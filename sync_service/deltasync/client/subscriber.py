@@ -1,4 +1,4 @@
-"""Keeping a target up to date, from a thread of its own."""
+"""A replica: receives releases, writes them into a target, and acknowledges what it holds."""
 
 import logging
 import queue
@@ -6,39 +6,108 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import grpc
 
-from deltasync.client.acks import Acks, Requests, hang_up, return_credit, say
+from deltasync.base.arguments import check_type
+from deltasync.base.backoff import backoff
+from deltasync.base.clock import steady_ns
+from deltasync.base.decision import Decision
+from deltasync.base.errors import DeltasyncError, NotFound, NotPermitted, ServiceFailed, ServiceUnavailable
+from deltasync.base.process import give_back_memory
+from deltasync.base.words import listed, printable
 from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checkpoint_start import CheckpointStart, read_start
-from deltasync.client.checksums import TargetChecksums
-from deltasync.client.connection import Connection, Connectivity
-from deltasync.client.endpoint import Endpoint
-from deltasync.client.forks import Home, check_process
-from deltasync.client.goodbye import say_goodbye, say_why
+from deltasync.client.connection import Connection, Connectivity, Home, check_process
+from deltasync.client.endpoint import Endpoint, Route
 from deltasync.client.options import SubscriberOptions
 from deltasync.client.readiness import Readiness, newest_ns
-from deltasync.client.route import Route
-from deltasync.client.targets import GradualTarget, PartialTarget, ReadableTarget, Release, Target, check_target
-from deltasync.core.arguments import check_type
-from deltasync.core.backoff import backoff
-from deltasync.core.errors import DeltasyncError, NotFound, NotPermitted, ServiceFailed, ServiceUnavailable
-from deltasync.core.position import Decision, Position, reaches
-from deltasync.core.process import give_back_memory
-from deltasync.core.steady_clock import steady_ns
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.target import (
+    GradualTarget,
+    PartialTarget,
+    ReadableTarget,
+    Release,
+    Target,
+    check_target,
+)
+from deltasync.core.position import Position, reaches
 from deltasync.core.tables import TableSpec
-from deltasync.core.words import listed
 from deltasync.v1 import subscribe_pb2, subscribe_pb2_grpc
-from deltasync.wire.error_codes import is_final, of_connection
+from deltasync.wire.errors import is_final, of_connection
 from deltasync.wire.messages import (
+    checksums_to_message,
     event_time_from_message,
     position_from_message,
     position_to_message,
 )
 
+Requests: TypeAlias = "queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None]"
+
+
+@dataclass(frozen=True)
+class Acks:
+    """Acks of what a target holds.
+
+    Attributes:
+        target: the target.
+    """
+
+    target: Target
+
+    def held(
+        self, assembler: ReleaseAssembler, applied: Position | None, checksums: Mapping[str, int]
+    ) -> subscribe_pb2.Ack:
+        """That the target holds a position, if it holds one, with the checksum of each table that it can tell."""
+        target = self.target
+        return subscribe_pb2.Ack(
+            received_bytes=assembler.received_bytes,
+            applied=position_to_message(applied) if applied else None,
+            sums=checksums_to_message(assembler.by_slot(checksums)),
+            token=steady_ns(),
+            unbound=assembler.unbound(target.bound()) if isinstance(target, PartialTarget) else [],
+        )
+
+
+def say(requests: Requests, ack: subscribe_pb2.Ack) -> None:
+    """Send an ack."""
+    requests.put(subscribe_pb2.SubscribeRequest(ack=ack))
+
+
+def return_credit(requests: Requests, received_bytes: int) -> None:
+    """Say how much was taken, and nothing of what became of it."""
+    say(requests, subscribe_pb2.Ack(received_bytes=received_bytes, token=steady_ns()))
+
+
+def hang_up(requests: Requests) -> None:
+    """Say goodbye, and nothing more."""
+    say(requests, subscribe_pb2.Ack(goodbye=True))
+    requests.put(None)
+
+
 logger = logging.getLogger(__name__)
+
+
+def say_goodbye(endpoint: Endpoint, replica: subscribe_pb2.LeaveRequest, seconds: float) -> None:
+    """Tell a service, once and for at most so many seconds, that a replica has ended."""
+    with replace(endpoint, timeout_seconds=max(seconds, 0.01)).channel() as channel:
+        try:
+            subscribe_pb2_grpc.SubscribeServiceStub(channel).Leave(replica)
+        except grpc.RpcError as error:
+            text = "replica %s of consumer %s has ended, and counts as away, since nobody could be told: %s"
+            logger.info(text, replica.replica, replica.consumer, error.details())
+
+
+def say_why(requests: Requests, call: Any, error: Exception, seconds: float) -> None:
+    """Say on a stream why the replica stops, and wait until the service has read it, `seconds` at most."""
+    say(requests, subscribe_pb2.Ack(stopped=printable(f"{type(error).__name__}: {error}")))
+    requests.put(None)
+    ended = threading.Event()
+    call.add_done_callback(lambda _: ended.set())
+    ended.wait(seconds)
+
 
 _Responses: TypeAlias = "grpc._CallIterator[subscribe_pb2.SubscribeResponse]"
 _Moment: TypeAlias = subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from deltasync.base.errors import Contradiction, InvalidInput
 from deltasync.client.stored_copy import Rows, StoredCopy
-from deltasync.core.errors import Contradiction, InvalidInput
 from deltasync.core.position import NOWHERE, Position
 from deltasync.core.rows import BLOCK_ROWS
 from deltasync.core.tables import TableKind, TableSpec, matrix_shape

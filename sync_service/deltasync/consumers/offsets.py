@@ -1,4 +1,4 @@
-"""The offsets of replicas on their way to the log."""
+"""The offsets of a consumer's replicas, and the record of a consumer, in the log."""
 
 import asyncio
 import time
@@ -7,11 +7,12 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from deltasync.consumers.consumer import Replica
-from deltasync.core.events import EventKind, Events
+from deltasync.base.events import EventKind, Events
+from deltasync.consumers.consumer import Consumer, Replica, pause_of_record
+from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.storage.log_store import LogStore
-from deltasync.storage.records import pack_json, reading, unpack_json
+from deltasync.log.log_store import LogStore
+from deltasync.log.records import pack_json, reading, unpack_json
 
 # So many are written together: they take a millisecond of the event loop, and as much of a commit.
 _AT_ONCE = 128
@@ -145,3 +146,21 @@ def _offset_record(replica: Replica) -> dict[str, Any]:
         "seal": applied.seal,
         "acked_unix_ns": replica.acked_unix_ns,
     }
+
+
+def recorded_consumers(log: LogStore) -> dict[str, Consumer]:
+    """The consumers that a log has, with the offsets of their replicas. Blocks.
+
+    Raises:
+        StorageFailed: a record is damaged.
+    """
+    return {name: _recorded_consumer(log, name, record) for name, record in log.items("consumer/").items()}
+
+
+def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
+    replicas = recorded_offsets(log, name)
+    with reading(f"record consumer/{name}"):
+        found = unpack_json(record)
+        policy = Policy.from_dict(found["policy"])
+        pause = pause_of_record(found)
+        return Consumer(name, found["model"], found["created_unix_ns"], policy, replicas, pause=pause)

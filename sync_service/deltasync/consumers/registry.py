@@ -1,17 +1,15 @@
-"""The consumers that exist, and the offset of each of their replicas, kept in the log."""
+"""The consumers of a service, and the replicas of each one's fleet."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 
-from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.fleet import forgettable, may_leave
-from deltasync.consumers.offsets import OffsetLog, offset_name
-from deltasync.consumers.pause import ITSELF, Pause, joined, pause_record
-from deltasync.consumers.quarantine import Quarantine, extended, quarantine_of_record, quarantine_record
-from deltasync.consumers.records import recorded_consumers
-from deltasync.core.errors import (
+from deltasync.access.limits import Limits
+from deltasync.base.arguments import check_name
+from deltasync.base.clock import steady_ns
+from deltasync.base.decision import Decision
+from deltasync.base.errors import (
     Contradiction,
     DeltasyncError,
     InvalidInput,
@@ -20,16 +18,66 @@ from deltasync.core.errors import (
     ServiceUnavailable,
     StorageFailed,
 )
-from deltasync.core.events import EventKind, Events
-from deltasync.core.limits import Limits
-from deltasync.core.names import check_name
+from deltasync.base.events import EventKind, Events
+from deltasync.base.words import listed
+from deltasync.consumers.consumer import (
+    ITSELF,
+    Consumer,
+    Pause,
+    Quarantine,
+    Replica,
+    extended,
+    joined,
+    pause_record,
+    quarantine_of_record,
+    quarantine_record,
+)
+from deltasync.consumers.offsets import OffsetLog, offset_name, recorded_consumers
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.core.steady_clock import steady_ns
-from deltasync.core.words import listed
-from deltasync.storage.log_store import LogStore
-from deltasync.storage.logs import Logs
-from deltasync.storage.records import pack_json, reading, unpack_json
+from deltasync.log.log_store import Logs, LogStore
+from deltasync.log.records import pack_json, reading, unpack_json
+
+
+def offset_in(history: str, seal_of: Callable[[int], int], position: Position) -> int:
+    """The number of a position in `history`, where numbers have these seals (0 = not known); 0 if it is of another
+    history, or of another past.
+    """
+    if position.history != history:
+        return 0
+    seal = seal_of(position.number) if position.seal else 0
+    return position.number if seal in (0, position.seal) else 0
+
+
+def consumer_offset(replicas: Sequence[Replica], history: str, seal_of: Callable[[int], int]) -> int:
+    """What all of the fleet has: the lowest offset of its replicas, but for guests; 0 without replicas."""
+    fleet = [replica for replica in replicas if not replica.guest]
+    return min((offset_in(history, seal_of, replica.applied) for replica in fleet), default=0)
+
+
+def forgettable(replicas: Sequence[Replica], now_ns: int, retention_ns: int) -> list[str]:
+    """Replicas that have been away for longer than the retention; the last one of a fleet is kept.
+
+    `now_ns` is by `steady_ns`: nobody is forgotten because a clock was set.
+    """
+    present = [replica for replica in replicas if replica.stream is not None and not replica.guest]
+    away = [replica for replica in replicas if replica.stream is None]
+    away.sort(key=lambda replica: (replica.since_ns, replica.acked_unix_ns))
+    if not present:
+        away = away[:-1]
+    return [replica.name for replica in away if replica.since_ns < now_ns - retention_ns]
+
+
+def may_leave(replica: Replica | None, instance: str) -> Decision:
+    """Whether a replica of a name is forgotten once an instance of it says goodbye without a stream."""
+    if replica is None:
+        return Decision(False, "there is no replica of that name")
+    if instance and instance == replica.instance:
+        return Decision(True, "it has said goodbye")
+    if instance and not replica.instance and not replica.stream and not replica.left:
+        return Decision(True, "it has said goodbye, and none of its name has come since the service started")
+    return Decision(False, "another replica of that name has come")
+
 
 _LONGEST_INSTANCE = 64
 

@@ -1,15 +1,23 @@
-"""What replicas are sent of a table."""
+"""In which form a table is sent to the replicas of a consumer."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from deltasync.base.numbered import Numbered
 from deltasync.core.digests import RowDigests, row_digests
-from deltasync.core.distances import Distances, compare_bits, compare_values
-from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Mask, Values
-from deltasync.core.tables import EncodedSpec, TableSpec
-from deltasync.core.value_types import Encoded, ValueType, own_type
+from deltasync.core.tables import EncodedSpec, TableKind, TableSpec
+from deltasync.core.value_types import Distances, Encoded, ValueType, compare_bits, compare_values, own_type
+
+
+class Mode(Numbered):
+    """What is sent of a row: its values, or only that it has changed, and by how much."""
+
+    EMBEDDINGS = "embeddings", 1
+    IDS = "ids", 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +141,41 @@ class Delivery:
     def held_as_sent(self) -> bool:
         """Whether replicas hold rows as they are sent, in another type than the table's."""
         return bool(self.value_type and self.value_type.tbe_bits)
+
+
+def spec_record(spec: TableSpec) -> dict[str, Any]:
+    """The record of what a table is."""
+    return {
+        "name": spec.name,
+        "rows": spec.rows,
+        "dim": spec.dim,
+        "dtype": spec.dtype.str,
+        "kind": spec.kind.value,
+        "of": spec.of,
+        "sizes": None if spec.sizes is None else list(spec.sizes),
+        "aliases": list(spec.aliases),
+    }
+
+
+def spec_of_record(record: Mapping[str, Any]) -> TableSpec:
+    """What the table is that a record describes."""
+    kind = TableKind(record["kind"])
+    dtype = np.dtype(record["dtype"])
+    sizes, aliases = record["sizes"], tuple(record["aliases"])
+    return TableSpec(
+        record["name"],
+        record["rows"],
+        record["dim"],
+        dtype,
+        kind,
+        record["of"],
+        None if sizes is None else tuple(sizes),
+        aliases,
+    )
+
+
+def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
+    """What was written down that replicas are sent of a table, which is `spec`, or was before it has grown."""
+    spec = replace(spec, rows=record["rows"])
+    value_type = ValueType(record["value_type"]) if record["value_type"] else None
+    return Delivery(spec, value_type, Mode(record["mode"]))

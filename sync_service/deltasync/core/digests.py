@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.kernels import digests
 from deltasync.kernels import digests as kernels
-from deltasync.kernels import norms
 
 RowDigests: TypeAlias = NDArray[np.uint64]
 Squares: TypeAlias = NDArray[np.float32]
@@ -61,14 +61,14 @@ def squared_norms(rows: NDArray[Any]) -> Squares:
     """The squared L2 norms [n] of rows [n, D] of floats, none larger than fp32 can hold."""
     wide: NDArray[Any] = np.ascontiguousarray(rows, np.float64 if rows.itemsize == 8 else np.float32)
     squares = np.empty(len(rows), np.float32)
-    norms.squared_norms(wide, squares)
+    digests.squared_norms(wide, squares)
     return squares
 
 
 def sum_of_squares(rows: NDArray[Any]) -> float:
     """The sum of the squares of floats [n, D]."""
     wide: NDArray[Any] = np.ascontiguousarray(rows, np.float64 if rows.itemsize == 8 else np.float32)
-    return float(norms.sum_of_squares(wide))
+    return float(digests.sum_of_squares(wide))
 
 
 @lru_cache(256)  # Shards of a few widths come with every cut.

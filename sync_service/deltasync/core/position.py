@@ -3,6 +3,8 @@
 import uuid
 from dataclasses import dataclass, field
 
+from deltasync.base.decision import Decision
+
 
 @dataclass(frozen=True)
 class Position:
@@ -19,14 +21,6 @@ class Position:
     def is_sealed_as(self, other: "Position") -> bool:
         """Whether both have the same number and the same seal, which is known: so they have the same past."""
         return self.seal != 0 and (self.number, self.seal) == (other.number, other.seal)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A yes or no, and why."""
-
-    yes: bool
-    reason: str
 
 
 NOWHERE = Position()

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from deltasync.base.errors import Damaged, InvalidInput
+from deltasync.base.words import counted
 from deltasync.core.digests import RowDigests, row_digests
-from deltasync.core.errors import Damaged, InvalidInput
 from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard, TableSpec
-from deltasync.core.words import counted
+from deltasync.kernels import dirty_rows
 
 # Rows are taken in blocks whose scratch memory fits the processor's cache.
 BLOCK_ROWS = 4096
@@ -214,3 +215,76 @@ class RowBatch:
                 f"table {self.shard.table.name!r}: {where} {self.shard.col_offset + column}; "
                 "NaN and infinity are not published"
             )
+
+
+T = TypeVar("T", bound=np.generic)
+
+
+def distinct(numbers: NDArray[T]) -> NDArray[T]:
+    """The set of some whole numbers ([n], in any order)."""
+    ordered = np.sort(numbers, kind="stable")  # Which merges what is sorted in parts.
+    first = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first]
+
+
+def members(ids: Ids, others: Ids) -> Mask:
+    """Which of the `ids` [n] are among the others [m]."""
+    found = np.empty(len(ids), np.bool_)
+    dirty_rows.members(ids, others, found)
+    return found
+
+
+def contiguous(ids: Ids) -> slice | None:
+    """The slice that strictly ascending `ids` cover, if they leave no gap."""
+    if len(ids) and int(ids[-1]) - int(ids[0]) + 1 == len(ids):
+        return slice(int(ids[0]), int(ids[-1]) + 1)
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class DeleteRequest:
+    """Rows to be deleted by all ranks that have some of them, after the same step.
+
+    Attributes:
+        number: nanoseconds since 1970 when it was asked for, made later than that of any other that is pending.
+        table: the table's name.
+        ids: [n] int64, global row ids, strictly ascending.
+    """
+
+    number: int
+    table: str
+    ids: Ids
+
+
+_NAMED_RANGES = 5
+
+
+class DamagedRows(Damaged):
+    """Rows of a table that do not fit their digests. No caller is given them.
+
+    Attributes:
+        table: the table's name.
+        ids: [n], strictly ascending.
+    """
+
+    def __init__(self, table: str, ids: Ids) -> None:
+        super().__init__(f"table {table!r}: other bits than were stored in {ranges(ids)}")
+        self.table = table
+        self.ids = ids
+
+
+def ranges(ids: Ids) -> str:
+    """Some row ids [n], strictly ascending, in words: `rows 3, 7 to 9`, or `row 3`."""
+    named = list(_ranges(ids))
+    others = len(named) - _NAMED_RANGES
+    words = ", ".join(
+        f"{first}" if first == last else f"{first} to {last}" for first, last in named[:_NAMED_RANGES]
+    )
+    return f"{'row' if len(ids) == 1 else 'rows'} {words}" + (f" and {others} other ranges" if others > 0 else "")
+
+
+def _ranges(ids: Ids) -> Iterator[tuple[int, int]]:
+    ends = np.flatnonzero(np.diff(ids) != 1)
+    firsts, lasts = ids[np.append(0, ends + 1)], ids[np.append(ends, len(ids) - 1)]
+    return zip(firsts.tolist(), lasts.tolist(), strict=True)

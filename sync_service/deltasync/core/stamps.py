@@ -11,14 +11,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.core.change_counts import ChangeCounts, Stamps
-from deltasync.core.change_index import ChangeIndex
-from deltasync.core.damage import DamagedRows
+from deltasync.base.errors import InvalidInput
+from deltasync.base.parallel import in_shares
+from deltasync.core.changes import ChangeCounts, ChangeIndex, Stamps
 from deltasync.core.digests import RowDigests, first_word, row_digests, sum_of_squares, weights, words_of
-from deltasync.core.errors import InvalidInput
-from deltasync.core.id_sets import contiguous
-from deltasync.core.rows import BLOCK_ROWS, Ids, Mask, RowBatch, Values
-from deltasync.core.shares import in_shares
+from deltasync.core.rows import BLOCK_ROWS, DamagedRows, Ids, Mask, RowBatch, Values, contiguous
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.kernels import digests as digest_kernels

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from deltasync.core.errors import StorageFailed
+from deltasync.base.errors import StorageFailed
 
 # A process may have only 65,530 mappings (vm.max_map_count), so that small arrays come from malloc.
 _SMALL_BYTES = 1 << 20

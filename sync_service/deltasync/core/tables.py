@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from deltasync.core.arguments import check_type
-from deltasync.core.errors import InvalidInput
-from deltasync.core.numbered import Numbered
+from deltasync.base.arguments import check_type
+from deltasync.base.errors import InvalidInput
+from deltasync.base.numbered import Numbered
 
 ID_TYPE = np.dtype("<i8")
 DIGEST_TYPE = np.dtype("<u8")
@@ -34,7 +35,7 @@ class TableKind(Numbered):
     BUFFER = "buffer", 3
     """A buffer, likewise."""
     ID_MAP = "id map", 4
-    """Raw ids by row of the table `of`: int64 [rows, 1], see `core.raw_ids`; 0 where the row is free."""
+    """Raw ids by row of the table `of`: int64 [rows, 1], see `core.tables`; 0 where the row is free."""
     ID_RANGES = "id ranges", 5
     """Which rows of the table `of` unknown raw ids take: int64 [rows, 3], all zero but for these rows, which hold
     the first raw id of their range, its end, and the first row of their shard."""
@@ -188,3 +189,17 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     one row, a single number as one of one. Where a row would be longer than `MAX_DIM`, each number is a row."""
     rows, dim = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
     return (rows, dim) if dim <= MAX_DIM else (math.prod(shape), 1)
+
+
+# TorchRec's mark of a free row in a sorted map. No row has it as its raw id.
+FREE_ID = np.iinfo(np.int64).max
+
+
+def entries_of(raw_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The entries of raw ids ([n] int64, also negative ones) in a map; 0 for `FREE_ID`."""
+    return raw_ids ^ FREE_ID
+
+
+def raw_ids_of(entries: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The raw ids of entries ([n]) of a map; `FREE_ID` for 0."""
+    return entries ^ FREE_ID

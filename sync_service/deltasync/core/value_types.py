@@ -1,29 +1,96 @@
-"""The types in which values travel: rows [n, D] to what is sent of them, and back.
-
-    fp32, fp16, bf16    one number per value; what is out of range becomes the largest number there is
-    int8                one byte per value, and a scale and a bias per row, see `kernels/int8.py`
-    int8-tbe, int4-tbe  as TorchRec quantises rows for an inference TBE, see `tbe.py`; replicas hold them as sent
-
-One more type is a coding, and a member of `ValueType`, here, and its number in `tables.proto`.
-"""
+"""The types in which values travel: rows [n, D] to what is sent of them, and back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.base.errors import InvalidInput
+from deltasync.base.numbered import Numbered
 from deltasync.core.digests import RowDigests, row_digests, weights
-from deltasync.core.distances import Distances, blocks, compare_bits, compare_values, distances
-from deltasync.core.errors import InvalidInput
-from deltasync.core.numbered import Numbered
-from deltasync.core.rows import Ids, Mask, Values
+from deltasync.core.rows import BLOCK_ROWS, Ids, Mask, Values
 from deltasync.core.tables import VALUE_TYPES, EncodedSpec, TableSpec
 from deltasync.kernels import half, int8, tbe
+from deltasync.kernels.distances import LARGEST_DISTANCE, compare_bytes, compare_fp16, compare_fp32
+from deltasync.kernels.tbe import SCALE_AND_BIAS_BYTES as SCALE_AND_BIAS_BYTES
+
+Distances = NDArray[np.float64]
 
 _FP32, _FP16 = VALUE_TYPES
+
+
+def compare_values(rows: Values, held: Values, ids: Ids) -> tuple[Distances, Mask]:
+    """How far rows `ids` ([n]) of two tables of one type ([*, D]) are from each other.
+
+    Returns:
+        The L2 norms [n] of the differences, never infinite; and which rows differ in any bit.
+    """
+    norms, differs = np.empty(len(ids)), np.empty(len(ids), np.bool_)
+    if rows.dtype == _FP32:
+        compare_fp32(rows.view(np.float32), held.view(np.float32), ids, norms, differs)
+    elif rows.dtype == _FP16:
+        compare_fp16(rows.view(np.uint16), held.view(np.uint16), ids, norms, differs)
+    else:
+        for block in blocks(len(ids)):
+            norms[block] = distances(rows[ids[block]], held[ids[block]])
+        differs = compare_bits(rows, held, ids)
+    return norms, differs
+
+
+def compare_bits(rows: Values, held: Values, ids: Ids) -> Mask:
+    """Which of the rows `ids` ([n]) of two tables of one type ([*, width]) differ in any bit."""
+    differs = np.empty(len(ids), np.bool_)
+    compare_bytes(rows.view(np.uint8), held.view(np.uint8), ids, differs)
+    return differs
+
+
+def distances(rows: Values, others: Values) -> Distances:
+    """The L2 norms [n] of what differs between rows [n, D] of any type; never infinite."""
+    # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
+    with np.errstate(over="ignore"):
+        deltas = np.subtract(rows, others, dtype=np.float64)
+        norms: Distances = np.sqrt(np.vecdot(deltas, deltas))
+    return np.minimum(norms, LARGEST_DISTANCE)
+
+
+def blocks(rows: int) -> Iterator[slice]:
+    """All of so many rows, in blocks of which scratch memory stays in the processor's cache."""
+    return (slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS))
+
+
+_ONE_BITS = np.uint16(0x3C00)
+
+Bytes = NDArray[Any]
+
+
+def width(dim: int, bits: int) -> int:
+    """Bytes of a row of `dim` values, which fill bytes."""
+    return dim * bits // 8 + SCALE_AND_BIAS_BYTES
+
+
+def of_tbe(rows: Bytes) -> Bytes:
+    """Rows [n, width] that a TBE has, as they are sent: in place."""
+    like_zero = np.flatnonzero(_scale_bits(rows) == _ONE_BITS)
+    others = rows[like_zero, :-SCALE_AND_BIAS_BYTES].any(axis=1) | rows[like_zero, -2:].any(axis=1)
+    _scale_bits(rows)[like_zero[~others]] = 0
+    return rows
+
+
+def to_tbe(rows: Bytes) -> Bytes:
+    """Rows [n, width] that were sent, as a TBE has them: in place."""
+    scale = _scale_bits(rows)
+    scale[scale == 0] = _ONE_BITS
+    return rows
+
+
+def _scale_bits(rows: Bytes) -> NDArray[np.uint16]:
+    """The scales of encoded rows, as a view [n] of their bits."""
+    return rows[:, -SCALE_AND_BIAS_BYTES:-2].view("<u2")[:, 0]
+
+
 _FLAT: tuple[Literal["C"], Literal["A"]] = ("C", "A")  # Contiguous and aligned.
 
 Encoded = Values

@@ -5,9 +5,8 @@ from enum import Enum
 
 import numpy as np
 
-from deltasync.core.damage import ranges
-from deltasync.core.rows import Ids
-from deltasync.core.words import counted
+from deltasync.base.words import counted
+from deltasync.core.rows import Ids, ranges
 
 # Of the rows that differ, so many are named.
 MOST_NAMED = 1_000

@@ -4,8 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.kernels import types
-from deltasync.kernels.callees import inlined
-from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.compiled import inlined, kernel, readable, writable
 
 Ids = NDArray[np.int64]
 Words = NDArray[np.unsignedinteger]

@@ -1,16 +1,4 @@
-"""How loops over rows are compiled: before there is work for them, and once for all processes of a machine.
-
-    @kernel(types.void(readable(types.int64, 1), ...))
-
-Numba keeps what it compiles on disk: in `NUMBA_CACHE_DIR` if that is set, else beside this source, or where that
-is read-only in the user's cache folder. Another folder than that beside the source begins with what is there
-already, as in an image. A signature that was not asked for is an error, not a compilation in the middle of a cut.
-
-Numba compiles a function anew when its own file has changed, but not when another has of which it holds a part. So
-the names under which functions are kept have a stamp of all files of this room in them.
-
-Numba is imported when something is compiled: it takes as long as all else that a client imports.
-"""
+"""Loops over rows that numba compiles on first use, and keeps compiled on disk."""
 
 import importlib
 import logging
@@ -19,14 +7,79 @@ import pkgutil
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from deltasync.kernels.callees import ANY_ORDER, link
 from deltasync.kernels.types import Type
+
+# The order in which floats are added may be any, so that sums vectorise.
+ANY_ORDER = {"reassoc", "contract"}
+
+
+class Callee:
+    """A function that kernels call, or other such functions."""
+
+    def __init__(self, make: Callable[[], Any], function: Callable[..., Any] | None = None) -> None:
+        self._make, self._function = make, function
+        self._made: Any = None
+
+    def made(self) -> Any:
+        """The same, as numba takes it."""
+        if self._made is None:
+            self._made = self._make()
+            if self._function:
+                link(self._function)
+        return self._made
+
+
+def link(function: Callable[..., Any]) -> None:
+    """Put what numba takes in the place of callees, among the names that a function knows."""
+    names = function.__globals__
+    for name, each in list(names.items()):
+        if isinstance(each, Callee):
+            names[name] = each.made()
+
+
+def intrinsic(module: str, name: str) -> Any:
+    """An intrinsic of numba's, or of ours, by its module and its name."""
+    return Callee(lambda: getattr(import_module(module), name))
+
+
+def external(name: str, signature: str) -> Any:
+    """A function of the C library."""
+    return Callee(lambda: _external(name, signature))
+
+
+def _external(name: str, signature: str) -> Any:
+    from numba.core import sigutils, types, typing
+
+    arguments, returns = sigutils.normalize_signature(signature)
+    return types.ExternalFunction(name, typing.signature(returns, *arguments))
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Callee:
+    return Callee(lambda: _dispatcher(function, options), function)
+
+
+def _dispatcher(function: Callable[..., Any], options: dict[str, Any]) -> Any:
+    import numba
+
+    return numba.njit(**options)(function)
+
+
+# Decorators of functions that are compiled as callees of kernels. What they make is of any type: numba finds out.
+inlined: Any = partial(_compiled, inline="always", error_model="numpy")
+# The same, but that floats are added in order, or in any, whatever the kernel's own order is. They take arrays and
+# return numbers: the arrays' references, which a kernel holds, are not counted once more for each row.
+in_order: Any = partial(_compiled, forceinline=True, error_model="numpy", _nrt=False)
+in_any_order: Any = partial(in_order, fastmath=ANY_ORDER)
+# For what is rare, and would be in the way of vectorising the rest.
+called: Any = partial(_compiled, error_model="numpy", _nrt=False)
+
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.kernels import types
-from deltasync.kernels.callees import in_any_order, in_order, inlined
-from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.compiled import in_any_order, in_order, inlined, kernel, readable, writable
 from deltasync.kernels.floats import bits, of_fp16
 from deltasync.kernels.prefetch import AHEAD, ask_for_row
 

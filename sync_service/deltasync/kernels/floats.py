@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from deltasync.kernels.callees import inlined
+from deltasync.kernels.compiled import inlined
 
 _I32, _U32, _F32 = np.int32, np.uint32, np.float32
 

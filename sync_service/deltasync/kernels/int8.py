@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.kernels import types
-from deltasync.kernels.callees import called, in_order, inlined
-from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.compiled import called, in_order, inlined, kernel, readable, writable
 from deltasync.kernels.digests import Digests
 from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, ask_ahead, differ, distance
 from deltasync.kernels.floats import bits, float_of, rank, ranked

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.kernels import types
-from deltasync.kernels.callees import inlined, intrinsic
-from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.compiled import inlined, intrinsic, kernel, readable, writable
 
 WORD_ROWS = 64
 

@@ -6,7 +6,7 @@ million rows of 256 bytes, with gaps between them, are compared in 25 ms instead
 
 import numpy as np
 
-from deltasync.kernels.callees import inlined, intrinsic
+from deltasync.kernels.compiled import inlined, intrinsic
 
 # By so many rows; with 8 to 48 it takes the same time.
 AHEAD = 16

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from deltasync.kernels import types
 from deltasync.kernels.compiled import kernel, readable, writable
-from deltasync.kernels.digests import WORDS, Digests, share
-from deltasync.kernels.norms import square
+from deltasync.kernels.digests import WORDS, Digests, share, square
 from deltasync.kernels.prefetch import AHEAD, ask_for_row, ask_for_written_number, ask_for_written_row
 
 Words = NDArray[np.unsignedinteger]

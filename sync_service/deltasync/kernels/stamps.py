@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.kernels import types
-from deltasync.kernels.callees import inlined
-from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.compiled import inlined, kernel, readable, writable
 
 Int64s = NDArray[np.int64]
 

@@ -1,11 +1,10 @@
-"""Rows of fp32 as codes of 8 or 4 bits, then scale and bias of the row in fp16: see `core/tbe.py`."""
+"""Rows of fp32 as codes of 8 or 4 bits, then scale and bias of the row in fp16: see `core/value_types.py`."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.kernels import types
-from deltasync.kernels.callees import called, in_order, inlined
-from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.compiled import called, in_order, inlined, kernel, readable, writable
 from deltasync.kernels.distances import IDS, MASK, NORMS, Ids, Mask, Norms, ask_ahead, differ, distance
 from deltasync.kernels.floats import fp16_of, of_fp16, ranked
 from deltasync.kernels.int8 import extremes

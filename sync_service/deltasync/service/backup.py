@@ -18,22 +18,22 @@ from typing import Any
 
 import xxhash
 
+from deltasync.base.errors import Contradiction, InvalidInput, ServiceUnavailable, StorageFailed
+from deltasync.base.events import EventKind
+from deltasync.base.words import counted
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.place import UNFINISHED, Place, Stored
-from deltasync.core.errors import Contradiction, InvalidInput, ServiceUnavailable, StorageFailed
-from deltasync.core.events import EventKind
-from deltasync.core.words import counted
-from deltasync.service.options import ServiceOptions
-from deltasync.service.service import Service
-from deltasync.service.small_records import records_of_others
-from deltasync.storage.data_directory import (
+from deltasync.log.data_directory import (
     BACKUP_MARKER,
     CHECKPOINTS,
     UNFINISHED_BACKUP,
     check_is_data_directory,
+    for_owner_only,
     lock_data_directory,
 )
-from deltasync.storage.files import for_owner_only
+from deltasync.service.checkpoints import records_of_others
+from deltasync.service.options import ServiceOptions
+from deltasync.service.service import Service
 
 FORMAT = 1
 # What to do where something of a backup is damaged or missing.

@@ -1,23 +1,68 @@
-"""The loop that writes checkpoints of a service's models, copies them to its URL, and so keeps the log short."""
+"""Writing the checkpoints of all models, with the small records of the log, which keeps the log short."""
 
 import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from deltasync.base.errors import NotFound, ServiceUnavailable
+from deltasync.base.events import EventKind
+from deltasync.base.words import counted
 from deltasync.checkpoints.manifest import Manifest
-from deltasync.core.errors import NotFound, ServiceUnavailable
-from deltasync.core.events import EventKind
-from deltasync.core.words import counted
-from deltasync.feeds.model import Model
-from deltasync.service.small_records import records_of_consumers, records_of_model
-from deltasync.storage.model_store import KEPT_SEALS
+from deltasync.log.log_store import LogStore
+from deltasync.log.records import reading, unpack_json
+from deltasync.model.model import Model
+from deltasync.model.model_store import KEPT_SEALS
+from deltasync.views.log import view_name
 
 if TYPE_CHECKING:
     from deltasync.service.service import Service
+
+
+def records_of_consumers(log: LogStore, model: str) -> dict[str, bytes]:
+    """The records of a model's consumers, of their views and of the offsets of their replicas."""
+    names = [name for name, of_model in models_of_consumers(log).items() if of_model == model]
+    found = {each: log.items(each).get("") for name in names for each in (f"consumer/{name}", view_name(name))}
+    offsets = {
+        each + rest: value
+        for each in (f"offset/{name}/" for name in names)
+        for rest, value in log.items(each).items()
+    }
+    return {name: value for name, value in found.items() if value is not None} | offsets
+
+
+def records_of_model(log: LogStore, model: str) -> dict[str, bytes]:
+    """The records of a model, and of the deletes that were asked of it and done."""
+    found = {each: log.items(each).get("") for each in (f"model/{model}", f"quarantine/{model}")}
+    deletes = {
+        each + rest: value
+        for each in (f"delete/{model}/", f"deleted/{model}/")
+        for rest, value in log.items(each).items()
+    }
+    return {name: value for name, value in found.items() if value is not None} | deletes
+
+
+def records_of_others(log: LogStore, models: Collection[str]) -> dict[str, bytes]:
+    """The records of consumers whose model is none of these."""
+    names = (f"consumer/{name}" for name, model in models_of_consumers(log).items() if model not in models)
+    return {name: log.items(name)[""] for name in names}
+
+
+def models_of_consumers(log: LogStore) -> dict[str, str]:
+    """The model of each consumer that is written down, by the consumer's name.
+
+    Raises:
+        StorageFailed: a record is damaged.
+    """
+    found = {}
+    for name, record in log.items("consumer/").items():
+        with reading(f"record consumer/{name}"):
+            found[name] = str(unpack_json(record)["model"])
+    return found
+
 
 T = TypeVar("T")
 

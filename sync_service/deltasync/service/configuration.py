@@ -1,13 +1,15 @@
-"""The consumers that the service's configuration names, as far as they can be as it says."""
+"""The consumers that the service's configuration names, and those of its probes."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from deltasync.base.arguments import check_name
+from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, LimitReached, ServiceUnavailable
+from deltasync.base.events import EventKind
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.errors import Contradiction, InvalidInput, LimitReached, ServiceUnavailable
-from deltasync.core.events import EventKind
-from deltasync.core.names import check_name
-from deltasync.storage.volume import VolumeFailed
+from deltasync.log.volume import VolumeFailed
+from deltasync.service.probe import ProbeStatus, probe_of
 
 if TYPE_CHECKING:
     from deltasync.service.service import Service
@@ -76,3 +78,37 @@ class Configuration:
     def _fall_short(self, text: str, wanted: ConsumerOptions, error: Exception) -> None:
         self.shortcomings[wanted.name] = f"{text}: {error}"
         self._service.events.emit(EventKind.FAILED, text, error, consumer=wanted.name)
+
+
+_AGAIN_SECONDS = 1.0
+
+
+async def have_probe_consumers(service: "Service", mine: ProbeStatus, by: str) -> None:
+    """Make the consumers of the probes of all processes that are alive, those whose models are here, or are to be;
+    again where one was deleted. Until cancelled: what keeps one from being made ends nothing.
+    """
+    while True:
+        for process in service.owners.processes():
+            name = probe_of(process.name)
+            shortcoming = await _have(service, name, by)
+            if name == mine.name:
+                mine.shortcoming = shortcoming
+        await asyncio.sleep(_AGAIN_SECONDS)
+
+
+async def _have(service: "Service", name: str, by: str) -> str:
+    """What keeps a probe's consumer from being made; empty if nothing does."""
+    if name in service.registry.consumers:
+        return ""
+    try:
+        await service.ensure_consumer(ConsumerOptions(name, name), by)
+    except ServiceUnavailable:  # Whoever has its model makes it, or this process does once it has it.
+        return ""
+    except DeltasyncError as error:
+        return f"consumer {name!r} cannot be made: {error}"
+    except Exception as error:  # noqa: BLE001  # a probe must end no service
+        service.events.emit(
+            EventKind.FAILED, "the consumer of a probe, which is tried again", error, consumer=name
+        )
+        return f"consumer {name!r} cannot be made: {error}"
+    return ""

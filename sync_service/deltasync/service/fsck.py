@@ -6,32 +6,33 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deltasync.base.errors import Damaged, StorageFailed
+from deltasync.base.events import EventKind
+from deltasync.base.progress import Progress
+from deltasync.base.words import counted
 from deltasync.checkpoints.manifest import DATA, MANIFESTS, id_of
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source
-from deltasync.core.damage import DamagedRows
-from deltasync.core.errors import Damaged, StorageFailed
-from deltasync.core.events import EventKind
-from deltasync.core.progress import Progress
+from deltasync.core.rows import DamagedRows
 from deltasync.core.stamps import StampedTable
-from deltasync.core.words import counted
-from deltasync.feeds.model import Model
-from deltasync.service.service import Service
-from deltasync.service.small_records import models_of_consumers
-from deltasync.storage.data_directory import (
+from deltasync.log.data_directory import (
     ASK_IT,
     CHECKPOINTS,
     RESTORE,
     check_is_data_directory,
+    for_owner_only,
     lock_data_directory,
+    writing,
 )
-from deltasync.storage.files import for_owner_only, writing
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_format import check_format
-from deltasync.storage.log_store import LogOptions, LogStore, LogUnavailable
-from deltasync.storage.model_store import ModelStore, recorded_models
-from deltasync.storage.volume import VolumeFailed
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions, LogStore, LogUnavailable
+from deltasync.log.records import check_format
+from deltasync.log.volume import VolumeFailed
+from deltasync.model.model import Model
+from deltasync.model.model_store import ModelStore, recorded_models
+from deltasync.service.checkpoints import models_of_consumers
+from deltasync.service.service import Service
 
 _BYTES_AT_ONCE = 4 << 20
 # Streams of a model, and of its consumers' views.

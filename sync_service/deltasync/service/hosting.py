@@ -6,18 +6,17 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, NotOwner, Owner, StorageFailed
+from deltasync.base.events import EventKind
+from deltasync.base.words import listed
 from deltasync.checkpoints.place import Place, PlaceFailed
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.consumers.records import recorded_consumers
-from deltasync.core.errors import DeltasyncError, NotOwner, StorageFailed
-from deltasync.core.events import EventKind
-from deltasync.core.owner import Owner
+from deltasync.consumers.offsets import recorded_consumers
+from deltasync.log.data_directory import CHECKPOINTS
+from deltasync.log.log_store import Logs, LogStore
+from deltasync.log.records import check_log
 from deltasync.service.recovery import models_to_recover, recover_model
 from deltasync.service.service import Service
-from deltasync.storage.data_directory import CHECKPOINTS
-from deltasync.storage.log_format import check_log
-from deltasync.storage.log_store import LogStore
-from deltasync.storage.logs import Logs
 
 _SECONDS = 1.0
 _NO_FOLDER = Path("/nonexistent")  # A shared log may be new, whatever checkpoints this process has.
@@ -169,3 +168,28 @@ class Hosting:
         except DeltasyncError as error:
             reason = str(error)
         return NotOwner(f"model {model!r} is not here any more: {reason}; reconnect")
+
+
+async def drain_process(service: Service, name: str) -> list[str]:
+    """Have this process give all its models to others, and take none any more: their names.
+
+    Args:
+        service: this process.
+        name: that of the process; empty is this one.
+
+    Raises:
+        NotOwner: it is another one, which is to be asked.
+        NotFound: there is none of that name.
+        Contradiction: there is no other that could have them.
+    """
+    owners = service.owners
+    others = {each.name: each for each in owners.processes() if each.name != owners.me.name}
+    if name and name != owners.me.name:
+        if name not in others:
+            raise NotFound(f"no process {name!r}", detail=f"; processes: {listed([*others, owners.me.name])}")
+        raise NotOwner(f"process {name!r} is to be asked itself", owner=others[name].owner())
+    if all(each.draining for each in others.values()):
+        raise Contradiction("there is no other process that could have the models: start one, or stop this one")
+    models = sorted(service.models)
+    await owners.drain()
+    return models

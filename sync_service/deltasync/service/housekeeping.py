@@ -8,10 +8,10 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from deltasync.core.events import EventKind
-from deltasync.core.process import FreedMemory
-from deltasync.core.threads import name_threads
-from deltasync.feeds.model import Model
+from deltasync.base.events import EventKind
+from deltasync.base.process import FreedMemory
+from deltasync.base.threads import name_threads
+from deltasync.model.model import Model
 from deltasync.service.service import Service
 
 _SECONDS = 1.0

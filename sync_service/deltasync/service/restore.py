@@ -11,21 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deltasync.base.errors import InvalidInput, StorageFailed
+from deltasync.base.files import flush_folder
 from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.manifest import Manifest, unpack_manifest
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore, NotCopied, models_of
-from deltasync.core.errors import InvalidInput, StorageFailed
-from deltasync.core.folders import flush_folder
 from deltasync.core.position import next_epoch
+from deltasync.log.data_directory import CHECKPOINTS, RESTORE, UNFINISHED_LOG, for_owner_only, lock_folder
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions, LogStore
+from deltasync.log.records import check_log, pack_json, reading, unpack_json
+from deltasync.log.volume import refused
 from deltasync.service.backup import ANOTHER, BackupPlace
-from deltasync.storage.data_directory import CHECKPOINTS, RESTORE, UNFINISHED_LOG, lock_folder
-from deltasync.storage.files import for_owner_only
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_format import check_log
-from deltasync.storage.log_store import LogOptions, LogStore
-from deltasync.storage.records import pack_json, reading, unpack_json
-from deltasync.storage.volume import refused
 
 _LOG = "log"
 _BEFORE = "remove {name} there, and restore the checkpoint before it; or restore a backup"

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from deltasync.core.errors import StorageFailed
-from deltasync.core.events import Event, EventKind, Events
-from deltasync.storage.log_format import write_again
-from deltasync.storage.logs import Logs
-from deltasync.storage.volume import Refusal, Volume, VolumeFailed
+from deltasync.base.errors import StorageFailed
+from deltasync.base.events import Event, EventKind, Events
+from deltasync.log.log_store import Logs
+from deltasync.log.records import write_again
+from deltasync.log.volume import Refusal, Volume, VolumeFailed
 
 
 class Volumes:

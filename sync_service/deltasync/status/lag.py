@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from deltasync.base.words import are, counted, listed
 from deltasync.consumers.consumer import Replica
-from deltasync.consumers.fleet import offset_in
-from deltasync.core.event_time import seconds_behind
-from deltasync.core.seal import Seal, event_time_of, seconds_since_sealed
-from deltasync.core.words import are, counted, listed
-from deltasync.feeds.standing import Standing
-from deltasync.feeds.statistics import Backlog
+from deltasync.consumers.registry import offset_in
+from deltasync.core.seal import Seal, event_time_of, seconds_behind, seconds_since_sealed
+from deltasync.model.feed import Backlog, Standing
 
 State = Literal[
     "in sync",

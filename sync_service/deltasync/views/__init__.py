@@ -26,5 +26,5 @@ Threads. What waits for a disk waits in a thread that does nothing else, so that
     the event loop        `View`, `ReleaseLoop`, `ReleaseMaker`: one call at a time
     any thread            `ViewState`, which is replaced whole; `ViewLog`
 
-`feeds.releases` then has what a replica lacks of it. `api.subscribe` sends that.
+`model.releases` then has what a replica lacks of it. `api.subscribe` sends that.
 """

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltasync.core.damage import DamagedRows
+from deltasync.base.progress import Progress
 from deltasync.core.delivery import Delivery
-from deltasync.core.id_sets import members
 from deltasync.core.precopy import PreCopy
-from deltasync.core.progress import Progress
-from deltasync.core.rows import Ids, Mask
+from deltasync.core.rows import DamagedRows, Ids, Mask, members
 from deltasync.core.stamps import StampedTable
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableKind
-from deltasync.feeds.statistics import Amount, Backlog, total
 from deltasync.kernels.ranking import split_amounts
+from deltasync.model.feed import Amount, Backlog, total
 from deltasync.views.ranking import DirtyRows
 from deltasync.views.state import ViewState
 from deltasync.views.table import Look, Take, ViewTable

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median_low
 
+from deltasync.base.words import are
 from deltasync.core.policy import Policy
-from deltasync.core.words import are
 
 # Bounds of the pause between two releases while nothing new is published: versions may have come in one burst, or
 # hours apart.

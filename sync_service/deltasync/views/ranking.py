@@ -8,9 +8,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from deltasync.base.words import counted
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids
-from deltasync.core.words import counted
 from deltasync.kernels.ranking import rank_rows, take_largest
 
 Mask = NDArray[np.bool_]

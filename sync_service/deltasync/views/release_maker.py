@@ -15,24 +15,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from deltasync.base.clock import FOREVER_NS, steady_ns
+from deltasync.base.errors import StorageFailed
+from deltasync.base.words import counted
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids
 from deltasync.core.seal import Seal
 from deltasync.core.stamps import StampedTable
-from deltasync.core.steady_clock import FOREVER_NS, steady_ns
-from deltasync.core.words import counted
-from deltasync.feeds.frozen_release import Head
-from deltasync.feeds.model import Model
-from deltasync.feeds.statistics import ReleaseStatistics, total
-from deltasync.storage.log_store import LogUnavailable
-from deltasync.storage.volume import VolumeFailed
-from deltasync.views.history import ReleaseHistory
-from deltasync.views.log import ViewLog
+from deltasync.log.log_store import LogUnavailable
+from deltasync.log.volume import VolumeFailed
+from deltasync.model.feed import ReleaseStatistics, total
+from deltasync.model.model import Model
+from deltasync.model.releases import Head
+from deltasync.views.log import (
+    ReleaseHistory,
+    ViewLog,
+    head_of_record,
+    head_record,
+    statistics_record,
+    table_record,
+)
 from deltasync.views.making import Making, Plan
 from deltasync.views.ranking import Pick, pick
-from deltasync.views.records import head_of_record, head_record, statistics_record, table_record
 from deltasync.views.replay import state_record
 from deltasync.views.state import ViewState
 

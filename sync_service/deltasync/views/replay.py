@@ -8,24 +8,21 @@ from typing import Any
 
 import numpy as np
 
+from deltasync.base.errors import StorageFailed
 from deltasync.checkpoints.manifest import TableEntry, TableKey
 from deltasync.checkpoints.writing import SourceTable
-from deltasync.core.errors import StorageFailed
-from deltasync.core.id_sets import members
+from deltasync.core.delivery import delivery_of_record
 from deltasync.core.position import line_of
-from deltasync.core.rows import Ids
+from deltasync.core.rows import Ids, members
 from deltasync.core.seal import release_checksum
 from deltasync.core.stamps import StampedTable
-from deltasync.core.table_records import delivery_of_record
-from deltasync.feeds.model import Model
-from deltasync.storage.log_store import LogUnavailable
-from deltasync.storage.volume import VolumeFailed
-from deltasync.views.dirty_set import NONE_DIRTY, Versions
-from deltasync.views.log import ViewLog
+from deltasync.log.log_store import LogUnavailable
+from deltasync.log.volume import VolumeFailed
+from deltasync.model.model import Model
+from deltasync.views.log import ViewLog, table_record
 from deltasync.views.making import Making, Plan, left_of
-from deltasync.views.records import table_record
 from deltasync.views.state import ViewState
-from deltasync.views.table import ViewTable
+from deltasync.views.table import NONE_DIRTY, Versions, ViewTable
 
 
 class _Lost(Exception):

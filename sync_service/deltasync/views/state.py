@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from deltasync.feeds.frozen_release import Head
-from deltasync.feeds.statistics import Amount, Backlog, ReleaseStatistics
-from deltasync.views.records import head_of_record, statistics_of_record, statistics_record
+from deltasync.model.feed import Amount, Backlog, ReleaseStatistics
+from deltasync.model.releases import Head
+from deltasync.views.log import head_of_record, statistics_of_record, statistics_record
 from deltasync.views.table import ViewTable
 
 

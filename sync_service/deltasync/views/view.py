@@ -7,29 +7,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+from deltasync.base.clock import Moment, steady_ns
+from deltasync.base.decision import Decision
+from deltasync.base.errors import InvalidInput, StorageFailed
+from deltasync.base.signals import Signal
+from deltasync.base.threads import EVENT_LOOP, confined
 from deltasync.checkpoints.manifest import TableEntry, TableKey
 from deltasync.checkpoints.writing import SourceTable
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import InvalidInput, StorageFailed
 from deltasync.core.policy import Policy
-from deltasync.core.position import NOWHERE, Decision, Position, is_discarded, line_of, resume
+from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
 from deltasync.core.rows import Ids
-from deltasync.core.signals import Signal
 from deltasync.core.stamps import StampedTable
-from deltasync.core.steady_clock import Moment, steady_ns
-from deltasync.core.threads import EVENT_LOOP, confined
-from deltasync.feeds.frozen_release import NO_TABLES, Head
-from deltasync.feeds.model import Model
-from deltasync.feeds.releases import Release, Releases
-from deltasync.feeds.standing import Standing, TableStanding
-from deltasync.views.dirty_set import Versions
+from deltasync.model.feed import Standing, TableStanding
+from deltasync.model.model import Model
+from deltasync.model.releases import NO_TABLES, Head, Release, Releases
 from deltasync.views.log import ViewLog
 from deltasync.views.making import Plan
 from deltasync.views.pacing import LONGEST_SECONDS
 from deltasync.views.release_maker import ReleaseMaker, Wish
 from deltasync.views.replay import Replay, sources
 from deltasync.views.state import ViewState
-from deltasync.views.table import ViewTable
+from deltasync.views.table import Versions, ViewTable
 
 
 @confined(trouble=EVENT_LOOP, failure=EVENT_LOOP)
@@ -261,7 +260,7 @@ class View:
         """Remove everything that the log has of it. Blocks; any thread."""
         self._log.discard()
 
-    # To checkpoints and recovery, see `feeds.derived`. On the model's thread.
+    # To checkpoints and recovery, see `model.feed`. On the model's thread.
 
     def checkpoint_tables(self) -> list[SourceTable]:
         """Its tables, with a release that is not on disk yet."""

@@ -1,19 +1,19 @@
 """Between messages of the wire and what they mean."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from deltasync.core.delivery import Delivery
-from deltasync.core.errors import InvalidInput
-from deltasync.core.mode import Mode
-from deltasync.core.numbered import Numbered
+from deltasync.base.errors import InvalidInput
+from deltasync.base.numbered import Numbered
+from deltasync.base.words import counted
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.position import Position
-from deltasync.core.tables import STATE_TYPES, Shard, TableKind, TableSpec, sizes_of
+from deltasync.core.rows import Ids
+from deltasync.core.tables import ID_TYPE, STATE_TYPES, Shard, TableKind, TableSpec, sizes_of
 from deltasync.core.value_types import ValueType
-from deltasync.core.words import counted
 from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 
 N = TypeVar("N", bound=Numbered)
@@ -152,3 +152,43 @@ def position_from_message(message: tables_pb2.Position) -> Position:
 def position_to_message(position: Position) -> tables_pb2.Position:
     """The message that names a position."""
     return tables_pb2.Position(history=position.history, version=position.number, seal=position.seal)
+
+
+# Of one message: 1 MiB of ids; a table's name and index count as so many ids.
+MOST_IDS = 131_072
+_TABLE_IDS = 4
+
+
+def changed_to_messages(tables: Sequence[tuple[int, Ids]]) -> Iterator[publish_pb2.ChangedRows]:
+    """The messages that name rows (ids [n], ascending) of tables, by index; the last one is marked."""
+    message, room = publish_pb2.ChangedRows(), MOST_IDS
+    for table, ids in tables:
+        at = 0
+        while at < len(ids):
+            if room <= _TABLE_IDS:
+                yield message
+                message, room = publish_pb2.ChangedRows(), MOST_IDS
+            piece = ids[at : at + room - _TABLE_IDS]
+            message.tables.add(table=table, ids=piece.astype("<i8").tobytes())
+            at, room = at + len(piece), room - len(piece) - _TABLE_IDS
+    message.last = True
+    yield message
+
+
+def changed_from_message(message: publish_pb2.ChangedRows) -> list[tuple[int, Ids]]:
+    """The ids ([n] int64) of tables, by index, that a message names.
+
+    Raises:
+        InvalidInput: the bytes of some are no ids.
+    """
+    if any(len(each.ids) % ID_TYPE.itemsize for each in message.tables):
+        raise InvalidInput("a message names rows by a number of bytes that is not a multiple of 8")
+    return [(each.table, np.frombuffer(each.ids, "<i8").astype(ID_TYPE)) for each in message.tables]
+
+
+def joined(pieces: Iterable[tuple[int, Ids]]) -> dict[int, Ids]:
+    """The ids of tables, by index, that came in pieces, in their order."""
+    by_table: dict[int, list[Ids]] = {}
+    for table, ids in pieces:
+        by_table.setdefault(table, []).append(ids)
+    return {table: np.concatenate(several) for table, several in by_table.items()}

@@ -22,8 +22,8 @@ from tests.support.wire import (
     subscribe_open,
 )
 
+from deltasync.base.errors import NotPermitted
 from deltasync.client import Endpoint, NumpyTarget, Subscriber, SubscriberOptions
-from deltasync.core.errors import NotPermitted
 from deltasync.v1 import subscribe_pb2
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED

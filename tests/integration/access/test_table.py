@@ -12,12 +12,11 @@ from starlette.routing import Route
 from tests.support.guarded import ROLES, GuardedService
 from tests.support.wire import publish_open, subscribe_open
 
-from deltasync.api.access import Access
-from deltasync.api.access_table import CALLS, ROUTES, Need, need_of_call, need_of_request
-from deltasync.api.audit import Audit
+from deltasync.access.access import CALLS, ROUTES, Access, Need, need_of_call, need_of_request
+from deltasync.access.audit import Audit
+from deltasync.access.caller import Role, grants
 from deltasync.api.http import create_app
-from deltasync.core.access import Role, grants
-from deltasync.core.events import Events
+from deltasync.base.events import Events
 from deltasync.v1 import publish_pb2, subscribe_pb2
 
 DENIED, OK = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.OK

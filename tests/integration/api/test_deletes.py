@@ -15,10 +15,10 @@ from tests.support.fleet import admin_of
 from tests.support.server import TOKEN, RunningService
 from tests.support.wire import ITEM, USER, RankStream, part, random_rows
 
+from deltasync.base.errors import DeltasyncError, InvalidInput, NotFound, NotPermitted
 from deltasync.cli.rows import rows
 from deltasync.client import Endpoint
 from deltasync.client.admin import Admin
-from deltasync.core.errors import DeltasyncError, InvalidInput, NotFound, NotPermitted
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.support.metrics import samples_of
 from tests.support.server import RunningService
 from tests.support.wire import RankStream, ReplicaStream, publish_open
 
-from deltasync.core.limits import LimitOptions
+from deltasync.access.limits import LimitOptions
 from deltasync.core.tables import Shard, TableSpec
 
 LIMITS = LimitOptions(

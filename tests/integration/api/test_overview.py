@@ -18,14 +18,14 @@ from tests.support.fleet import ITEM, USER, Trainer, admin_of, follow, wait_unti
 from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
 
-from deltasync.api.access_table import ROUTES, need_of_request
+from deltasync.access.access import ROUTES, need_of_request
+from deltasync.base.events import RecentEvents
 from deltasync.checkpoints import manifest
 from deltasync.client import NumpyTarget, TableSpec
-from deltasync.core.cut_times import SERVICE_PARTS
 from deltasync.core.policy import Policy
-from deltasync.core.recent_events import RecentEvents
-from deltasync.storage import log_format
-from deltasync.wire.protocol import PROTOCOL
+from deltasync.core.seal import SERVICE_PARTS
+from deltasync.log import records
+from deltasync.wire.errors import PROTOCOL
 
 PARTS = {*SERVICE_PARTS, "release", "ack"}
 
@@ -259,7 +259,7 @@ def test_levels_of_the_log_change_while_it_runs(service: RunningService, caplog:
 def test_which_deltasync_answers(service: RunningService) -> None:
     found = service.get_json("/version")
     assert found["version"]
-    formats = {"protocol": PROTOCOL, "log": log_format.FORMAT, "checkpoint": manifest.FORMAT}
+    formats = {"protocol": PROTOCOL, "log": records.FORMAT, "checkpoint": manifest.FORMAT}
     assert found["formats"] == formats
 
 

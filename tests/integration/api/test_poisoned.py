@@ -9,7 +9,7 @@ from tests.support.metrics import samples_of
 from tests.support.server import RunningService
 
 from deltasync.client import InvalidInput, Policy
-from deltasync.publish.norm_guard import NormLimit
+from deltasync.cuts.norm_guard import NormLimit
 
 CONSUMERS = ("predictors", "top")
 POLICIES = {"top": Policy(top_k=1000)}

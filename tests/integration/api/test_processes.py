@@ -11,8 +11,8 @@ from tests.support.command import deltasync
 from tests.support.local_cluster import ADMIN_TOKEN, LocalCluster, LocalProcess
 from tests.support.wire import USER
 
+from deltasync.base.errors import InvalidInput, ServiceUnavailable
 from deltasync.client import Admin, Endpoint
-from deltasync.core.errors import InvalidInput, ServiceUnavailable
 from deltasync.core.policy import Policy
 
 LISTS = (

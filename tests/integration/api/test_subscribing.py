@@ -30,9 +30,8 @@ from deltasync.api.sent_releases import AHEAD
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.feeds.frozen_release import FrozenRelease, freeze
-from deltasync.feeds.model import Model
-from deltasync.feeds.releases import Releases
+from deltasync.model.model import Model
+from deltasync.model.releases import FrozenRelease, Releases, freeze
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire import row_messages as wire_rows
 from deltasync.wire.messages import position_from_message
@@ -509,7 +508,7 @@ def test_an_idle_replica_keeps_no_release_alive(
         releases.append(weakref.ref(frozen))
         return frozen
 
-    monkeypatch.setattr("deltasync.feeds.releases.freeze", noted)
+    monkeypatch.setattr("deltasync.model.releases.freeze", noted)
     with ReplicaStream(running.grpc) as replica:
         replica.release()
         for _ in range(3):  # It hears that the stream is alive.

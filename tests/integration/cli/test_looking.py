@@ -15,7 +15,7 @@ from tests.support.server import RunningService
 
 from deltasync.cli.lag import BEHIND
 from deltasync.client import NumpyTarget
-from deltasync.core.mode import Mode
+from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 
 
@@ -191,6 +191,6 @@ def test_what_is_watched_goes_on_until_it_is_stopped(
         if len(turns) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("deltasync.cli.showing.time.sleep", sleep)
+    monkeypatch.setattr("deltasync.cli.output.time.sleep", sleep)
     text = shown("lag", "--watch", "--service", service.http)
     assert text.count("predictors") == 3

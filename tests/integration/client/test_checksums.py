@@ -29,7 +29,7 @@ from tests.support.wire import ReplicaStream, ack
 from torch import nn
 
 from deltasync.client import Position, Release
-from deltasync.client.torch_target import TorchTarget
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.digests import checksum_of
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
@@ -97,7 +97,7 @@ def test_a_row_changed_behind_its_back_that_is_released_again_is_right_again(
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target) as replica:
         wait_until_in_sync(service, consumer, trainer.publish_all())
         with monkeypatch.context() as patch:
-            patch.setattr("deltasync.client.checksums.TargetChecksums._sweep", lambda *_: None)
+            patch.setattr("deltasync.client.targets.checksums.TargetChecksums._sweep", lambda *_: None)
             damage(target, 7)
             # Of other rows nothing is found.
             wait_until_in_sync(service, consumer, trainer.set(USER, 8, 1.5))
@@ -176,7 +176,7 @@ def test_a_first_release_that_arrives_damaged_is_repaired_too(
     lossy: int,
 ) -> None:
     """Again and again, while the target goes on losing rows; and no longer."""
-    monkeypatch.setattr("deltasync.api.replica_audit._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("deltasync.api.sent_releases._PAUSE_SECONDS", 0.01)
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
     target = Forgetful(lossy)
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):

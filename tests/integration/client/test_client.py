@@ -17,6 +17,7 @@ from tests.support.server import RunningService
 from tests.support.state import lag_of
 from tests.support.wire import TABLES, USER, WHOLE, block, random_rows
 
+from deltasync.base.errors import Damaged, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.client import (
     CallbackTarget,
     NumpyTarget,
@@ -31,7 +32,6 @@ from deltasync.client import (
     SubscriberOptions,
 )
 from deltasync.client.publisher import _Stream
-from deltasync.core.errors import Damaged, InvalidInput, NotFound, ResyncRequired, ServiceUnavailable
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 
 WAIT = 20

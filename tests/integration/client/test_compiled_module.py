@@ -29,11 +29,11 @@ from tests.support.programs import run_program
 from tests.support.server import RunningService
 from torch import nn
 
+from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.client import RowBatch, TableKind, TableSpec
-from deltasync.client.reading import Reads
-from deltasync.client.torch_compiled import CompiledModule
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
+from deltasync.client.targets.target import Reads
+from deltasync.client.targets.torch_compiled import CompiledModule
+from deltasync.client.targets.torch_target import TorchTarget
 
 IDS = torch.tensor([[0, 1], [2, 3], [4, 5], [5, 5]])
 
@@ -236,7 +236,7 @@ def test_a_copy_has_the_hooks_of_the_module(model: Model) -> None:
 
 FORKED = """
 import os, sys
-from deltasync.client.torch_compiled import CompiledModule
+from deltasync.client.targets.torch_compiled import CompiledModule
 
 module = CompiledModule(sys.argv[1])
 if os.fork() == 0:

@@ -24,7 +24,7 @@ from deltasync.client import (
     Subscriber,
     SubscriberOptions,
 )
-from deltasync.client.status import fetch_lag
+from deltasync.client.admin import fetch_lag
 
 TOKEN = "hush"  # noqa: S105
 RIGHTS = f"Bearer {TOKEN}"
@@ -111,7 +111,7 @@ def test_an_answer_that_drips_is_not_waited_for_for_ever(begin: bytes, piece: by
 
 
 def test_an_answer_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.client.http_answer._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("deltasync.client.http._MOST_BYTES", 1 << 20)
     with (
         answering(b"HTTP/1.1 200 OK\r\n\r\n", bytes(1 << 16), 0) as address,
         pytest.raises(ServiceUnavailable, match="more than 1048576 bytes"),

@@ -43,7 +43,7 @@ from tests.support.wire import ReplicaStream, ack
 from torch import nn
 
 from deltasync.client import CallbackTarget, NotFound, NumpyTarget, Policy, Position, Release, TableSpec
-from deltasync.client.torch_target import TorchTarget
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.rows import Ids, Values
 
 pytestmark = pytest.mark.usefixtures("watchful")

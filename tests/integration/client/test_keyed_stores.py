@@ -20,11 +20,11 @@ from tests.support.redis_server import PROGRAM, RedisServer
 from tests.support.server import RunningService
 
 from deltasync.client import Policy, Position, Release, TableKind, TableSpec, ValueType
-from deltasync.client.keyed.keyed_target import KeyedTarget
-from deltasync.client.redis_rows import RedisRows
-from deltasync.client.redis_target import RedisTarget
-from deltasync.core.raw_ids import FREE_ID
+from deltasync.client.targets.keyed_target import KeyedTarget
+from deltasync.client.targets.redis_rows import RedisRows
+from deltasync.client.targets.redis_target import RedisTarget
 from deltasync.core.rows import Ids, Values
+from deltasync.core.tables import FREE_ID
 
 RAW_IDS = TableSpec("user.raw_ids", USER.rows, 1, np.dtype("<i8"), TableKind.ID_MAP, USER.name)
 TABLES = [USER, ITEM, RAW_IDS]

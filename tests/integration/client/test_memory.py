@@ -24,10 +24,10 @@ from deltasync.client import (
     TableSpec,
     TornTarget,
 )
-from deltasync.client.reading import Reads
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.raw_ids import FREE_ID
+from deltasync.client.targets.target import Reads
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.rows import Values
+from deltasync.core.tables import FREE_ID
 
 LARGE = TableSpec("large", 800_000, 64)  # 205 MB; what the library itself imports and compiles takes 130 MB.
 

@@ -32,6 +32,7 @@ from tests.support.server import RunningService
 from tests.support.state import Reachable
 from tests.support.wire import ReplicaStream, ack
 
+from deltasync.base.clock import steady_ns
 from deltasync.client import (
     CallbackTarget,
     Contradiction,
@@ -44,7 +45,6 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
-from deltasync.core.steady_clock import steady_ns
 
 LIMIT = 30.0
 POLICIES = {
@@ -73,15 +73,14 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """That of the replicas."""
     clock = Clock()
-    for module in ("subscriber", "acks"):
-        monkeypatch.setattr(f"deltasync.client.{module}.steady_ns", clock)
+    monkeypatch.setattr("deltasync.client.subscriber.steady_ns", clock)
     return clock
 
 
 @pytest.fixture
 def service_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("feeds.model", "views.view", "views.release_maker"):
+    for module in ("model.model", "views.view", "views.release_maker"):
         monkeypatch.setattr(f"deltasync.{module}.steady_ns", clock)
     return clock
 
@@ -376,7 +375,7 @@ def test_what_was_held_of_another_history_shows_nothing_of_what_had_to_be_repair
         replica, port = follow(service, "limited", "a", target), int(service.grpc.rpartition(":")[2])
         trainer.publish_all()
         replica.wait_until_ready(WAIT)
-    monkeypatch.setattr("deltasync.feeds.model.Model.behind_ns", lambda *_: int(2 * LIMIT * 1e9))
+    monkeypatch.setattr("deltasync.model.model.Model.behind_ns", lambda *_: int(2 * LIMIT * 1e9))
     target.damages.append("item")
     with replica, RunningService(tmp_path / "other", policies=POLICIES, grpc_port=port) as service:
         with Trainer(service.grpc) as trainer:

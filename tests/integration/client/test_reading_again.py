@@ -25,9 +25,9 @@ from tests.support.fleet import (
 from tests.support.server import RunningService
 from tests.support.wire import ReplicaStream
 
+from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable
 from deltasync.client import Position
-from deltasync.consumers.verification import Verification
-from deltasync.core.errors import Contradiction, NotFound, ServiceUnavailable
+from deltasync.consumers.consumer import Verification
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.wire.messages import position_from_message
@@ -41,14 +41,14 @@ NOT_KNOWN = "its checksum is another; which rows differ is not known"
 @pytest.fixture
 def unswept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is found by chance: only who is asked reads its rows again."""
-    monkeypatch.setattr("deltasync.client.checksums.TargetChecksums._sweep", lambda *_: None)
+    monkeypatch.setattr("deltasync.client.targets.checksums.TargetChecksums._sweep", lambda *_: None)
 
 
 @pytest.fixture
 def in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica answers after every four rows."""
     monkeypatch.setattr("deltasync.client.subscriber._READ_SECONDS", 0.0)
-    monkeypatch.setattr("deltasync.client.checksums.BLOCK_ROWS", 4)
+    monkeypatch.setattr("deltasync.client.targets.checksums.BLOCK_ROWS", 4)
 
 
 def verified(service: RunningService, consumer: str = "predictors") -> dict[str, dict[str, Any]]:

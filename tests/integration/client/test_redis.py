@@ -15,14 +15,13 @@ from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES
 from tests.support.redis_commands import Killed, PlayDead, Sends, kill_this_process, mortal, single_commands
 from tests.support.redis_server import PROGRAM, RedisServer
 
+from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
 from deltasync.client import Position, Release, RowBatch
-from deltasync.client.keyed.redis_layout import keys_of
-from deltasync.client.keyed.redis_store import RedisWriter
-from deltasync.client.reading import Reading
-from deltasync.client.redis_rows import RedisRows
-from deltasync.client.redis_target import RedisTarget
-from deltasync.core.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
-from deltasync.core.raw_ids import FREE_ID
+from deltasync.client.targets.redis_rows import RedisRows
+from deltasync.client.targets.redis_store import RedisWriter, keys_of
+from deltasync.client.targets.redis_target import RedisTarget
+from deltasync.client.targets.target import Reading
+from deltasync.core.tables import FREE_ID
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no redis-server or valkey-server is installed")
 WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))

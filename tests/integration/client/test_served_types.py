@@ -11,7 +11,7 @@ from tests.support.server import RunningService
 from torch import nn
 
 from deltasync.client import Policy, TableKind, TableSpec
-from deltasync.client.torch_target import TorchTarget
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.value_types import ValueType
 
 TABLES = [

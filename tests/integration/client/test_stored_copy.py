@@ -29,12 +29,12 @@ from tests.support.server import RunningService
 from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from deltasync.base.errors import Contradiction, InvalidInput, NotFound, StorageFailed
 from deltasync.cli.lag import BEHIND
 from deltasync.client import CallbackTarget, Mode, Policy, Position, SubscriberOptions, TableSpec, ValueType
 from deltasync.client.stored_copy import Comparison, Rows, StoredCopy, compare, stored_checkpoint
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.client.torch_checkpoint import checkpoint_copy
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.errors import Contradiction, InvalidInput, NotFound, StorageFailed
 from deltasync.core.verified import VerifiedTable
 
 CHECKPOINTS = True
@@ -262,7 +262,7 @@ def error_of(service: RunningService, checkpoint: Path) -> str:
 def test_the_command_says_which_row_of_whom_differs(
     service: RunningService, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.client.checksums.TargetChecksums._sweep", lambda *_: None)
+    monkeypatch.setattr("deltasync.client.targets.checksums.TargetChecksums._sweep", lambda *_: None)
     code, _, said = verify(service)
     assert (code, "consumer 'predictors' has no replicas" in said) == (1, True)
     good, bad = Recorder(), Recorder()

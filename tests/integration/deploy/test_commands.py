@@ -13,8 +13,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from deltasync.api.access_table import ROUTES
-from deltasync.cli.consumer_settings import consumers_of_file
+from deltasync.access.access import ROUTES
+from deltasync.cli.serve_options import consumers_of_file
 
 Stages = dict[str, list[tuple[str, str]]]
 Unit = list[tuple[str, str]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltasync.cli.needs import SERVICE, TRAINER
+from deltasync.cli.output import SERVICE, TRAINER
 
 ROOT = Path(__file__).parents[3]
 # What the extras bring: a predictor that imports the client has none of it.
@@ -87,7 +87,7 @@ def test_the_client_needs_no_extra(installed: Path, tmp_path: Path) -> None:
     code = (
         "import deltasync.client as client\n"
         "[getattr(client, name) for name in client.__all__]\n"
-        "import deltasync.client.status\n"
+        "import deltasync.client.admin\n"
         "print(client.__file__)\n"
     )
     done = run(installed, tmp_path, "-c", code, without_extras=True)

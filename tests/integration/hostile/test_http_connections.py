@@ -12,9 +12,9 @@ import pytest
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 
-from deltasync.api.http_connections import HttpListener
-from deltasync.core.limits import LimitOptions, Limits
-from deltasync.core.listener import listening_socket
+from deltasync.access.limits import LimitOptions, Limits
+from deltasync.api.http_server import HttpListener
+from deltasync.base.process import listening_socket
 
 _SECONDS = 20.0
 

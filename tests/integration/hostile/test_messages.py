@@ -18,7 +18,7 @@ from tests.support.wire import whole_part as whole
 
 from deltasync.core.position import Position
 from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
-from deltasync.wire.protocol import protocol_to_metadata
+from deltasync.wire.errors import protocol_to_metadata
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 

@@ -19,11 +19,11 @@ from tests.support.server import RunningService
 from tests.support.waiting import wait_for
 from tests.support.wire import TABLES, USER, ReplicaStream, ack, size_of
 
+from deltasync.access.caller import Grant, Role
+from deltasync.access.roles import Roles, TokenRoles, token_digest
 from deltasync.client import NumpyTarget, TableSpec
-from deltasync.core.access import Grant, Role
 from deltasync.core.policy import Policy
-from deltasync.core.roles import Roles, TokenRoles, token_digest
-from deltasync.status.sampler import Sampler
+from deltasync.status.answers import Sampler
 from deltasync.wire.messages import position_from_message
 
 expect.set_options(timeout=WAIT_MS)

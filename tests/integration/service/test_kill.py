@@ -24,8 +24,8 @@ from deltasync.client import (
     Subscriber,
     TableSpec,
 )
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions
 
 WAIT = 60
 TABLES = [

@@ -9,9 +9,9 @@ from tests.support.fleet import WAIT, Trainer, admin_of, follow
 from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 
+from deltasync.base.errors import Contradiction
 from deltasync.client import NumpyTarget, TableSpec
-from deltasync.core.errors import Contradiction
-from deltasync.publish.log_room import whole_bytes
+from deltasync.cuts.coordinator import whole_bytes
 
 WIDE = TableSpec("wide", 60_000, 16)  # 4.8 MB in the log
 CONSUMER = ("--consumer", "predictors=clicks")

@@ -17,13 +17,13 @@ from tests.support.wire import USER, WHOLE, full_part, part, random_rows
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.client import Policy
+from deltasync.log import lmdb_store
+from deltasync.log.data_directory import CHECKPOINTS
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.model.model_store import note_removal
 from deltasync.service.fsck import check_data_directory
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.storage import lmdb_store
-from deltasync.storage.data_directory import CHECKPOINTS
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.removal import note_removal
 
 WAIT = 20
 

@@ -26,9 +26,9 @@ from tests.support.server import RunningService
 from tests.support.wire import random_rows
 from torch import nn
 
+from deltasync.base.errors import Contradiction
 from deltasync.client import Part, Policy, Position, Publisher, PublisherOptions, RowBatch, Shard, TableSpec
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.errors import Contradiction
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.value_types import ValueType
 
 LARGER = [replace(USER, rows=500), ITEM, TableSpec("context", 20, 4)]

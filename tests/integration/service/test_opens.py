@@ -16,8 +16,8 @@ from tests.support.waiting import wait_for
 from tests.support.wire import USER, WHOLE, RankStream, full_part, part, random_rows
 
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions
 
 CONSUMER = ("--consumer", "predictors=clicks", "--consumer", "probes=clicks")
 # With room in the log for every row, so that it is memory that has none.

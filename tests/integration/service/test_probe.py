@@ -15,11 +15,11 @@ from tests.support.server import RunningService
 from tests.support.waiting import wait_for
 
 from deltasync.api.server_options import ServerOptions
+from deltasync.base.errors import LimitReached
 from deltasync.cli.probe import Probe
 from deltasync.client import Endpoint
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
-from deltasync.core.errors import LimitReached
-from deltasync.core.probe_status import PROBE, ProbeStatus
+from deltasync.service.probe import PROBE, ProbeStatus
 from deltasync.service.service import Service
 
 _DEADLINE_SECONDS = 30.0

@@ -32,8 +32,7 @@ from tests.support.wire import (
 
 from deltasync.client import Admin, Endpoint
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.storage.lmdb_records import address_of
-from deltasync.storage.records import name_of
+from deltasync.log.records import address_of, name_of
 from deltasync.wire.messages import position_from_message
 
 WIDE = TableSpec("wide", 1 << 16, 1)

@@ -8,8 +8,8 @@ import pytest
 from tests.support.fleet import ITEM, USER, Recorder, Trainer, admin_of, follow, wait_until_in_sync
 from tests.support.server import RunningService
 
+from deltasync.base.progress import Progress
 from deltasync.client.stored_copy import compare, stored_checkpoint
-from deltasync.core.progress import Progress
 from deltasync.service.fsck import check_data_directory
 
 Told = dict[str, list[tuple[int, int]]]
@@ -55,7 +55,7 @@ def test_a_replica_that_reads_its_rows_again(
     service: RunningService, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltasync.client.subscriber._READ_SECONDS", 0.0)
-    monkeypatch.setattr("deltasync.client.checksums.BLOCK_ROWS", 4)
+    monkeypatch.setattr("deltasync.client.targets.checksums.BLOCK_ROWS", 4)
     with Trainer(service.grpc) as trainer, follow(service, "predictors", "a", Recorder()):
         wait_until_in_sync(service, "predictors", trainer.publish_all())
         admin_of(service).verify_replica("predictors", "a", timeout_seconds=20)

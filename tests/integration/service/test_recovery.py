@@ -15,16 +15,15 @@ from tests.support.local_service import opened
 from tests.support.mortal_place import PowerCuts
 from tests.support.wire import ITEM, TABLES, USER, block, part, publish_open
 
+from deltasync.base.events import EventKind
 from deltasync.checkpoints.place import UNFINISHED, Place
-from deltasync.core.events import EventKind
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
-from deltasync.publish.opening import check_open
-from deltasync.publish.session import PublishSession, open_session
+from deltasync.cuts.session import PublishSession, check_open, open_session
+from deltasync.log.lmdb_store import LmdbStore
 from deltasync.service.service import Service
-from deltasync.storage.lmdb_store import LmdbStore
 from deltasync.v1 import publish_pb2
 from deltasync.views.view import View
 

@@ -44,11 +44,11 @@ from deltasync.client import (
     ServiceFailed,
     TableSpec,
 )
-from deltasync.client.torch_target import TorchTarget
+from deltasync.client.targets.torch_target import TorchTarget
+from deltasync.log.log_store import LogStore
+from deltasync.model import model_store
+from deltasync.model.model_store import ModelStore
 from deltasync.service.fsck import check_data_directory
-from deltasync.storage import removal
-from deltasync.storage.log_store import LogStore
-from deltasync.storage.model_store import ModelStore
 from deltasync.views.view import View
 
 EXTRA = TableSpec("extra", 5000, 8)
@@ -352,14 +352,14 @@ def _failing_after(monkeypatch: pytest.MonkeyPatch, step: int) -> Iterator[_Fuse
     fuse, remove = _Fuse(step), Place.remove
 
     def removed_model(log: LogStore, model: str, checkpoints: CheckpointStore) -> None:
-        removal.remove_model(_FusedLog(log, fuse), model, checkpoints)  # type: ignore[arg-type]
+        model_store.remove_model(_FusedLog(log, fuse), model, checkpoints)  # type: ignore[arg-type]
 
     def removed_file(place: Place, name: str) -> None:
         fuse.burn()
         remove(place, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr("deltasync.service.removals.remove_model", removed_model)
+        patch.setattr("deltasync.service.operators.remove_model", removed_model)
         patch.setattr(Place, "remove", removed_file)
         yield fuse
 

@@ -16,8 +16,7 @@ from tests.support.waiting import wait_for
 from tests.support.wire import ReplicaStream, ack, size_of
 
 from deltasync.client import Position, TableSpec
-from deltasync.feeds.frozen_release import FrozenRelease
-from deltasync.feeds.releases import Releases
+from deltasync.model.releases import FrozenRelease, Releases
 from deltasync.v1 import subscribe_pb2
 
 TABLE = TableSpec("user", 20_000, 16)
@@ -46,7 +45,7 @@ class Frozen:
             return noted(releases, release)
 
         patch.setattr(Releases, "noted", note)
-        patch.setattr("deltasync.feeds.releases.BLOCK_BYTES", BLOCK_BYTES)
+        patch.setattr("deltasync.model.releases.BLOCK_BYTES", BLOCK_BYTES)
 
     @property
     def now(self) -> int:
@@ -126,7 +125,7 @@ def test_a_replica_that_takes_nothing_holds_up_nobody_and_is_given_up(
                 new.wait_for(head, WAIT)
             assert target.bytes() == trainer.expected()
         assert frozen.made == made + 3, "they keep a block each, and nothing that is frozen"
-        monkeypatch.setattr("deltasync.api.sending.QUIET_SECONDS", 0.05)
+        monkeypatch.setattr("deltasync.api.subscribe.QUIET_SECONDS", 0.05)
         lag = wait_for_lag(
             running, "predictors", lambda lag: not any(each["connected"] for each in lag["replicas"])
         )

@@ -16,8 +16,8 @@ from tests.support.fleet import Trainer
 from tests.support.server import RunningService
 from tests.support.state import rows_of
 
+from deltasync.base.errors import Contradiction
 from deltasync.client import Endpoint, Policy
-from deltasync.core.errors import Contradiction
 
 MODEL = "clicks"
 

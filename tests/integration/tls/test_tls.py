@@ -22,11 +22,10 @@ from tests.support.process import ServiceProcess
 from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
 
-from deltasync.api import certificates
-from deltasync.api.peer_certificates import names_of_auth_context, names_of_certificate
-from deltasync.api.tls_options import TlsOptions
+from deltasync.access import tls
+from deltasync.access.tls import TlsOptions, names_of_auth_context, names_of_certificate
 from deltasync.client import Admin, Endpoint, InvalidInput, NotPermitted, ServiceUnavailable
-from deltasync.client.status import fetch_lag
+from deltasync.client.admin import fetch_lag
 
 WAIT = 20.0
 
@@ -89,7 +88,7 @@ def pki(tmp_path: Path) -> Pki:
 @pytest.fixture
 def service(tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningService]:
     """With mutual TLS, and a look at the files ever so often."""
-    monkeypatch.setattr(certificates, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(tls, "LOOK_SECONDS", 0.01)
     with secured(tmp_path, pki) as found:
         yield found
 
@@ -367,7 +366,7 @@ def test_who_connects_and_does_not_get_to_the_end_of_a_handshake_is_hung_up_on(
     tmp_path: Path, pki: Pki, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise after a minute, and after two: so long each would hold a descriptor."""
-    monkeypatch.setattr(certificates, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(tls, "HANDSHAKE_SECONDS", 0.1)
     monkeypatch.setattr(constants, "SSL_HANDSHAKE_TIMEOUT", 60.0)
     hello = b"\x16\x03\x01\x02\x00\x01"
     with secured(tmp_path, pki) as service:

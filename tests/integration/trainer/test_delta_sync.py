@@ -15,10 +15,10 @@ from tests.support.waiting import wait_for
 from tests.unit.trainer.tracking.test_id_maps import RAW_IDS, fill, model_of, sorted_ids
 from torch import nn
 
+from deltasync.base.errors import InvalidInput, NotFound, ServiceUnavailable
 from deltasync.client import Admin, CallbackTarget, Endpoint, NumpyTarget, Release, Subscriber, SubscriberOptions
-from deltasync.core.errors import InvalidInput, NotFound, ServiceUnavailable
 from deltasync.core.position import Position
-from deltasync.core.raw_ids import FREE_ID
+from deltasync.core.tables import FREE_ID
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 from deltasync.trainer.tracking import Tracker
 from deltasync.trainer.tracking.update_gate import UpdateGate

@@ -21,9 +21,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from deltasync.base.errors import InvalidInput
 from deltasync.client import NumpyTarget, Release, Subscriber, SubscriberOptions
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.errors import InvalidInput
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.trainer.sync import DeltaSync, SyncOptions

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DataParallel
 
 from deltasync.client import DeltasyncError, Subscriber, SubscriberOptions
-from deltasync.client.torch_target import TorchTarget
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 # torch.compile imports what torch itself no longer likes.

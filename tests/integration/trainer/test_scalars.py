@@ -21,8 +21,8 @@ from tests.support.ports import free_port
 from tests.support.server import RunningService
 from torch import nn
 
+from deltasync.base.errors import InvalidInput
 from deltasync.client import NumpyTarget
-from deltasync.core.errors import InvalidInput
 from deltasync.trainer.prometheus import TrainerCollector, serve_metrics
 from deltasync.trainer.scalars import SUMS, ScalarOptions, Scalars, TensorBoard
 from deltasync.trainer.sync import DeltaSync, SyncOptions

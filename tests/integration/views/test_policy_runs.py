@@ -23,18 +23,18 @@ from tests.support.fleet import (
 from tests.support.server import RunningService
 from tests.support.wire import RankStream, ReplicaStream, part, random_rows
 
+from deltasync.base.errors import StorageFailed
 from deltasync.client import Admin, CallbackTarget, Position, Release, Shard
-from deltasync.core.errors import StorageFailed
-from deltasync.core.mode import Mode
+from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
-from deltasync.storage.model_store import ModelStore
-from deltasync.storage.records import pack_json, unpack_json
-from deltasync.views.records import view_name
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions
+from deltasync.log.records import pack_json, unpack_json
+from deltasync.model.model_store import ModelStore
+from deltasync.views.log import view_name
 from deltasync.views.table import EncodedTable
 
 POLICIES = {
@@ -49,7 +49,7 @@ ALL_ROWS = USER.rows + ITEM.rows
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left goes out at once, and streams look for a change often."""
     release_at_once(monkeypatch)
-    monkeypatch.setattr("deltasync.views.release_loop._PREPARE_AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr("deltasync.views.registry._PREPARE_AGAIN_SECONDS", 0.02)
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.02)
 
 

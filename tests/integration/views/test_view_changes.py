@@ -20,7 +20,7 @@ from tests.support.fleet import (
 from tests.support.server import RunningService
 
 from deltasync.client import Admin, CallbackTarget, Position, Release, TableSpec
-from deltasync.core.mode import Mode
+from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.views.log import ViewLog

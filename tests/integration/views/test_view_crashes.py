@@ -16,8 +16,8 @@ from tests.support.process import ServiceProcess
 from deltasync.client import Position, Subscriber, TableSpec
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions
 
 TABLES = [TableSpec("user", 1500, 8), TableSpec("item", 800, 16, np.dtype("<f2"))]
 POLICIES = {

@@ -31,7 +31,7 @@ def said(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "client":
         monkeypatch.setattr("deltasync.client.endpoint.protocol_to_metadata", lambda: NEWER)
         return TOO_NEW
-    monkeypatch.setattr("deltasync.wire.protocol.PROTOCOL", 2)
+    monkeypatch.setattr("deltasync.wire.errors.PROTOCOL", 2)
     return TOO_OLD
 
 

@@ -15,7 +15,7 @@ from tests.soak.leftovers import leftovers
 from tests.soak.schedule import Fault
 from tests.soak.world import SERVICE, SoakFailed, World
 
-from deltasync.core.errors import StorageFailed
+from deltasync.base.errors import StorageFailed
 from deltasync.service.restore import restore
 
 

@@ -15,7 +15,7 @@ from tests.soak.schedule import Fault
 from tests.soak.world import SERVICE, World
 from tests.support.memory_flips import flip_in_memory
 
-from deltasync.storage.data_directory import CHECKPOINTS
+from deltasync.log.data_directory import CHECKPOINTS
 
 _WRITE_SECONDS = 0.05
 _ROW_BYTES, _TRIES, _NEWEST = 16, 20, 3

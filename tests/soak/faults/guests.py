@@ -8,8 +8,8 @@ from tests.soak.guest import ROWS, Guest
 from tests.soak.schedule import Fault
 from tests.soak.world import SoakFailed, World
 
+from deltasync.base.errors import Contradiction
 from deltasync.client import Subscriber
-from deltasync.core.errors import Contradiction
 
 _POISON = 1e30
 

@@ -8,16 +8,14 @@ import pytest
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import USER, changed, run
 
-from deltasync.api.acks import check_ack
-from deltasync.api.delivery_times import DeliveryTimes
-from deltasync.api.replica_audit import ReplicaAudit
-from deltasync.api.sent_releases import AHEAD, SentRelease, SentReleases
+from deltasync.api.sent_releases import AHEAD, ReplicaAudit, SentRelease, SentReleases, check_ack
+from deltasync.api.subscribe import DeliveryTimes
+from deltasync.base.clock import steady_ns
+from deltasync.base.errors import InvalidInput
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.core.delivery import Delivery
-from deltasync.core.errors import InvalidInput
-from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
-from deltasync.feeds.frozen_release import NO_TABLES, FrozenRelease, Head
+from deltasync.model.releases import NO_TABLES, FrozenRelease, Head
 from deltasync.v1 import subscribe_pb2, tables_pb2
 
 DELIVERIES = [Delivery.unchanged(TableSpec(name, 10, 2)) for name in ("user", "item")]

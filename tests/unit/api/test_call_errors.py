@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.api.call_errors import error_response, told
-from deltasync.api.caller import CALL, Call
-from deltasync.core.access import Grant, Identity, Role
-from deltasync.core.errors import InvalidInput, NotFound, StorageFailed
-from deltasync.core.logs import log_to_stderr
+from deltasync.access.caller import CALL, Call, Grant, Identity, Role
+from deltasync.api.errors import error_response, told
+from deltasync.base.errors import InvalidInput, NotFound, StorageFailed
+from deltasync.base.logs import log_to_stderr
 
 READER = Call(identity=Identity("reader", (Grant(Role.READ),)))
 FORGED = "x\n2026-01-01 00:00:00,000 INFO deltasync forged\r\x1b[2J"

@@ -12,11 +12,11 @@ from tests.support.wire import USER, WHOLE, ack, full_part, part, random_rows, s
 
 from deltasync.api import subscribe
 from deltasync.api.subscribe import ReplicaStream
-from deltasync.core.errors import DeltasyncError, NotFound, ServiceUnavailable, Superseded
+from deltasync.base.errors import DeltasyncError, NotFound, ServiceUnavailable, Superseded
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.feeds import releases
-from deltasync.feeds.frozen_release import copied
+from deltasync.model import releases
+from deltasync.model.releases import copied
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2
 from deltasync.wire.row_messages import decode_rows, serialized

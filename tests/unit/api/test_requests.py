@@ -11,15 +11,15 @@ from fastapi import Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from deltasync.api.access import Access
-from deltasync.api.access_routes import AccessMiddleware
-from deltasync.api.audit import Audit
-from deltasync.api.http_protocol import HttpProtocol
-from deltasync.api.long_requests import while_wanted
-from deltasync.core.access import Grant, Role
-from deltasync.core.errors import Contradiction, ServiceUnavailable
-from deltasync.core.events import Events
-from deltasync.core.roles import Roles, TokenRoles, token_digest
+from deltasync.access.access import Access
+from deltasync.access.audit import Audit
+from deltasync.access.caller import Grant, Role
+from deltasync.access.roles import Roles, TokenRoles, token_digest
+from deltasync.api.access import AccessMiddleware
+from deltasync.api.http_server import HttpProtocol
+from deltasync.api.requests import while_wanted
+from deltasync.base.errors import Contradiction, ServiceUnavailable
+from deltasync.base.events import Events
 
 
 @dataclass

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tests.support.local_service import opened
 
+from deltasync.api.server_options import SharedLogOptions
 from deltasync.api.shared_log import open_logs
-from deltasync.api.shared_options import SharedLogOptions
-from deltasync.core.errors import InvalidInput
-from deltasync.storage.brokers import BrokerOptions
+from deltasync.base.errors import InvalidInput
+from deltasync.log.brokers import BrokerOptions
 
 
 async def test_it_does_not_start_on_the_data_directory_of_a_service_with_a_log_of_its_own(tmp_path: Path) -> None:

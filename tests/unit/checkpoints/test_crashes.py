@@ -8,10 +8,10 @@ import pytest
 from tests.support.checkpointed import MODEL, Checkpointed, loaded, same
 from tests.support.mortal_place import Calls, Killed, MortalPlace, PowerCuts
 
+from deltasync.base.errors import StorageFailed
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.core.errors import StorageFailed
 
 
 def _store(folder: Path) -> CheckpointStore:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tests.support.checkpointed import MODEL, Checkpointed, loaded, same
 
+from deltasync.base.errors import StorageFailed
 from deltasync.checkpoints.chunks import CheckpointDamaged, read_chunks
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.core.errors import StorageFailed
 from deltasync.core.rows import Ids, Values
 from deltasync.core.stamps import StampedTable
 

@@ -20,7 +20,7 @@ from deltasync.checkpoints.chunks import ChunkFile, read_chunks
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.core.table_records import spec_of_record
+from deltasync.core.delivery import spec_of_record
 
 T = TypeVar("T")
 

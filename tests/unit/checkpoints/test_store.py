@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tests.support.checkpointed import MODEL, Checkpointed, loaded, same
 
+from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.checkpoints.chunks import CheckpointDamaged
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.place import Place, PlaceFailed, Stored
 from deltasync.checkpoints.store import CheckpointStore, NotCopied, models_of
-from deltasync.core.damage import DamagedRows
-from deltasync.core.errors import InvalidInput, StorageFailed
+from deltasync.core.rows import DamagedRows
 
 HOUR = 3600.0
 

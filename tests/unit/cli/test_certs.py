@@ -7,10 +7,9 @@ from click.testing import CliRunner
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from deltasync.api.certificates import Certificates
-from deltasync.api.tls_options import TlsOptions
+from deltasync.access.tls import Certificates, TlsOptions
 from deltasync.cli.certs import certs
-from deltasync.client.tls_files import TlsFiles
+from deltasync.client.endpoint import TlsFiles
 
 
 def test_what_is_made_is_what_both_sides_take(tmp_path: Path) -> None:

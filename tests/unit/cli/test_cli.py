@@ -7,16 +7,15 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from deltasync.api.server_options import ServerOptions
-from deltasync.api.shared_options import SharedLogOptions
-from deltasync.api.tls_options import TlsOptions
+from deltasync.access.tls import TlsOptions
+from deltasync.api.server_options import ServerOptions, SharedLogOptions
 from deltasync.cli.endpoint_options import operator_options, service_options, suggested
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
+from deltasync.cluster.member import OwnershipOptions
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.ownership.options import OwnershipOptions
-from deltasync.publish.norm_guard import NormLimit
-from deltasync.storage.brokers import BrokerOptions
+from deltasync.cuts.norm_guard import NormLimit
+from deltasync.log.brokers import BrokerOptions
 
 FLAG, FILE = "--grpc-port", "grpc_port"
 

@@ -13,16 +13,10 @@ from deltasync.cli.lag import lag_lines
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.mode import Mode
+from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.status.lag import (
-    ConsumerLag,
-    Lag,
-    ReleaseLag,
-    ReplicaLag,
-    TableLag,
-)
+from deltasync.status.lag import ConsumerLag, Lag, ReleaseLag, ReplicaLag, TableLag
 
 EVERYTHING = Policy(
     tables=("user*", "item"),

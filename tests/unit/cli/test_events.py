@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.command import deltasync
 
+from deltasync.base.errors import ServiceUnavailable
 from deltasync.cli.events import event_line, may_lack, unseen
-from deltasync.client.each_process import EachProcess
-from deltasync.core.errors import ServiceUnavailable
+from deltasync.client.admin import EachProcess
 
 _Numbers = st.lists(st.integers(1, 10**6), unique=True, max_size=30).map(sorted)
 

@@ -11,7 +11,7 @@ from tests.support.command import deltasync
 
 from deltasync.cli.lag import BEHIND
 from deltasync.client import Admin, Endpoint, ServiceUnavailable
-from deltasync.client.each_process import EachProcess
+from deltasync.client.admin import EachProcess
 
 LINE = {
     "consumer": "predictors", "model": "clicks", "state": "in sync", "reason": "all hold it", "versions": 0,
@@ -203,6 +203,6 @@ def test_what_is_watched_says_it_too(service: Processes, monkeypatch: pytest.Mon
             raise KeyboardInterrupt
         service.gone = gone
 
-    monkeypatch.setattr("deltasync.cli.showing.time.sleep", sleep)
+    monkeypatch.setattr("deltasync.cli.output.time.sleep", sleep)
     code, _, err = service.run("lag", "--watch")
     assert (code, err.count("process sync-1 has not answered")) == (0, 1)

@@ -7,11 +7,9 @@ import click
 import pytest
 from tests.support.documents import ROOT
 
-from deltasync.api.consumer_body import BODY
-from deltasync.cli.consumers import create_consumer, update_consumer
-from deltasync.cli.policy_options import policy_of, policy_options
-from deltasync.core.policy import FIELDS, Policy
-from deltasync.core.policy_fields import Amount, Bytes, Flag, Kind, OneOf, Patterns, PolicyField, Seconds
+from deltasync.api.consumer_routes import BODY
+from deltasync.cli.consumers import create_consumer, policy_of, policy_options, update_consumer
+from deltasync.core.policy import FIELDS, Amount, Bytes, Flag, Kind, OneOf, Patterns, Policy, PolicyField, Seconds
 
 each_field = pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 

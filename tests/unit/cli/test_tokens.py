@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from deltasync.access.caller import Grant, Role
+from deltasync.access.roles import read_roles, token_digest
+from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.cli.tokens import tokens
-from deltasync.core.access import Grant, Role
-from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
-from deltasync.core.roles import read_roles, token_digest
 
 WRITTEN = """# Who may do what. Ask anna before you change it.
 [tokens.old] # of the first trainer

@@ -21,9 +21,9 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
-from deltasync.client.status import fetch_lag
-from deltasync.client.torch_compiled import CompiledModule
-from deltasync.client.torch_target import TorchTarget
+from deltasync.client.admin import fetch_lag
+from deltasync.client.targets.torch_compiled import CompiledModule
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 MODEL, TABLE = nn.Linear(2, 2), TableSpec("user", 3, 2)

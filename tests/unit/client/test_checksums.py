@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltasync.base.errors import Contradiction
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, Shard, TableSpec
-from deltasync.client.checksums import TargetChecksums
-from deltasync.core.delivery import Delivery, HeldSpec
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.core.delivery import Delivery, HeldSpec, Mode
 from deltasync.core.digests import checksum_of
-from deltasync.core.errors import Contradiction
-from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Values
 from deltasync.core.value_types import ValueType
 
@@ -138,7 +137,7 @@ def grow(followed: Followed, name: str) -> None:
 @contextmanager
 def blocks_of(rows: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltasync.client.checksums.BLOCK_ROWS", rows)
+        patch.setattr("deltasync.client.targets.checksums.BLOCK_ROWS", rows)
         yield
 
 

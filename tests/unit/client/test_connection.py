@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltasync.base.errors import ServiceUnavailable
 from deltasync.client.connection import Connectivity, should_log
-from deltasync.client.troubles import meaning
-from deltasync.core.errors import ServiceUnavailable
+from deltasync.client.http import meaning
 
 
 class Clock:

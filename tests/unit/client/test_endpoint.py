@@ -10,14 +10,12 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltasync.access.roles import checked_token
+from deltasync.base.errors import Contradiction, DeltasyncError, NotOwner, Owner, ServiceUnavailable
 from deltasync.cli.endpoint_options import operator_options, service_options
 from deltasync.client import Admin, Endpoint, InvalidInput
-from deltasync.client.endpoint_settings import endpoint_settings
-from deltasync.client.route import Route
-from deltasync.client.status import fetch_lag
-from deltasync.core.errors import Contradiction, DeltasyncError, NotOwner, ServiceUnavailable
-from deltasync.core.owner import Owner
-from deltasync.core.roles import checked_token
+from deltasync.client.admin import fetch_lag
+from deltasync.client.endpoint import Route, endpoint_settings
 
 TOKEN = "hush"  # noqa: S105
 ALL = [f"127.0.0.1:{port}" for port in (1, 2, 3)]

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.support.examples import stateful
 from tests.support.threads import WAIT, threads
 
-from deltasync.client.gate import Gate, Turns
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
+from deltasync.client.targets.local import Gate, Turns
 
 PEOPLE = range(8)
 
@@ -248,14 +248,14 @@ def test_a_reading_may_end_where_its_thread_goes_in_or_out() -> None:
 def test_a_writer_that_waits_for_long_says_for_whom(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deltasync.client.gate._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("deltasync.client.targets.local._PATIENCE_SECONDS", 0.0)
     gate, seen, name = Observed(), list[str](), threading.current_thread().name
 
     def others_move(_: logging.LogRecord) -> bool:
         with threads(lambda: gate._leave(-1)):
             return True
 
-    monkeypatch.setattr("deltasync.client.gate.logger.filters", [others_move])
+    monkeypatch.setattr("deltasync.client.targets.local.logger.filters", [others_move])
     gate._turns.read(-1)
     with ExitStack() as later, gate.reading():
         later.enter_context(threads(through(gate.writing(), seen, "writer")))

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.support.examples import stateful
 
-from deltasync.client.keyed.key_index import KeyIndex
-from deltasync.client.keyed.keyed_table import KeyedTable
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
+from deltasync.client.targets.key_index import KeyIndex
+from deltasync.client.targets.keyed_target import KeyedTable
 from deltasync.core.rows import Ids, Values
 from deltasync.kernels import keys as kernels
 from deltasync.kernels.compiled import Kernel

@@ -7,16 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES, USER, Change, KeyedModel
 
+from deltasync.base.errors import Contradiction
 from deltasync.client import NumpyTarget, Position, RowBatch, Shard
-from deltasync.client.checksums import TargetChecksums
-from deltasync.client.keyed.key_index import KeyIndex
-from deltasync.client.keyed.keyed_target import KeyedTarget, _KeyedCopy
-from deltasync.client.keyed.redis_layout import Meta
-from deltasync.client.reading import Reads
-from deltasync.client.targets import Release
-from deltasync.core.errors import Contradiction
-from deltasync.core.raw_ids import FREE_ID
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.key_index import KeyIndex
+from deltasync.client.targets.keyed_target import KeyedTarget, _KeyedCopy
+from deltasync.client.targets.redis_store import Meta
+from deltasync.client.targets.target import Reads, Release
 from deltasync.core.rows import Ids
+from deltasync.core.tables import FREE_ID
 
 WHOLE = st.frozensets(st.sampled_from([table.name for table in TABLES]))
 

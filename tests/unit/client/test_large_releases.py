@@ -13,15 +13,14 @@ from tests.support.keyed_model import CHANGES, TABLES, Change, KeyedModel
 from tests.support.releases import ChangingTables
 
 from deltasync.client import CallbackTarget, NumpyTarget, Release, RowBatch, Shard, TableSpec
-from deltasync.client.assembler import ReleaseAssembler
-from deltasync.client.checksums import TargetChecksums
-from deltasync.client.keyed.keyed_target import KeyedTarget
-from deltasync.client.latest_rows import latest_rows
+from deltasync.client.assembler import ReleaseAssembler, latest_rows
 from deltasync.client.stored_copy import _Seen
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.keyed_target import KeyedTarget
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import row_digests
-from deltasync.feeds import releases
-from deltasync.feeds.frozen_release import Chunk, FrozenRelease
+from deltasync.model import releases
+from deltasync.model.releases import Chunk, FrozenRelease
 from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.messages import delivery_to_message
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support.examples import stateful
 
+from deltasync.base.clock import FOREVER_NS, Succession
+from deltasync.base.decision import Decision
 from deltasync.client.readiness import Evidence, Readiness, decide, newest_ns
-from deltasync.core.position import Decision
-from deltasync.core.steady_clock import FOREVER_NS, Succession
 
 SECOND = 10**9
 WAIT = 20.0

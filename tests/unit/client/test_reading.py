@@ -22,13 +22,12 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.inference.modules import quantize_embeddings
 
+from deltasync.base.errors import Contradiction, InvalidInput
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableKind, TableSpec, TornTarget
-from deltasync.client.checksums import TargetChecksums
-from deltasync.client.modules.module_copy import copy_of
-from deltasync.client.reading import Reading, Reads
-from deltasync.client.torch_target import TorchTarget
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.target import Reading, Reads
+from deltasync.client.targets.torch_target import TorchTarget, copy_of
 from deltasync.core.digests import checksum_of
-from deltasync.core.errors import Contradiction, InvalidInput
 
 ROWS, DIM = 400, 4
 TABLES = [

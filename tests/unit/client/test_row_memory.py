@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from deltasync.client.modules.tensor_rows import TensorRows
-from deltasync.client.row_memory import rows_at, staged_rows
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
+from deltasync.client.targets.numpy_target import rows_at, staged_rows
+from deltasync.client.targets.torch_tensors import TensorRows
 from deltasync.core.rows import Ids, Values
 
 ROWS, DIM = 7, 5
@@ -80,7 +80,7 @@ def test_rows_are_written_and_read_bit_by_bit(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_deleted_rows_become_zeros(layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.client.row_memory.BLOCK_ROWS", 2)
+    monkeypatch.setattr("deltasync.client.targets.numpy_target.BLOCK_ROWS", 2)
     held, expected = (LAYOUTS[layout](random_rows(ROWS, dtype)) for _ in range(2))
     ids = np.array([0, 1, 3, 5, 6])
     staged_rows(held, ids, np.broadcast_to(np.zeros((), dtype), (len(ids), DIM)))()

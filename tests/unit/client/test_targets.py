@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from deltasync.base.errors import Contradiction
 from deltasync.client import CallbackTarget, NumpyTarget, Position, Release, RowBatch, TableSpec
-from deltasync.client.keyed.keyed_target import KeyedTarget
-from deltasync.client.targets import ReadableTarget
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.errors import Contradiction
+from deltasync.client.targets.keyed_target import KeyedTarget
+from deltasync.client.targets.target import ReadableTarget
+from deltasync.client.targets.torch_target import TorchTarget
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 2)
 HALF = TableSpec("sparse.embedding_bags.small", 4, 3, np.dtype("<f2"))

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
+from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
-from deltasync.client.checksums import TargetChecksums
-from deltasync.client.modules import module_copy
-from deltasync.client.torch_target import TorchTarget
+from deltasync.client.targets import torch_target
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.digests import checksum_of
-from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 
 USER = TableSpec("sparse.embedding_bags.user", 5, 8)
 ITEM = TableSpec("sparse.embedding_bags.item", 4, 8)
@@ -347,7 +347,7 @@ def test_on_an_accelerator_a_release_waits_for_readers_and_readers_for_it(monkey
     model, seen = Model(), list[float]()
     weight, target = model.sparse.embedding_bags["user"].weight, TorchTarget(model)
     target.apply(release_of(1, rows_of(USER, 1)))
-    monkeypatch.setattr(module_copy, "accelerators", lambda _: {torch.device("cuda", 3)})
+    monkeypatch.setattr(torch_target, "accelerators", lambda _: {torch.device("cuda", 3)})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.extend([device.index, weight[0, 0].item()]))
     target.apply(release_of(2, rows_of(USER, 2)))
     assert seen == [3, 1, 3, 2]

@@ -11,13 +11,12 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from torch import nn
 
+from deltasync.base.errors import Contradiction
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
-from deltasync.client.checksums import TargetChecksums
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.delivery import Delivery
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.torch_target import TorchTarget
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import checksum_of
-from deltasync.core.errors import Contradiction
-from deltasync.core.mode import Mode
 from deltasync.core.rows import Ids, Values
 from deltasync.core.value_types import ValueType
 

@@ -26,13 +26,13 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from deltasync.base.errors import Contradiction, NotFound
 from deltasync.client import Position, Release, RowBatch, TableKind, TableSpec
-from deltasync.client.checksums import TargetChecksums
-from deltasync.client.modules import id_map
-from deltasync.client.reading import Reads
-from deltasync.client.torch_target import TorchTarget
+from deltasync.client.targets import torch_collision
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.target import Reads
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.digests import checksum_of
-from deltasync.core.errors import Contradiction, NotFound
 from deltasync.core.rows import Ids
 
 with warnings.catch_warnings():
@@ -432,13 +432,13 @@ def test_modules_whose_names_end_alike_have_maps_of_their_own() -> None:
 
 def test_a_map_in_many_chunks_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time costs as much as the map has rows."""
-    changes, changed = list[int](), id_map._SortedMap.changed
+    changes, changed = list[int](), torch_collision._SortedMap.changed
 
     def counted(self: Any, ids: Ids, values: Any) -> Any:
         changes.append(len(ids))
         return changed(self, ids, values)
 
-    monkeypatch.setattr(id_map._SortedMap, "changed", counted)
+    monkeypatch.setattr(torch_collision._SortedMap, "changed", counted)
     model = model_of(sorting())
     release = release_of(1, resync=True, ids={row: 1000 - row for row in range(ROWS - 1)})
     TorchTarget(model).apply(dataclasses.replace(release, rows=[*release.rows[0].blocks(2)]))

@@ -34,15 +34,14 @@ from torchrec.inference.modules import quantize_embeddings, quantize_inference_m
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
+from deltasync.base.errors import Contradiction
 from deltasync.client import Position, RowBatch, TableKind, TableSpec
-from deltasync.client.checksums import TargetChecksums
-from deltasync.client.modules.binding import bind
-from deltasync.client.reading import Reads
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.delivery import Delivery
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.target import Reads
+from deltasync.client.targets.torch_modules import bind
+from deltasync.client.targets.torch_target import TorchTarget
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import checksum_of
-from deltasync.core.errors import Contradiction
-from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore::DeprecationWarning")

@@ -38,14 +38,13 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection
 
+from deltasync.base.errors import Contradiction, NotFound
 from deltasync.client import Release, RowBatch
-from deltasync.client.checksums import TargetChecksums
-from deltasync.client.reading import Reads
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.delivery import Delivery
+from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.target import Reads
+from deltasync.client.targets.torch_target import TorchTarget
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import checksum_of
-from deltasync.core.errors import Contradiction, NotFound
-from deltasync.core.mode import Mode
 from deltasync.core.value_types import ValueType
 
 pytestmark = [

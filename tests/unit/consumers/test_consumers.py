@@ -12,19 +12,18 @@ from tests.support.local_service import opened
 from tests.support.seals import sealed
 from tests.unit.support.async_tests import in_service
 
-from deltasync.api.departure import StreamEnded, departure, superseded
+from deltasync.access.limits import LimitOptions
 from deltasync.api.reload import outcome
-from deltasync.consumers.consumer import Consumer, ConsumerOptions, Replica
-from deltasync.consumers.fleet import consumer_offset, forgettable, may_leave, offset_in
-from deltasync.consumers.pause import Pause
-from deltasync.core.errors import Contradiction, InvalidInput, LimitReached, NotFound, Superseded
-from deltasync.core.events import EventKind, line_of
-from deltasync.core.limits import LimitOptions
+from deltasync.api.subscribe import StreamEnded, departure, superseded
+from deltasync.base.errors import Contradiction, InvalidInput, LimitReached, NotFound, Superseded
+from deltasync.base.events import EventKind, line_of
+from deltasync.consumers.consumer import Consumer, ConsumerOptions, Pause, Replica
+from deltasync.consumers.registry import consumer_offset, forgettable, may_leave, offset_in
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position, resume
 from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
-from deltasync.feeds.standing import Standing
+from deltasync.model.feed import Standing
 from deltasync.service.service import Service
 from deltasync.status.lag import Lag, measure, state
 

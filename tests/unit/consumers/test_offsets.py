@@ -14,17 +14,17 @@ from tests.support.log import held_up, log_of
 from tests.support.memory_store import MemoryDisk, MemoryStore
 from tests.unit.support.async_tests import in_service
 
+from deltasync.base.errors import StorageFailed
+from deltasync.base.events import Event, EventKind, Events
 from deltasync.consumers import offsets
 from deltasync.consumers.consumer import Consumer, Replica
 from deltasync.consumers.offsets import OffsetLog, pause_after, recorded_offsets
-from deltasync.core.errors import StorageFailed
-from deltasync.core.events import Event, EventKind, Events
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.feeds.model import Model
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions
+from deltasync.model.model import Model
 from deltasync.service.service import Service
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
 
 FLEET = 3000
 AT = Position("h", 3)

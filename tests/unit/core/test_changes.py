@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.support.examples import stateful
 
-from deltasync.core import change_index
-from deltasync.core.change_counts import ChangeCounts
-from deltasync.core.change_index import ChangeIndex
+from deltasync.core import changes
+from deltasync.core.changes import ChangeCounts, ChangeIndex
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import TableSpec
@@ -24,7 +23,7 @@ class Changes(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._note_ids = mock.patch.object(change_index, "_NOTE_IDS", 1)  # Else small tables keep no ids.
+        self._note_ids = mock.patch.object(changes, "_NOTE_IDS", 1)  # Else small tables keep no ids.
         self._note_ids.start()
 
     def teardown(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltasync.core.damage import ranges
+from deltasync.core.rows import ranges
 
 
 @pytest.mark.parametrize(

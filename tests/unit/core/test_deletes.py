@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.stamped import stamped_table
 
+from deltasync.base.errors import InvalidInput
 from deltasync.core.digests import checksum_of
-from deltasync.core.errors import InvalidInput
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.storage import records
+from deltasync.log import records
 from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.row_messages import chunked, decode_rows, release_chunk
 

@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.core.id_sets import distinct, members
-from deltasync.core.rows import Ids
+from deltasync.core.rows import Ids, distinct, members
 
 IDS = st.sets(st.integers(0, 30), max_size=12)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deltasync.core.errors import InvalidInput
-from deltasync.core.mode import Mode
+from deltasync.base.errors import InvalidInput
+from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType

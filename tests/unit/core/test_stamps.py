@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.stamped import stamped_table
 
+from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.core import stamps
-from deltasync.core.change_counts import ChangeCounts
-from deltasync.core.damage import DamagedRows
+from deltasync.core.changes import ChangeCounts
 from deltasync.core.digests import RowDigests, checksum, row_digests
-from deltasync.core.errors import InvalidInput, StorageFailed
-from deltasync.core.rows import Ids, RowBatch, Values
+from deltasync.core.rows import DamagedRows, Ids, RowBatch, Values
 from deltasync.core.stamps import StampedTable, table_bytes
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import VALUE_TYPES, Shard, TableKind, TableSpec

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tests.support.volumes import fill, small_volume
 
+from deltasync.base.errors import StorageFailed
 from deltasync.core import table_memory
-from deltasync.core.errors import StorageFailed
 from deltasync.core.table_memory import Room, TableMemory, memory_room
 
 MIB, GIB = 1 << 20, 1 << 30

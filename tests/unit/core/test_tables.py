@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.documents import ROOT
 
-from deltasync.core.delivery import Delivery
+from deltasync.base.arguments import check_name
+from deltasync.base.errors import InvalidInput
+from deltasync.base.numbered import Numbered
+from deltasync.base.threads import not_shared_yet
+from deltasync.core.delivery import Delivery, Mode, delivery_of_record, spec_of_record, spec_record
 from deltasync.core.digests import checksum_of, squared_norms
-from deltasync.core.errors import InvalidInput
-from deltasync.core.mode import Mode
-from deltasync.core.names import check_name
-from deltasync.core.numbered import Numbered
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values, row_ids
 from deltasync.core.stamps import StampedTable
-from deltasync.core.table_records import delivery_of_record, spec_of_record, spec_record
 from deltasync.core.tables import (
     MAX_DIM,
     MAX_ROWS,
@@ -30,10 +29,9 @@ from deltasync.core.tables import (
     TableSpec,
     sizes_of,
 )
-from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
 from deltasync.v1 import tables_pb2
-from deltasync.views.records import table_record
+from deltasync.views.log import table_record
 from deltasync.views.table import ViewTable
 from deltasync.wire.messages import (
     delivery_from_message,
@@ -294,7 +292,7 @@ def test_no_other_file_asks_which_value_type_it_is() -> None:
         for path in SOURCES.rglob("*.py")
         for name in re.findall(r"ValueType\.[A-Z]\w*|VALUE_TYPE_[A-Z]\w*", path.read_text())
     }
-    halves = {("tensor.py", f"ValueType.{name}") for name in ("FP16", "BF16")}  # Types of torch, too.
+    halves = {("torch_tensors.py", f"ValueType.{name}") for name in ("FP16", "BF16")}  # Types of torch, too.
     assert named == {("policy.py", "ValueType.FP32"), *halves}  # The default.
 
 

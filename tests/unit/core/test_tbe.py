@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.core.policy import Policy
 from deltasync.core.tables import VALUE_TYPES, TableKind, TableSpec
-from deltasync.core.tbe import of_tbe, to_tbe, width
-from deltasync.core.value_types import ValueType
+from deltasync.core.value_types import ValueType, of_tbe, to_tbe, width
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

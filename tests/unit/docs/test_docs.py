@@ -14,12 +14,12 @@ from starlette.routing import Route
 from tests.support.documents import DOCUMENTS, EVERYTHING, README, ROOT, Document
 from tests.support.metrics import METRICS
 
+from deltasync.access.limits import LimitOptions
 from deltasync.api.http import create_app
+from deltasync.base import errors
 from deltasync.cli.main import cli
 from deltasync.cli.serve import serve
-from deltasync.core import errors
-from deltasync.core.limits import LimitOptions
-from deltasync.wire.error_codes import grpc_code, http_errors
+from deltasync.wire.errors import grpc_code, http_errors
 
 VOCABULARY = (
     *("model", "table", "rank", "shard", "step", "cut", "part", "version", "history", "head"),

@@ -14,7 +14,7 @@ from numba.core import caching
 
 from deltasync.kernels import compiled
 from deltasync.kernels.compiled import keep_in
-from deltasync.storage.files import for_owner_only
+from deltasync.log.data_directory import for_owner_only
 
 SOURCE = """
 from deltasync.kernels import types

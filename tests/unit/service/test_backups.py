@@ -9,16 +9,16 @@ from tests.support.local_service import opened, publish
 from tests.support.wire import ITEM
 from tests.unit.support.async_tests import in_service
 
-from deltasync.core.damage import DamagedRows
-from deltasync.core.errors import ServiceUnavailable
-from deltasync.feeds.model import Model
+from deltasync.base.errors import ServiceUnavailable
+from deltasync.core.rows import DamagedRows
+from deltasync.model.model import Model
 from deltasync.service import checkpoints
 from deltasync.service.backup import BackupPlace, Backups
+from deltasync.service.checkpoints import records_of_model
 from deltasync.service.fsck import check_service
-from deltasync.service.removals import Removals
+from deltasync.service.operators import Removals
 from deltasync.service.restore import restore
 from deltasync.service.service import Service
-from deltasync.service.small_records import records_of_model
 
 
 @in_service()

@@ -20,21 +20,20 @@ from tests.support.many_logs import ManyLogs
 from tests.support.wire import part
 from tests.unit.support.async_tests import as_test, in_service
 
+from deltasync.base.errors import NotFound, NotOwner, Owner, ServiceUnavailable, StorageFailed
+from deltasync.base.events import Event, EventKind
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore, NotCopied
-from deltasync.core.errors import NotFound, NotOwner, ServiceUnavailable, StorageFailed
-from deltasync.core.events import Event, EventKind
-from deltasync.core.owner import Owner
+from deltasync.cluster.member import Member
+from deltasync.cluster.owners import Alone
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.ownership.alone import Alone
-from deltasync.ownership.member import Member
+from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.service.hosting import Hosting
+from deltasync.service.operators import Removals
 from deltasync.service.options import ServiceOptions
-from deltasync.service.removals import Removals
 from deltasync.service.service import Service
-from deltasync.storage.log_store import LogStore, LogUnavailable
 
 MODEL = "clicks"
 STREAMS = (f"seals/{MODEL}", f"cuts/{MODEL}")

@@ -16,15 +16,15 @@ from tests.support.local_service import opened, publish
 from tests.support.log import Heads
 from tests.support.wire import ITEM, USER
 
-from deltasync.core.errors import InvalidInput, StorageFailed
-from deltasync.core.events import Event, EventKind
+from deltasync.base.errors import InvalidInput, StorageFailed
+from deltasync.base.events import Event, EventKind
+from deltasync.log.data_directory import lock_data_directory
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions
+from deltasync.log.records import key_of
+from deltasync.log.volume import VolumeFailed
+from deltasync.model.model_store import ModelStore
 from deltasync.service.fsck import Checked, check_data_directory, check_service
-from deltasync.storage.data_directory import lock_data_directory
-from deltasync.storage.lmdb_records import key_of
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
-from deltasync.storage.model_store import ModelStore
-from deltasync.storage.volume import VolumeFailed
 
 Harm = Callable[[Path], None]
 

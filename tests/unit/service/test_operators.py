@@ -12,23 +12,21 @@ from tests.support.log import log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
 from tests.unit.support.async_tests import in_service
 
+from deltasync.access.limits import LimitOptions
 from deltasync.api.reload import Reloaded, reload_on
+from deltasync.base.errors import Contradiction, ServiceUnavailable, StorageFailed
+from deltasync.base.events import EventKind
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.errors import Contradiction, ServiceUnavailable, StorageFailed
-from deltasync.core.events import EventKind
-from deltasync.core.limits import LimitOptions
 from deltasync.core.policy import Policy
-from deltasync.feeds.model import Model
-from deltasync.publish.opening import check_open
-from deltasync.publish.session import open_session
-from deltasync.service import removals
-from deltasync.service.brake import Brake
-from deltasync.service.removals import Removals
+from deltasync.cuts.session import check_open, open_session
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogStore
+from deltasync.model.model import Model
+from deltasync.model.model_store import note_removal
+from deltasync.service import operators
+from deltasync.service.operators import Brake, Removals
 from deltasync.service.service import Service
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogStore
-from deltasync.storage.removal import note_removal
 from deltasync.views.registry import ViewRegistry
 
 
@@ -175,7 +173,7 @@ async def test_a_table_of_a_model_whose_last_cut_was_too_large_is_deleted(servic
 async def test_nobody_waits_for_a_deletion_that_waits_for_a_cut_that_cannot_be_applied(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(removals, "_LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(operators, "_LONGEST_SECONDS", 0.01)
 
     async def fails(*_: Any) -> None:
         raise MemoryError("no room")
@@ -207,7 +205,7 @@ async def test_a_rank_that_is_let_in_while_its_model_is_deleted_publishes_nothin
 
         return asyncio.run_coroutine_threadsafe(later(), loop)
 
-    monkeypatch.setattr(removals, "note_removal", slowly)
+    monkeypatch.setattr(operators, "note_removal", slowly)
     (await publish(service)).end("it has gone")
     await service.checkpoints.make("clicks")
     opening = check_open(publish_open(run="run-2", started=2).open)

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from deltasync.client import PublisherOptions, SubscriberOptions
+from deltasync.log.log_store import LogOptions
 from deltasync.service.options import ServiceOptions
-from deltasync.storage.log_store import LogOptions
 
 PUBLISHER = {"service": "h:1", "model": "m", "run": "r", "run_started_unix_ns": 1}
 SUBSCRIBER = {"service": "h:1", "consumer": "c"}

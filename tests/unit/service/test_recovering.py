@@ -22,24 +22,22 @@ from tests.support.wire import part
 from deltasync.api import server
 from deltasync.api.server_options import ServerOptions
 from deltasync.api.subscribe import ReplicaStream
+from deltasync.base import progress
+from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed
+from deltasync.base.progress import Progress
 from deltasync.checkpoints.place import Place, PlaceFailed, Stored
 from deltasync.checkpoints.store import CheckpointStore, Found
-from deltasync.core import progress
-from deltasync.core.errors import InvalidInput, ServiceUnavailable, StorageFailed
 from deltasync.core.policy import Policy
-from deltasync.core.progress import Progress
 from deltasync.core.table_memory import NoTableMemory
-from deltasync.feeds.model import Model, RowsLost
+from deltasync.log import volume
+from deltasync.log.log_store import LogUnavailable
+from deltasync.model.model import Model, RowsLost
+from deltasync.model.model_store import ModelStore, note_removal
 from deltasync.service.options import ServiceOptions
 from deltasync.service.recovery import recover_model
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
-from deltasync.status.overview import consumer_overviews, model_overviews
-from deltasync.status.readiness import checks, not_ready
-from deltasync.storage import volume
-from deltasync.storage.log_store import LogUnavailable
-from deltasync.storage.model_store import ModelStore
-from deltasync.storage.removal import note_removal
+from deltasync.status.overview import checks, consumer_overviews, model_overviews, not_ready
 from deltasync.v1 import subscribe_pb2
 from deltasync.views.view import View
 

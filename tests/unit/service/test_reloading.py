@@ -13,20 +13,19 @@ from tests.support.wire import USER, part, random_rows
 from tests.unit.service.test_checkpoints import Process, cut, in_processes, same
 from tests.unit.support.async_tests import in_service
 
+from deltasync.base.errors import ServiceUnavailable, StorageFailed
+from deltasync.base.events import Event, EventKind
 from deltasync.checkpoints.place import PlaceFailed
-from deltasync.core.damage import DamagedRows
-from deltasync.core.errors import ServiceUnavailable, StorageFailed
-from deltasync.core.events import Event, EventKind
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
+from deltasync.core.rows import DamagedRows
 from deltasync.core.stamps import StampedTable
-from deltasync.feeds.model import Model
+from deltasync.model.model import Model
 from deltasync.service.fsck import check_service
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
-from deltasync.status.overview import consumer_overviews, model_overviews
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.overview import checks, consumer_overviews, model_overviews, not_ready
 
 ROWS = random_rows(1)  # Those of `publish`.
 

@@ -14,22 +14,21 @@ from tests.support.log import log_of
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
+from deltasync.base.errors import Contradiction, DeltasyncError, ServiceUnavailable, StorageFailed
+from deltasync.base.events import Events
 from deltasync.checkpoints.place import Place, PlaceFailed
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.errors import Contradiction, DeltasyncError, ServiceUnavailable, StorageFailed
-from deltasync.core.events import Events
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import EmbeddedLogs, LogOptions
+from deltasync.log.records import pack_json, unpack_json
 from deltasync.service.backup import Backups
 from deltasync.service.service import Service
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.overview import checks, not_ready
 from deltasync.status.report import report
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
-from deltasync.storage.logs import EmbeddedLogs
-from deltasync.storage.records import pack_json, unpack_json
 
 
 @in_service()

@@ -12,15 +12,15 @@ from tests.support.local_service import join, opened, publish, send
 from tests.support.volumes import small_volume
 from tests.support.wire import part, random_rows
 
-from deltasync.core.errors import StorageFailed
-from deltasync.core.events import line_of
+from deltasync.base.errors import StorageFailed
+from deltasync.base.events import line_of
 from deltasync.core.policy import Policy
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.publish.session import PublishSession
+from deltasync.cuts.session import PublishSession
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.status.readiness import checks, not_ready
+from deltasync.status.overview import checks, not_ready
 
 WIDE = TableSpec("wide", 1 << 16, 8)
 MIB = 1 << 20

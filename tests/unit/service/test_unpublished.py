@@ -19,16 +19,15 @@ from tests.support.log import log_of
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
 from tests.unit.support.async_tests import in_service
 
-from deltasync.core.errors import Contradiction, DeltasyncError, LimitReached, StorageFailed
-from deltasync.core.limits import LimitOptions
+from deltasync.access.limits import LimitOptions
+from deltasync.base.errors import Contradiction, DeltasyncError, LimitReached, StorageFailed
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.feeds.model import Model
-from deltasync.publish.opening import check_open
-from deltasync.publish.session import PublishSession, open_session
+from deltasync.cuts.session import PublishSession, check_open, open_session
+from deltasync.model.model import Model
+from deltasync.model.model_store import ModelStore
 from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
-from deltasync.storage.model_store import ModelStore
 
 HUGE = TableSpec("huge", 1 << 40, 1 << 10)
 ROWS = random_rows(0)

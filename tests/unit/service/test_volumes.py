@@ -13,18 +13,17 @@ from tests.support.releases import frozen
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
+from deltasync.base.errors import StorageFailed
+from deltasync.base.events import EventKind
 from deltasync.client import Policy
-from deltasync.core.errors import StorageFailed
-from deltasync.core.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.table_memory import TableMemory
+from deltasync.log import lmdb_store
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.volume import refused
 from deltasync.service.service import Service
-from deltasync.status.answers import Answers
-from deltasync.status.readiness import checks, not_ready
-from deltasync.status.sampler import Sampler
-from deltasync.storage import lmdb_store
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.volume import refused
+from deltasync.status.answers import Answers, Sampler
+from deltasync.status.overview import checks, not_ready
 
 
 def no_memory(_: TableMemory, nbytes: int, what: str) -> None:
@@ -35,7 +34,7 @@ def no_memory(_: TableMemory, nbytes: int, what: str) -> None:
 async def test_no_room_for_the_tables_of_a_view_keeps_back_its_consumer_alone(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.views.release_loop._PREPARE_AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.views.registry._PREPARE_AGAIN_SECONDS", 0.001)
     session = await publish(service)
     consumer = await service.create_consumer("top", "clicks", Policy(top_k=3))
     with monkeypatch.context() as patch:

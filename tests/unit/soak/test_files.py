@@ -50,7 +50,7 @@ Traceback (most recent call last):
     ^^^
 
   File "b.py", line 2, in g
-deltasync.core.errors.Damaged: a bit
+deltasync.base.errors.Damaged: a bit
 
 2026 INFO deltasync.events on
 """
@@ -60,7 +60,7 @@ def test_the_last_line_of_each_traceback_is_found(tmp_path: Path) -> None:
     (tmp_path / "service.log").write_text(LOG)
     (tmp_path / "clicks-rank-0.log").write_text(LOG)
     (tmp_path / "whole.log").write_text("all is well\n")
-    assert tracebacks(tmp_path) == ["service.log: deltasync.core.errors.Damaged: a bit"]
+    assert tracebacks(tmp_path) == ["service.log: deltasync.base.errors.Damaged: a bit"]
 
 
 def test_files_of_checkpoints_belong_there_and_others_do_not(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from tests.unit.support.async_tests import in_service
 from deltasync.api.consumer_routes import ConsumerLine, consumer_routes
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.feeds import model as models
-from deltasync.feeds.model import Model
-from deltasync.publish.session import PublishSession
+from deltasync.cuts.session import PublishSession
+from deltasync.model import model as models
+from deltasync.model.model import Model
 from deltasync.service.service import Service
 from deltasync.status import answers as module
 from deltasync.status.answers import Answers

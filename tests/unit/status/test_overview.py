@@ -10,17 +10,17 @@ from typing import get_args
 
 from tests.unit.support.async_tests import in_service
 
+from deltasync.base.errors import Owner
 from deltasync.cli.lag import _HOLDING
-from deltasync.cli.text_table import urgency
-from deltasync.core.owner import Owner
-from deltasync.ownership.alone import Alone
-from deltasync.ownership.member import Member
+from deltasync.cli.output import urgency
+from deltasync.cluster.member import Member
+from deltasync.cluster.owners import Alone
+from deltasync.log.brokers import BrokerVolume
+from deltasync.log.volume import Volume
 from deltasync.service.service import Service
 from deltasync.status.lag import ReplicaState, State
 from deltasync.status.metrics import _volume_metrics
 from deltasync.status.overview import consumer_overviews, model_overviews, unowned_models
-from deltasync.storage.broker_volume import BrokerVolume
-from deltasync.storage.volume import Volume
 
 
 class Owning(Alone):

@@ -12,15 +12,14 @@ from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import ITEM, TOP, USER, changed, run, run_again
 from tests.unit.support.async_tests import as_test
 
-from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.pause import Pause
+from deltasync.base.clock import steady_ns
+from deltasync.consumers.consumer import Consumer, Pause, Replica
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
-from deltasync.core.steady_clock import steady_ns
 from deltasync.core.tables import TableSpec
-from deltasync.feeds.standing import Standing
-from deltasync.status.consumer_metrics import consumer_metrics
+from deltasync.model.feed import Standing
 from deltasync.status.lag import ConsumerLag
+from deltasync.status.metrics import consumer_metrics
 from deltasync.status.report import report
 from deltasync.views.view import View
 
@@ -42,7 +41,7 @@ def report_of(view: View, release: int, standing: Standing, *, connected: bool =
 
 def a_second_from_one_look_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the model's clock: how fast this machine is does not matter."""
-    monkeypatch.setattr("deltasync.feeds.model.steady_ns", partial(next, count(steady_ns(), 10**9)))
+    monkeypatch.setattr("deltasync.model.model.steady_ns", partial(next, count(steady_ns(), 10**9)))
 
 
 ANSWER = ["consumer", "model", "history", "state", "reason", "head", "head_step", "offset", "lag", "replicas"]

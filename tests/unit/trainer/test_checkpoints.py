@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from deltasync.base.errors import InvalidInput
 from deltasync.client import Position
-from deltasync.core.errors import InvalidInput
 from deltasync.trainer.checks import check_format
-from deltasync.trainer.published_versions import PublishedVersions
-from deltasync.trainer.sync_state import SyncState
+from deltasync.trainer.sync_state import PublishedVersions, SyncState
 
 BIG = 2**64 - 3  # A seal has 64 bits.
 

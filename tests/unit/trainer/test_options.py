@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from deltasync.base.errors import InvalidInput
 from deltasync.client import Part, Position
-from deltasync.core.errors import InvalidInput
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions
 from deltasync.trainer.pipelines import PipelineOptions
 from deltasync.trainer.sync import SyncOptions

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from deltasync.base.errors import DeltasyncError, InvalidInput, ResyncRequired
 from deltasync.client import Part, Position
 from deltasync.client.connection import Connection
-from deltasync.core.errors import DeltasyncError, InvalidInput, ResyncRequired
 from deltasync.trainer import run as trainer_run
 from deltasync.trainer import sync as trainer_sync
 from deltasync.trainer.distributed import agreement
-from deltasync.trainer.standstill import Standstill
-from deltasync.trainer.sync import DeltaSync, SyncOptions
+from deltasync.trainer.sync import DeltaSync, Standstill, SyncOptions
 
 RANKS = 2
 SEAL = 2**64 - 9  # Of a version: this and its number.

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.core.delete_request import DeleteRequest
-from deltasync.trainer.row_requests import RowRequests
+from deltasync.core.rows import DeleteRequest
+from deltasync.trainer.sync import RowRequests
 
 
 def handed(*numbers: int) -> list[DeleteRequest]:

@@ -7,9 +7,9 @@ import pytest
 from tests.support.local_model import LocalModel
 from tests.unit.views.models import Models
 
+from deltasync.base.clock import FOREVER_NS
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
-from deltasync.core.steady_clock import FOREVER_NS
 from deltasync.core.tables import TableSpec
 
 SECOND = 10**9
@@ -31,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in ("feeds.model", "views.view", "views.release_maker"):
+    for module in ("model.model", "views.view", "views.release_maker"):
         monkeypatch.setattr(f"deltasync.{module}.steady_ns", clock)
     return clock
 

@@ -24,19 +24,17 @@ from tests.support.view_scenarios import (
 )
 from tests.unit.views.models import Models
 
-from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.pause import Pause
-from deltasync.core.damage import DamagedRows
-from deltasync.core.errors import ServiceUnavailable
-from deltasync.core.events import Event, EventKind, Events
-from deltasync.core.mode import Mode
+from deltasync.base.errors import ServiceUnavailable
+from deltasync.base.events import Event, EventKind, Events
+from deltasync.consumers.consumer import Consumer, Pause, Replica
+from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.model.releases import FrozenRelease
 from deltasync.views.log import ViewLog
-from deltasync.views.release_loop import ReleaseLoop
+from deltasync.views.registry import ReleaseLoop
 from deltasync.views.release_maker import ReleaseMaker
 from deltasync.views.view import View
 
@@ -219,7 +217,7 @@ async def test_an_unforeseen_error_is_told_and_tried_again(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
 ) -> None:
     """It neither ends the service nor keeps other consumers from anything."""
-    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.base.backoff._FIRST_SECONDS", 0.001)
     told: list[Event] = []
     view = local.view()
     replica = Replica("a", stream=asyncio.Event())
@@ -246,7 +244,7 @@ async def test_an_unforeseen_error_is_told_and_tried_again(
 async def test_that_the_log_refuses_a_release_does_not_keep_a_policy_from_being_in_force(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.base.backoff._FIRST_SECONDS", 0.001)
     told: list[Event] = []
     view, replica = local.view(), Replica("a", stream=asyncio.Event())
     loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
@@ -263,8 +261,8 @@ async def test_that_the_log_refuses_a_release_does_not_keep_a_policy_from_being_
 
 
 async def test_an_error_at_every_version_is_told_once(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.core.backoff._FIRST_SECONDS", 3600)
-    monkeypatch.setattr("deltasync.core.backoff._LONGEST_SECONDS", 3600)
+    monkeypatch.setattr("deltasync.base.backoff._FIRST_SECONDS", 3600)
+    monkeypatch.setattr("deltasync.base.backoff._LONGEST_SECONDS", 3600)
     told: list[Event] = []
     view = await local.prepared_view(TOP)
     replica = Replica("a", view.position, stream=asyncio.Event())

@@ -22,8 +22,8 @@ from deltasync.core.position import NOWHERE, Position
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.feed import Feed
-from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.model.feed import Feed
+from deltasync.model.releases import FrozenRelease
 from deltasync.views.view import View
 
 Step = tuple[str, Any]

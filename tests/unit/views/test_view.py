@@ -10,9 +10,9 @@ from tests.support.local_model import LocalModel
 from tests.support.releases import live_rows
 from tests.support.view_scenarios import ITEM, TOP, USER, changed, is_due, refuse, small_blocks
 
+from deltasync.base.errors import StorageFailed
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.core.errors import StorageFailed
-from deltasync.core.mode import Mode
+from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.value_types import ValueType

@@ -12,16 +12,15 @@ from tests.support.releases import deleted_rows
 from tests.support.view_scenarios import held_by_a_replica, refuse, small_blocks
 from tests.unit.views.models import Models
 
-from deltasync.core.delivery import Delivery
-from deltasync.core.errors import StorageFailed
-from deltasync.core.mode import Mode
+from deltasync.base.errors import StorageFailed
+from deltasync.base.threads import not_shared_yet
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.core.threads import not_shared_yet
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.model.releases import FrozenRelease
 from deltasync.views.log import ViewLog
 from deltasync.views.table import Look, ViewTable
 from deltasync.views.view import View

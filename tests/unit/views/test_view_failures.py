@@ -20,15 +20,15 @@ from tests.support.view_scenarios import (
 )
 from tests.unit.views.models import Models
 
-from deltasync.core.damage import DamagedRows
-from deltasync.core.errors import ServiceUnavailable, StorageFailed
-from deltasync.core.mode import Mode
+from deltasync.base.errors import ServiceUnavailable, StorageFailed
+from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
+from deltasync.core.rows import DamagedRows
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.frozen_release import FrozenRelease, Head
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogFull
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogFull
+from deltasync.model.releases import FrozenRelease, Head
 from deltasync.views.log import ViewLog
 from deltasync.views.table import EncodedTable
 from deltasync.views.view import View

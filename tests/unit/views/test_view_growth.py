@@ -14,13 +14,13 @@ from tests.support.releases import live_rows
 from tests.support.view_scenarios import ITEM, USER, bits_of, changed, held_by_a_replica, refuse
 from tests.unit.views.models import Models
 
-from deltasync.core.errors import StorageFailed
-from deltasync.core.mode import Mode
+from deltasync.base.errors import StorageFailed
+from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.feeds.frozen_release import FrozenRelease
+from deltasync.model.releases import FrozenRelease
 from deltasync.views.view import View
 
 LARGER = replace(USER, rows=90)

@@ -12,14 +12,14 @@ from tests.support.damage import change_value
 from tests.support.local_service import publish
 from tests.support.log import log_of
 
+from deltasync.base.errors import StorageFailed
 from deltasync.consumers.consumer import ConsumerOptions
-from deltasync.core.errors import StorageFailed
 from deltasync.core.policy import Policy
+from deltasync.log.lmdb_store import LmdbStore
+from deltasync.log.log_store import LogOptions
+from deltasync.log.records import key_of
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.storage.lmdb_records import key_of
-from deltasync.storage.lmdb_store import LmdbStore
-from deltasync.storage.log_store import LogOptions
 from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
 

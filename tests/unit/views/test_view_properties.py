@@ -18,18 +18,17 @@ from tests.support.plain_view import DirtyRow, PlainHeld, PlainModel, PlainRelea
 from tests.support.releases import live_rows
 from tests.support.view_scenarios import bits_of, refuse
 
-from deltasync.core.delivery import Delivery
+from deltasync.base.errors import StorageFailed
+from deltasync.base.words import counted
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import checksum_of
-from deltasync.core.errors import StorageFailed
-from deltasync.core.mode import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.core.words import counted
-from deltasync.feeds.frozen_release import FrozenRelease
-from deltasync.feeds.statistics import Amount
+from deltasync.model.feed import Amount
+from deltasync.model.releases import FrozenRelease
 from deltasync.views import making
 from deltasync.views.log import ViewLog
 from deltasync.views.table import ViewTable

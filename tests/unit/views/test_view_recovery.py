@@ -19,10 +19,8 @@ from tests.unit.views.models import Models
 
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
-from deltasync.storage.lmdb_records import key_of
-from deltasync.storage.records import pack_json, unpack_json
-from deltasync.views.log import ViewLog
-from deltasync.views.records import heads_stream, releases_stream, view_name
+from deltasync.log.records import key_of, pack_json, unpack_json
+from deltasync.views.log import ViewLog, heads_stream, releases_stream, view_name
 from deltasync.views.view import View
 
 INT8 = Policy(top_k=1, value_type=ValueType.INT8)
@@ -204,8 +202,7 @@ async def test_the_log_is_cut_to_what_checkpoints_do_not_have(
     local: LocalModel, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads stay longer: they show of which version older releases were made, and what their seals are."""
-    for module in ("log", "history"):
-        monkeypatch.setattr(f"deltasync.views.{module}.KEPT_HEADS", 3)
+    monkeypatch.setattr("deltasync.views.log.KEPT_HEADS", 3)
     view = await local.prepared_view(TOP)
     positions, manifests = [view.position], []
     for seed in range(1, 7):

@@ -15,7 +15,7 @@ from tests.support.folders import fast_folder
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import bits_of
 
-from deltasync.core.mode import Mode
+from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec

@@ -5,14 +5,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tests.support.wire import rows_message
 
-from deltasync.core.delivery import Delivery
-from deltasync.core.errors import InvalidInput
-from deltasync.core.mode import Mode
+from deltasync.base.errors import InvalidInput
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.storage import records
+from deltasync.log import records
 from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 from deltasync.wire import messages
 from deltasync.wire import row_messages as rows

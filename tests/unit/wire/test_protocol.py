@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deltasync.core.errors import InvalidInput
-from deltasync.wire.protocol import PROTOCOL, check_protocol, protocol_to_metadata
+from deltasync.base.errors import InvalidInput
+from deltasync.wire.errors import PROTOCOL, check_protocol, protocol_to_metadata
 
 PAGE = Path(__file__).parents[3] / "protos" / "README.md"
 KEY = "deltasync-protocol"

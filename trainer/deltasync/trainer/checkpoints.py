@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec.optim.keyed import CombinedOptimizer
 
-from deltasync.core.errors import StorageFailed
+from deltasync.base.errors import StorageFailed
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.distributed.agreement import Agreement, on_any_rank
 from deltasync.trainer.distributed.start import begun_together

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from numbers import Integral, Real
 from typing import Any
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> None:

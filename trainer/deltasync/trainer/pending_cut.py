@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from deltasync.base.errors import DeltasyncError
 from deltasync.client import Part, Position, Publisher
-from deltasync.core.errors import DeltasyncError
-from deltasync.trainer.tracking.delta import Token
-from deltasync.trainer.tracking.pending_delta import PendingDelta
+from deltasync.trainer.tracking.delta import PendingDelta, Token
 
 
 class Stopwatch:

@@ -7,9 +7,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, start_http_se
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from deltasync.core.addresses import host_and_port, with_port
-from deltasync.core.build import built_version
-from deltasync.core.errors import InvalidInput
+from deltasync.base.addresses import host_and_port, with_port
+from deltasync.base.build import built_version
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.sync import DeltaSync
 from deltasync.trainer.sync_metrics import COUNTERS, GAUGES
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from deltasync.base.run_ids import later_run_id
 from deltasync.client import Endpoint, Position, Publisher, PublisherOptions
-from deltasync.core.run_ids import later_run_id
 from deltasync.core.tables import TableSpec
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.tracking.tracker import Tracker

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from deltasync.base.errors import DeltasyncError
+from deltasync.base.words import are
 from deltasync.client import Endpoint
-from deltasync.client.forks import Home
-from deltasync.client.status import fetch_lag
-from deltasync.core.errors import DeltasyncError
-from deltasync.core.words import are
+from deltasync.client.admin import fetch_lag
+from deltasync.client.connection import Home
 from deltasync.trainer.checks import check_names, check_positive, check_whole
 from deltasync.trainer.sync import DeltaSync
 from deltasync.trainer.sync_metrics import COUNTERS, GAUGES

@@ -9,43 +9,122 @@ never waits for in `step`. When a cut is sealed, the next `step` takes note.
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from deltasync.base.arguments import check_type
+from deltasync.base.errors import DeltasyncError, NotFound, ResyncRequired, ServiceUnavailable
+from deltasync.base.words import are
 from deltasync.client import Connection, Position
-from deltasync.client.forks import Home
-from deltasync.core.arguments import check_type
-from deltasync.core.delete_request import DeleteRequest
-from deltasync.core.errors import DeltasyncError, NotFound, ResyncRequired, ServiceUnavailable
-from deltasync.core.event_time import check_event_time, newest_event_time
-from deltasync.core.words import are
-from deltasync.trainer.buffer_differences import BufferDifferences
+from deltasync.client.connection import Home
+from deltasync.core.rows import DeleteRequest, Ids
+from deltasync.core.seal import check_event_time, newest_event_time
 from deltasync.trainer.distributed.agreement import Agreement, Consensus
 from deltasync.trainer.distributed.ranks import all_ranks, this_rank
 from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.pending_cut import CutUnderWay, PendingCut
-from deltasync.trainer.published_versions import PublishedVersions
-from deltasync.trainer.row_requests import RowRequests, mark_held
 from deltasync.trainer.run import TrainingRun
-from deltasync.trainer.standstill import Standstill
-from deltasync.trainer.sync_metrics import metrics_of
+from deltasync.trainer.sync_metrics import Trouble, metrics_of
 from deltasync.trainer.sync_options import OnRefusal, SyncOptions, SyncStats
-from deltasync.trainer.sync_state import FORMAT, SyncState, check_states
-from deltasync.trainer.tracking.mean_pooling import wrongly_divided
-from deltasync.trainer.tracking.modes import TrackingMode
-from deltasync.trainer.tracking.module_tensors import unranked_embeddings
-from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.sync_state import FORMAT, PublishedVersions, SyncState, check_states
+from deltasync.trainer.tracking.module_tensors import buffer_digests, unranked_embeddings
+from deltasync.trainer.tracking.modules import wrongly_divided
+from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.shards import check_deletable, check_ids
 from deltasync.trainer.tracking.tracked_model import published_tables
 from deltasync.trainer.tracking.tracker import Tracker
-from deltasync.trainer.trouble import Trouble
+
+logger = logging.getLogger(__name__)
+
+
+class BufferDifferences:
+    """Compares them with the 1st, 2nd, 4th, 8th cut and so on: at first, all are alike.
+
+    Attributes:
+        names: the FQNs of those that were found to differ.
+    """
+
+    def __init__(self, model: nn.Module, agreement: Agreement, fqns_to_skip: Collection[str]) -> None:
+        self.names = set[str]()
+        self._model, self._agreement, self._fqns_to_skip = model, agreement, fqns_to_skip
+        self._cuts = 0
+
+    def note_cut(self) -> None:
+        """Compare them, if it is time to. The log names each once. A collective: all ranks call it."""
+        self._cuts += 1
+        if self._agreement.world_size == 1 or self._cuts.bit_count() != 1:
+            return
+        found = self._agreement.differing(buffer_digests(self._model, self._fqns_to_skip))
+        new = [name for name in found if name not in self.names]
+        self.names.update(new)
+        if new and self._agreement.rank == 0:
+            logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(new))
+
+
+# An answer takes as long at most, of a service that both ranks reach.
+_PATIENCE_SECONDS = 60.0
+
+
+class Standstill:
+    """Whether this rank knows how its cut has ended, and another one has long not. In the thread that trains.
+
+    The service answers a part of a sealed cut again, but not if it has lost that cut meanwhile: it waits for the
+    parts of the ranks that have their answer.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._since: float | None = None
+
+    @property
+    def long(self) -> bool:
+        """Whether it has gone on for so long that ranks had better begin anew."""
+        return self._since is not None and self._now() - self._since >= _PATIENCE_SECONDS
+
+    def note(self, *, waits: bool) -> None:
+        """Note whether this rank has no part under way, and waits for another one."""
+        if not waits:
+            self._since = None
+        elif self._since is None:
+            self._since = self._now()
+
+
+class RowRequests:
+    """Which of the requests that the service hands to this rank are met.
+
+    Attributes:
+        met: numbers of those that are, of those that it was last handed; the service forgets them with a cut.
+    """
+
+    def __init__(self) -> None:
+        self.met: set[int] = set()
+
+    def newest(self, handed: Sequence[DeleteRequest]) -> int:
+        """The largest number of those that are not met; 0 if all are."""
+        self.met &= {request.number for request in handed}
+        return max((request.number for request in handed if request.number not in self.met), default=0)
+
+    def meet(self, handed: Sequence[DeleteRequest], upto: int) -> list[DeleteRequest]:
+        """Those up to a number that are not met, which are from here on."""
+        due = [request for request in handed if request.number <= upto and request.number not in self.met]
+        self.met |= {request.number for request in due}
+        return due
+
+
+def mark_held(tracker: Tracker, rows: Mapping[str, Ids]) -> dict[str, Ids]:
+    """Have rows published again that this rank holds now, which may have been resharded; by table, these."""
+    tracked = {table.name for table in tracker.tables} if rows else set()
+    held = {table: ids for table, ids in rows.items() if table in tracked}
+    for table, ids in held.items():
+        tracker.mark_held(table, torch.from_numpy(ids))
+    return held
+
 
 __all__ = ["DeltaSync", "OnRefusal", "SyncOptions", "SyncStats"]
 
-logger = logging.getLogger(__name__)
 
 _CONSUMER = "publisher"
 _PEER_POLL_SECONDS = 0.05

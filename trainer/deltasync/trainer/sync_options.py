@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from deltasync.base.arguments import check_name
+from deltasync.base.errors import InvalidInput
 from deltasync.client import Endpoint, Part, Position
-from deltasync.core.errors import InvalidInput
-from deltasync.core.names import check_name
 from deltasync.trainer.checks import check_names, check_whole
 
 _CUTS_IN_STATS = 100_000

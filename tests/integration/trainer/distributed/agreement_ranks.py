@@ -22,9 +22,8 @@ from tests.integration.trainer.torchrec_defects.models import BAGS, bags, kernel
 from tests.support.proxy import Proxy
 from tests.support.ranks import leave
 
-from deltasync.core.errors import DeltasyncError, InvalidInput
-from deltasync.trainer import buffer_differences
-from deltasync.trainer.distributed import rank_store, waiting
+from deltasync.base.errors import DeltasyncError, InvalidInput
+from deltasync.trainer.distributed import rank_store
 from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.distributed.start import begun_together
@@ -131,7 +130,7 @@ def buffers_that_differ_are_named_once(service: str) -> None:
         if at_first:
             model[1].running_mean.fill_(dist.get_rank())
         sync = DeltaSync(model, SyncOptions(service=service, model=name, publish_every=1))
-        with mock.patch.object(buffer_differences, "logger") as logger:
+        with mock.patch.object(sync, "logger") as logger:
             sync.flush(PATIENCE_SECONDS)
             for norm in () if at_first else model:
                 norm.running_mean += dist.get_rank()
@@ -285,7 +284,7 @@ def a_rank_that_waits_says_for_which(service: str) -> None:
 
         if dist.get_rank() == 1:
             store.wait([key])
-        logger = logging.getLogger(waiting.__name__)
+        logger = logging.getLogger(rank_store.__name__)
         logger.addHandler(handler)
         try:
             yield
@@ -295,7 +294,7 @@ def a_rank_that_waits_says_for_which(service: str) -> None:
             assert lines[0] == f"rank 0 has waited 0 s for {said}", lines
 
     same = "all ranks have to make the same calls"
-    with mock.patch.object(waiting, "_FIRST_SECONDS", 0.05):
+    with mock.patch.object(rank_store, "_FIRST_SECONDS", 0.05):
         with rank_1_comes_late("rank 1 to come to DeltaSync, as all ranks have to"):
             sync = DeltaSync(model, SyncOptions(service=service, model="waiting", publish_every=100))
         sync.step()

@@ -37,7 +37,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from deltasync.client import Endpoint, Subscriber, SubscriberOptions
 from deltasync.client.admin import Admin
-from deltasync.client.torch_target import TorchTarget
+from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.policy import Policy
 from deltasync.core.tables import TableKind
 from deltasync.trainer.sync import DeltaSync, SyncOptions

@@ -13,7 +13,7 @@ from tests.integration.trainer.tracking.rows import Rows, differing
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 from deltasync.trainer.pipelines import accept_tensordicts
 
 BATCHES = 6

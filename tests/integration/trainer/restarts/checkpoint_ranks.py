@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import leave
 
-from deltasync.core.errors import StorageFailed
+from deltasync.base.errors import StorageFailed
 from deltasync.trainer import checkpoints as module
 from deltasync.trainer.checkpoints import Checkpoints, checkpoints_in, write_checkpoint
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard

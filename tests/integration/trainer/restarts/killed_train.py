@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from deltasync.client.status import fetch_lag
+from deltasync.client.admin import fetch_lag
 from deltasync.trainer.checkpoints import checkpoints_in
 from deltasync.trainer.example.train import main
 from deltasync.trainer.sync import DeltaSync

@@ -15,9 +15,8 @@ from tests.support.ranks import leave
 from tests.support.server import RunningService
 from torch import nn
 
+from deltasync.base.errors import DeltasyncError, ServiceFailed, ServiceUnavailable
 from deltasync.client import Position, publisher
-from deltasync.core.errors import DeltasyncError, ServiceFailed, ServiceUnavailable
-from deltasync.trainer import standstill
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 WAIT = 20.0
@@ -97,7 +96,7 @@ def an_answer_that_one_rank_has_not_got_to_a_cut_that_the_service_has_lost(folde
     put_back.set()
     model.bias.data += 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standstill, "_PATIENCE_SECONDS", 0.2)
+        patch.setattr(sync, "_PATIENCE_SECONDS", 0.2)
         assert sync.flush(WAIT).number == 2
     assert sync.trouble == ""
     sync.abort()

@@ -10,7 +10,7 @@ from tests.support.process import ServiceProcess
 from tests.unit.trainer.tracking.test_id_maps import RAW_IDS, fill, model_of, sorted_ids
 from torch import nn
 
-from deltasync.core.raw_ids import FREE_ID
+from deltasync.core.tables import FREE_ID
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 
 

@@ -11,10 +11,10 @@ from tests.integration.trainer.following import WAIT, expect
 from tests.support.server import RunningService
 from torch import nn
 
-from deltasync.core.errors import Contradiction, DeltasyncError, InvalidInput
-from deltasync.core.process import this_process
+from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput
+from deltasync.base.process import this_process
 from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions
-from deltasync.trainer.trouble import Trouble
+from deltasync.trainer.sync_metrics import Trouble
 
 
 class Trainer:
@@ -65,7 +65,7 @@ def test_a_row_of_nan_stops_publishing_until_it_is_finite_again(
         refusals = trainer.sync.stats.refusals
         while trainer.sync.stats.refusals < refusals + 2:
             trainer.step()
-    said = [each.getMessage() for each in caplog.records if each.name == "deltasync.trainer.trouble"]
+    said = [each.getMessage() for each in caplog.records if each.name == "deltasync.trainer.sync_metrics"]
     assert len(said) == 1, "once, however often it is tried"
     assert trainer.sync.stats.cuts[-1][0] == 1
     trainer.weight[2, 1] = 7.0
@@ -233,7 +233,7 @@ def test_a_trainer_that_another_has_taken_over_from_does_not_follow_it_as_anothe
 ) -> None:
     saved, later = trainer.sync.state_dict(), Trainer(running)
     later.sync.close(WAIT)
-    monkeypatch.setattr("deltasync.publish.runs.GONE_SECONDS", 0.0)
+    monkeypatch.setattr("deltasync.cuts.runs.GONE_SECONDS", 0.0)
     if begins_anew == "resharded":
         trainer.sync.tracker.attachments += 1
     else:

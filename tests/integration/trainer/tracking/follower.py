@@ -7,7 +7,7 @@ import torch
 from tests.integration.trainer.tracking.rows import Ids, Rows, differing
 
 from deltasync.trainer.tracking.delta import Delta, DeltaRows
-from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackingMode
 from deltasync.trainer.tracking.tracker import Tracker
 
 _WITH_ROWS = (TrackingMode.EMBEDDING_LAST, TrackingMode.EMBEDDING)

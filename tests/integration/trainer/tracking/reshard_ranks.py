@@ -19,7 +19,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.checkpoints import load_checkpoint, state_of, write_checkpoint
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 from deltasync.trainer.tracking import Delta, Tracker, TrackingMode

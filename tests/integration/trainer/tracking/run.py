@@ -14,9 +14,8 @@ from tests.integration.trainer.tracking.rows import Ids, changed, momenta, weigh
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.modules import sharded_modules
-from deltasync.trainer.tracking.options import TrackerOptions
+from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.shards import lookups_of
 from deltasync.trainer.tracking.tracker import Tracker
 

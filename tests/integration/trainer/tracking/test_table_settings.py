@@ -24,7 +24,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding_plan import data_parallel, row_wise
 from torchrec.modules.embedding_configs import PoolingType
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.update_rules import FOLLOWED_KERNELS, REFUSED_FLAGS
 

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from deltasync.base.errors import InvalidInput
 from deltasync.client import Policy, ValueType
-from deltasync.core.errors import InvalidInput
 from deltasync.trainer.example.demo import DemoOptions, checked, demo, run_demo
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions
 from deltasync.trainer.example.processes import DemoFailed, Processes

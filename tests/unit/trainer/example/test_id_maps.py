@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchrec.modules.mc_modules import LRU_EvictionPolicy, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from deltasync.core.raw_ids import FREE_ID
+from deltasync.core.tables import FREE_ID
 from deltasync.trainer.example.compare import (
     TrainerResults,
     gathered_model,

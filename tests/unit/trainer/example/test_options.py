@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions, arguments, flags
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.example.features import Features
 from deltasync.trainer.example.model import click_batch
 from deltasync.trainer.example.options import RAW_IDS, ModelOptions

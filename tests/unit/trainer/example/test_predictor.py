@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltasync.client import Position, ServiceFailed, ValueType
-from deltasync.client.torch_target import ModuleReading
+from deltasync.client.targets.torch_target import ModuleReading
 from deltasync.trainer.example import predictor
 from deltasync.trainer.example.model import ClickModel, outputs, quantised
 from deltasync.trainer.example.options import ModelOptions

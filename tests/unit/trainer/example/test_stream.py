@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.example.options import ModelOptions, StreamOptions
 from deltasync.trainer.example.report import auc
 from deltasync.trainer.example.stream import Events, batches, count_events, play, read_ratings, synthetic

@@ -5,7 +5,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from deltasync.core.errors import InvalidInput, ServiceUnavailable
+from deltasync.base.errors import InvalidInput, ServiceUnavailable
 from deltasync.trainer.example.train import TimedBatches, finish, publish_first
 from deltasync.trainer.sync import OnRefusal
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from deltasync.trainer.pipelines.accumulation import AccumulationCycle
+from deltasync.trainer.pipelines.online_pipeline import AccumulationCycle
 
 
 def cycle(micro_batches: int) -> AccumulationCycle:

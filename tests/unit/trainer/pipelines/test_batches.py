@@ -12,7 +12,7 @@ from tensordict import TensorDict, lazy_stack, tensorclass
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.pipelines.batches import hand_over, record_stream, tensors_in, to_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")

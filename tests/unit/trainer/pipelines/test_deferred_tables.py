@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.pipelines.deferred_tables import (
     DeferredLookup,
     DeferredTables,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.pipelines import to_kjt
 
 Examples = list[list[int]]

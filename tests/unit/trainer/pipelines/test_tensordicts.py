@@ -23,7 +23,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.pipelines import accept_tensordicts
 
 IDS = {"f": [[1, 2], [3], []], "g": [[], [4], [5, 6, 7]]}

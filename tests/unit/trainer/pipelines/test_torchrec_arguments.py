@@ -17,9 +17,9 @@ from torchrec.distributed.train_pipeline import (
 from torchrec.distributed.train_pipeline.experimental_pipelines import TrainEvalHybridPipelineBase
 
 import deltasync.trainer.pipelines
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
-from deltasync.trainer.pipelines.torchrec_arguments import WHY_NOT_TAKEN
+from deltasync.trainer.pipelines.options import WHY_NOT_TAKEN
 
 README = Path(deltasync.trainer.pipelines.__file__).with_name("README.md").read_text()
 _, _, SECTION = README.partition("\n## Arguments of TorchRec's pipelines\n")

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.core.tables import TableKind
-from deltasync.trainer.buffer_differences import BufferDifferences
 from deltasync.trainer.distributed.agreement import Agreement
+from deltasync.trainer.sync import BufferDifferences
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.tracked_model import published_tables
 

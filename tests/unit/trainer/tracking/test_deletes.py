@@ -10,7 +10,7 @@ import torch
 from tests.support.embeddings import embedding
 from torch import nn
 
-from deltasync.core.errors import InvalidInput, NotFound
+from deltasync.base.errors import InvalidInput, NotFound
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.row_reset import reset_rows

@@ -11,9 +11,7 @@ from torch import nn
 
 from deltasync.core.digests import row_digests
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, delta_reader
-from deltasync.trainer.tracking.delta_reader import DeltaReader
-from deltasync.trainer.tracking.due_count import due_ids
-from deltasync.trainer.tracking.gathered_rows import GatheredRows
+from deltasync.trainer.tracking.delta_reader import DeltaReader, GatheredRows, due_ids
 from deltasync.trainer.tracking.shards import TrackedTable
 
 ROWS = 6

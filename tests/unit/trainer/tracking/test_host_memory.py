@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync.trainer.tracking.host_memory import ReadMemory, replace_rows
+from deltasync.trainer.tracking.cursors import ReadMemory, replace_rows
 
 ROWS, DIM = 300_000, 64
 

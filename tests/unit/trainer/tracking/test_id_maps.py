@@ -24,7 +24,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.core.tables import TableKind
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.collision_modules import Routing

@@ -8,8 +8,8 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.tracking.cost import TrackerCost
-from deltasync.trainer.tracking.lookup_marks import LookupMarks
 from deltasync.trainer.tracking.module_tensors import module_tensors
+from deltasync.trainer.tracking.row_marking import LookupMarks
 from deltasync.trainer.tracking.shards import dense_table
 from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
 from deltasync.trainer.tracking.tracked_model import Lookup

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.trainer.tracking import DeltaRows, Tracker, TrackerOptions, TrackingMode
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, cursors
 from deltasync.trainer.tracking.followed_rows import differing_rows
-from deltasync.trainer.tracking.stamps import CLOCK_END, forget
-from deltasync.trainer.tracking.table_stamps import Clock, HostMarks, HostStamps, TableStamps
+from deltasync.trainer.tracking.stamps import CLOCK_END, Clock, HostMarks, HostStamps, TableStamps, forget
 
 # Bits, among them -0.0, two NaNs and the smallest number.
 BITS = {

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.trainer.sync import DeltaSync, SyncOptions
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode

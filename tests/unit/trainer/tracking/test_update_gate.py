@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from deltasync.core.errors import DeltasyncError
+from deltasync.base.errors import DeltasyncError
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import CacheParams, ParameterSharding
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.tracking.update_rules import (
     FOLLOWED_KERNELS,
     OPTIMIZERS,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 from deltasync.trainer.tracking.stamps import CLOCK_END, RowStamps

@@ -11,10 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from deltasync.core.errors import DeltasyncError, InvalidInput
+from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.core.position import Position
-from deltasync.trainer.distributed.rank_store import RankStore
-from deltasync.trainer.distributed.waiting import some, wait_aloud
+from deltasync.trainer.distributed.rank_store import RankStore, some, wait_aloud
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,55 @@
 """What each rank writes for the others, in the store of the process group. No collective is needed to read it."""
 
+import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain, repeat
 from typing import Any
 from zlib import crc32
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from deltasync.core.errors import DeltasyncError
+from deltasync.base.errors import DeltasyncError
+from deltasync.base.words import counted
 from deltasync.trainer.distributed.ranks import all_ranks, this_rank
-from deltasync.trainer.distributed.waiting import named, wait_aloud
+
+logger = logging.getLogger(__name__)
+
+# The first line tells of a mistake while somebody still looks; those after it must not fill the log.
+_FIRST_SECONDS, _EACH_SECONDS = 10.0, 60.0
+_MOST = 8
+
+
+def wait_aloud(arrived: Callable[[float], bool], what: Callable[[], str]) -> None:
+    """Wait for other ranks, and log that after ten seconds, and every minute from then on.
+
+    Args:
+        arrived: wait this number of seconds at most; return whether the ranks have come.
+        what: name what this rank waits for. Called for each line of the log.
+    """
+    waited = 0.0
+    for seconds in chain([_FIRST_SECONDS], repeat(_EACH_SECONDS)):
+        if arrived(seconds):
+            return
+        waited += seconds
+        logger.warning("rank %d has waited %.0f s for %s", this_rank(), waited, what())
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words: `rank 3`, `ranks 0, 1, 2, 3, 4, 5, 6, 7 and 5 others`."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {some([*map(str, ranks)])}"
+
+
+def some(names: Sequence[str]) -> str:
+    """Names as they are ordered, of many the first: `a, b and 390 others`."""
+    left = len(names) - _MOST
+    return ", ".join(names[:_MOST]) + (f" and {counted(left, 'other')}" if left > 0 else "")
+
 
 # How often this process has made one of a name: ranks count alike, and so find each other's texts.
 _MADE = Counter[str]()

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from deltasync.core import errors
-from deltasync.core.errors import DeltasyncError, InvalidInput
-from deltasync.core.events import described
-from deltasync.trainer.distributed.rank_store import RankStore
-from deltasync.trainer.distributed.waiting import named
+from deltasync.base import errors
+from deltasync.base.errors import DeltasyncError, InvalidInput
+from deltasync.base.events import described
+from deltasync.trainer.distributed.rank_store import RankStore, named
 
 
 @contextmanager

@@ -18,8 +18,7 @@ from torchrec.modules.mc_modules import MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from deltasync.core.policy import Policy
-from deltasync.core.raw_ids import FREE_ID
-from deltasync.core.tables import TableKind, TableSpec
+from deltasync.core.tables import FREE_ID, TableKind, TableSpec
 from deltasync.trainer.example.features import Featurizer
 from deltasync.trainer.example.model import ClickModel, click_batch, outputs, quantised, served_rows
 from deltasync.trainer.example.options import RAW_IDS, ModelOptions, StreamOptions
@@ -43,7 +42,7 @@ class IdMap:
 
     Attributes:
         first_row: global number of the first of these rows.
-        ids: int64 [rows], entries of raw ids by row (see `core.raw_ids`), 0 where the row is free.
+        ids: int64 [rows], entries of raw ids by row (see `core.tables`), 0 where the row is free.
     """
 
     first_row: int

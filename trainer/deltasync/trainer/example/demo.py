@@ -15,11 +15,11 @@ from typing import Any
 import click
 from rich.console import Console
 
+from deltasync.base.words import counted
 from deltasync.cli.config import CONTEXT
-from deltasync.cli.needs import SERVICE, TRAINER, check_needs
+from deltasync.cli.output import SERVICE, TRAINER, check_needs
 from deltasync.client import Admin, InvalidInput, Policy, ServiceUnavailable, ValueType
-from deltasync.client.status import fetch_lag
-from deltasync.core.words import counted
+from deltasync.client.admin import fetch_lag
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions, arguments, flags
 from deltasync.trainer.example.processes import ADMIN, STATUS, Credentials, DemoFailed, Processes, Service
 from deltasync.trainer.example.stream import count_events

@@ -22,8 +22,7 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection as Quantised
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.core.tables import matrix_shape
-from deltasync.core.tbe import width
-from deltasync.core.value_types import ValueType
+from deltasync.core.value_types import ValueType, width
 from deltasync.trainer.example.features import DENSE_FEATURES, SPARSE_FEATURES, Features
 from deltasync.trainer.example.options import MANAGED, RAW_IDS, ModelOptions
 from deltasync.trainer.pipelines.batches import FieldsBatch

@@ -26,6 +26,8 @@ from pydantic import BaseModel, FailFast, Field, ValidationError
 from starlette.requests import ClientDisconnect
 from torch import nn
 
+from deltasync.base.logs import log_to_stderr
+from deltasync.base.process import keep_freed_memory
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import (
@@ -37,10 +39,8 @@ from deltasync.client import (
     SubscriberOptions,
     ValueType,
 )
-from deltasync.client.torch_target import TorchTarget
-from deltasync.core.event_time import seconds_behind
-from deltasync.core.logs import log_to_stderr
-from deltasync.core.process import keep_freed_memory
+from deltasync.client.targets.torch_target import TorchTarget
+from deltasync.core.seal import seconds_behind
 from deltasync.trainer.example.features import DENSE_FEATURES, SPARSE_FEATURES, Features
 from deltasync.trainer.example.model import QUANTISED, ClickBatch, ClickModel, click_batch, quantised
 from deltasync.trainer.example.options import ModelOptions, flags

@@ -123,8 +123,8 @@ class Credentials:
             self.service_arguments = ["--admin-token-file", str(folder / f"{ADMIN}-token")]
             return
         # Only `deltasync[service]` has what makes certificates.
+        from deltasync.access.roles import token_digest
         from deltasync.cli.certs import write_certificates
-        from deltasync.core.roles import token_digest
 
         certificates = folder / "certificates"
         write_certificates(certificates, ["127.0.0.1"], self._names, datetime.now(UTC) + timedelta(days=1))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from deltasync.core.errors import InvalidInput
-from deltasync.core.words import counted
+from deltasync.base.errors import InvalidInput
+from deltasync.base.words import counted
 
 _COLUMNS = ("user", "item", "rating", "timestamp")
 # What a header calls the columns, in lower case and without anything but letters.

@@ -22,12 +22,11 @@ import uvicorn
 from numpy.typing import NDArray
 from torch import nn
 
+from deltasync.base.logs import log_to_stderr
+from deltasync.base.process import keep_freed_memory, listening_socket
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Release, Subscriber, SubscriberOptions, ValueType
-from deltasync.core.listener import listening_socket
-from deltasync.core.logs import log_to_stderr
-from deltasync.core.process import keep_freed_memory
 from deltasync.trainer.example.compare import save_state
 from deltasync.trainer.example.features import Features, Featurizer
 from deltasync.trainer.example.model import QUANTISED, ClickModel, click_batch, outputs, quantised, served_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.example.options import ModelOptions, StreamOptions
 from deltasync.trainer.example.ratings_file import ratings_of
 

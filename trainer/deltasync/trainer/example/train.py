@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from deltasync.base.logs import log_to_stderr
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import DeltasyncError, Endpoint, ServiceUnavailable
-from deltasync.core.logs import log_to_stderr
 from deltasync.trainer.checkpoints import Checkpoints
 from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard

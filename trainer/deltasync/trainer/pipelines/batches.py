@@ -11,7 +11,7 @@ from torchrec.distributed.train_pipeline.utils import _to_device
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable, Pipelineable
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 
 # Where a tensor is inside of a value.
 Path = tuple[Any, ...]

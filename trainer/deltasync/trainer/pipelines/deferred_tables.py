@@ -19,7 +19,7 @@ from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddin
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.pipelines.patches import AttributePatches
 from deltasync.trainer.tracking.modules import named_modules, sharded_modules
 from deltasync.trainer.tracking.shards import lookups_of

@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch.nested._internal.nested_tensor import NestedTensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 
 
 def to_kjt(features: TensorDictBase, keys: Sequence[str], *, weighted: bool | None = None) -> KeyedJaggedTensor:

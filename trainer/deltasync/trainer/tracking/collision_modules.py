@@ -12,7 +12,7 @@ from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.trainer.tracking.modules import named_modules, table_fqn
 

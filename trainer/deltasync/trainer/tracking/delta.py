@@ -1,6 +1,7 @@
 """What a read of the tracker returns."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
@@ -8,11 +9,48 @@ from itertools import repeat
 import numpy as np
 import torch
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
+from deltasync.core.policy import Amount
 from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard
-from deltasync.trainer.tracking.modes import TrackingMode, has_rows
-from deltasync.trainer.tracking.ranking import check_ranked
+from deltasync.trainer.tracking.options import TrackingMode, has_rows
+
+
+def check_ranked(mode: TrackingMode, k: float = 1) -> None:
+    """Check that a mode tells by how much a row has changed, and that `k` is a number of rows or a share of them.
+
+    Raises:
+        InvalidInput: it does not tell, or `k` is neither.
+    """
+    if mode in (TrackingMode.ID_ONLY, TrackingMode.EMBEDDING_LAST):
+        raise InvalidInput(
+            f"mode {mode.value!r} does not tell by how much a row has changed: "
+            f"use {TrackingMode.EMBEDDING.value!r}"
+        )
+    Amount().read("k", k.item() if isinstance(k, np.generic) else k)
+
+
+def largest(norms: Mapping[str, torch.Tensor], k: float, *, per_table: bool) -> dict[str, torch.Tensor]:
+    """Which rows have the largest norms, as a bool mask [n] by FQN. NaN is the largest.
+
+    Args:
+        norms: of the rows that have changed, [n] by FQN.
+        k: how many rows, or below 1 which share of them, rounded up.
+        per_table: of each table, instead of all together.
+    """
+    if per_table:
+        return {fqn: _largest(of_table, k) for fqn, of_table in norms.items()}
+    every = torch.cat(list(norms.values())) if norms else torch.empty(0)
+    masks = torch.split(_largest(every, k), [len(of_table) for of_table in norms.values()])
+    return dict(zip(norms, masks, strict=True))
+
+
+def _largest(norms: torch.Tensor, k: float) -> torch.Tensor:
+    # As floats, 0.07 of 100 rows are 7.000000000000001.
+    rows = max(1, math.ceil(round(k * len(norms), 6))) if k < 1 else int(k)
+    chosen = torch.zeros(len(norms), dtype=torch.bool)
+    chosen[torch.topk(norms, min(rows, len(norms))).indices] = True
+    return chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,3 +211,27 @@ class Delta:
         """
         batches = [batch for rows in self.rows.values() for batch in rows.batches()]
         return batches + [batch for deleted in self.deletes.values() for batch in deleted.batches()]
+
+
+class PendingDelta:
+    """What `Tracker.begin_delta` returns. By one thread at a time."""
+
+    def __init__(self, arrival: torch.cuda.Event | None, finish: Callable[[], Delta]) -> None:
+        """One of which `finish` makes a delta after its `arrival`; None = it has arrived."""
+        self._arrival, self._finish = arrival, finish
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `result` need not wait. Asking waits for nothing."""
+        return self._arrival is None or bool(self._arrival.query())  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def result(self) -> Delta:
+        """The delta; waits until it has arrived."""
+        if self._arrival:
+            self._arrival.synchronize()
+        return self._finish()
+
+    def then(self, function: Callable[[Delta], Delta]) -> "PendingDelta":
+        """The same, with a function applied to the delta."""
+        return PendingDelta(self._arrival, lambda: function(self._finish()))

@@ -5,21 +5,132 @@ Any thread may read. One that does not train waits for the end of a step.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
 
 import torch
 
+from deltasync.core.digests import first_word, weights
+from deltasync.core.tables import Shard
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import ConsumerCursor, Cursors
-from deltasync.trainer.tracking.delta import DeletedRows, Delta, DeltaRows, Token
-from deltasync.trainer.tracking.device_digests import row_digests
-from deltasync.trainer.tracking.due_count import DueCount, due_ids
-from deltasync.trainer.tracking.gathered_rows import GatheredRows, to_host
-from deltasync.trainer.tracking.modes import TrackingMode, has_rows, sources
-from deltasync.trainer.tracking.pending_delta import PendingDelta
+from deltasync.trainer.tracking.delta import DeletedRows, Delta, DeltaRows, PendingDelta, Token
+from deltasync.trainer.tracking.options import TrackingMode, has_rows, sources
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
 from deltasync.trainer.tracking.update_gate import UpdateGate
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredRows:
+    """Rows of one table.
+
+    Attributes:
+        ids: int64 [n], local row ids, ascending.
+        values: of these rows, [n, d], by shard, if those are read.
+        digests: of these rows, int64 [n], by shard, if they lie on a device.
+        count: how many of them are meant, the first ones, int64 [1]; None = all.
+    """
+
+    ids: torch.Tensor
+    values: list[torch.Tensor]
+    digests: list[torch.Tensor]
+    count: torch.Tensor | None = None
+
+    def in_host_memory(self) -> Self:
+        """The same in host memory: on a GPU, once its stream is done."""
+        if not self.ids.is_cuda:
+            return self
+        values, digests = ([to_host(each) for each in both] for both in (self.values, self.digests))
+        count = None if self.count is None else to_host(self.count)
+        return type(self)(to_host(self.ids), values, digests, count)
+
+    def trimmed(self) -> Self:
+        """The rows that are meant, of those that are in host memory.
+
+        Raises:
+            RuntimeError: they are more than were thought possible.
+        """
+        if self.count is None:
+            return self
+        count = int(self.count)
+        if count > len(self.ids):
+            raise RuntimeError(f"{count} rows are due, at most {len(self.ids)} were expected: this is a defect")
+        values, digests = ([each[:count] for each in both] for both in (self.values, self.digests))
+        return type(self)(self.ids[:count], values, digests)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in host memory, once the current stream is done; itself where it is there already."""
+    if not tensor.is_cuda:
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class DueCount:
+    """A count that a GPU was asked for.
+
+    Attributes:
+        cursor: rows stamped after it are counted.
+        counts: by table, int64 [1] in host memory, once they have arrived.
+        written: `RowStamps.written` when it was asked for.
+        arrival: they have arrived; None where they were there at once.
+    """
+
+    cursor: int
+    counts: list[torch.Tensor]
+    written: list[int]
+    arrival: torch.cuda.Event | None
+
+    def bounds(self, stamps: RowStamps) -> list[int]:
+        """At most how many rows of each table are stamped after the cursor now: no more than the table has.
+
+        Waits for what the GPU was given before the count, not for what it was given since.
+        """
+        if self.arrival:
+            self.arrival.synchronize()
+        since = (now - then for now, then in zip(stamps.written, self.written, strict=True))
+        rows = (len(of_table) for of_table in stamps.stamps)
+        return [min(most, int(count) + more) for most, count, more in zip(rows, self.counts, since, strict=True)]
+
+
+def due_ids(stamps: torch.Tensor, cursor: int, bound: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows stamped after a cursor, where the stamps are.
+
+    Args:
+        stamps: int32 [rows].
+        cursor: see there.
+        bound: no more than so many rows are.
+
+    Returns:
+        Local row ids, int64 [bound], ascending, then zeros; and how many of them are meant, int64 [1].
+    """
+    due = stamps > cursor
+    return torch.nonzero_static(due, size=bound, fill_value=0).squeeze(1), due.sum().view(1)
+
+
+# Words are widened to 64 bits in blocks of so many.
+_BLOCK_WORDS = 1 << 22
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def row_digests(rows: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """The digests of rows [n, cols] of a shard, where they lie: int64 [n], the bits of unsigned numbers."""
+    words = rows.contiguous().view(_WORDS[rows.element_size()])
+    factors = _weights(first_word(shard.col_offset, shard.table.dtype), words.shape[1], rows.device)
+    mask = (1 << 8 * words.element_size()) - 1
+    blocks = torch.split(words, max(1, _BLOCK_WORDS // words.shape[1]))
+    return torch.cat([((block.long() & mask) * factors).sum(dim=1) for block in blocks])  # Modulo 2**64.
+
+
+@lru_cache(256)
+def _weights(first: int, words: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(weights(first, words).view("i8").copy()).to(device)
+
 
 Gathered = dict[TrackedTable, GatheredRows]
 # Larger tables that are compared are gathered once it is known how many of their rows have changed.

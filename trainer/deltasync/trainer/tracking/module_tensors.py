@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import MAX_DIM, VALUE_TYPES, TableKind, TableSpec, matrix_shape, sizes_of
 from deltasync.trainer.tracking.modules import is_skipped, modules_outside_of_tables, names_outside_of_tables
 

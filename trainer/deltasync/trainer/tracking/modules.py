@@ -10,8 +10,8 @@ from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.mc_modules import ManagedCollisionModule
 
-from deltasync.client.modules.wrappers import unwrapped
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
+from deltasync.client.targets.torch_tensors import unwrapped
 
 # Feature-processed and managed-collision modules hold one of these, which does their lookups.
 _TRACKED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
@@ -92,3 +92,19 @@ def _has_unknown_tables(module: nn.Module) -> bool:
     if not isinstance(module, ShardedModule) or isinstance(module, _WITHOUT_TABLES):
         return False
     return not any(isinstance(inner, _TRACKED) for _, inner in named_modules(module))
+
+
+def wrongly_divided(model: nn.Module) -> Iterator[str]:
+    """For each collection that has some, a sentence that names them."""
+    for name, module in sharded_modules(model):
+        if isinstance(module, ShardedEmbeddingBagCollection) and module._has_mean_pooling_callback:
+            by_row = {feature for each in module._pooling_type_to_rs_features.values() for feature in each}
+            configs = module._table_name_to_config.values()
+            others = [feature for config in configs for feature in config.feature_names if feature not in by_row]
+            if others:
+                yield (
+                    f"module {name!r}: TorchRec divides features {', '.join(others)} by their lengths once too "
+                    "often, since other tables of the collection are sharded by rows and take means: unless these "
+                    "features have one id each, predictors compute other outputs from the same rows. Give the "
+                    "tables that are sharded by rows a collection of their own"
+                )

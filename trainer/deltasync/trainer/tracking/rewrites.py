@@ -14,7 +14,7 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.model_parallel import DMPCollection
 from torchrec.distributed.types import ShardingEnv2D, ShardingStrategy
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.tracking.modules import sharded_modules, table_fqn
 from deltasync.trainer.tracking.shards import lookups_of
 from deltasync.trainer.tracking.torchrec_hooks import Hooks

@@ -5,27 +5,28 @@ autograd. Threads that read settle marks too, between steps. Marks and stamps ar
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import NotFound
+from deltasync.base.errors import NotFound
 from deltasync.trainer.tracking.cost import TrackerCost
-from deltasync.trainer.tracking.dense_optimizers import DenseOptimizers
-from deltasync.trainer.tracking.lookup_marks import LookupMarks
 from deltasync.trainer.tracking.module_tensors import fused_collections, modules_with_buffers
 from deltasync.trainer.tracking.modules import table_fqn
 from deltasync.trainer.tracking.options import TrackerOptions
 from deltasync.trainer.tracking.rewrites import RewriteListener, listen_to_rewrites
 from deltasync.trainer.tracking.row_reset import reset_rows
 from deltasync.trainer.tracking.shards import TrackedTable, check_deletable, flush_caches, follow_replaced
-from deltasync.trainer.tracking.stamps import RowStamps
+from deltasync.trainer.tracking.stamps import STAMP_BYTES, LookupPlaces, RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import (
     Hooks,
     listen_to_evictions,
@@ -35,9 +36,128 @@ from deltasync.trainer.tracking.torchrec_hooks import (
     listen_to_maps,
     listen_to_output_dists,
 )
-from deltasync.trainer.tracking.tracked_model import TrackedModel
+from deltasync.trainer.tracking.tracked_model import Lookups, TrackedModel
 from deltasync.trainer.tracking.update_gate import UpdateGate
 from deltasync.trainer.tracking.verification import Verification
+
+
+class DenseOptimizers:
+    """The optimizers of this process that have stepped since `listen`."""
+
+    def __init__(self) -> None:
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+
+    def listen(self) -> Callable[[], None]:
+        """Note optimizers as they step; what is returned ends it."""
+        return register_optimizer_step_post_hook(self._note).remove
+
+    def reset(self, weight: torch.Tensor, ids: torch.Tensor) -> None:
+        """Make what they keep of rows of a table what it is of new rows.
+
+        Args:
+            weight: [rows, dim], the table, which lies in the memory of a parameter.
+            ids: int64 [n], of its rows.
+        """
+        for optimizer in list(self._stepped):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    for key, state in _rows(weight, parameter, optimizer.state.get(parameter, {})):
+                        # Adagrad's sum is the only state that need not begin with zeros.
+                        first = group.get("initial_accumulator_value", 0) if key == "sum" else 0
+                        state.data.index_fill_(0, ids, first)
+
+    def _note(self, optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
+        self._stepped.add(optimizer)
+
+
+def _rows(weight: torch.Tensor, parameter: torch.Tensor, states: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """The parts of a parameter's states that belong to a table in its memory, by row; none if it is not there."""
+    start = weight.storage_offset() - parameter.storage_offset()
+    same_memory = weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+    if not same_memory or not 0 <= start <= parameter.numel() - weight.numel():
+        return []
+    whole = weight.numel() == parameter.numel()
+    found = []
+    for key, state in states.items():
+        if not isinstance(state, torch.Tensor):
+            continue
+        if state.numel() == parameter.numel():
+            found.append((key, state.view(-1)[start : start + weight.numel()].view(len(weight), -1)))
+        elif whole and state.numel() == len(weight):  # One value per row.
+            found.append((key, state.view(-1, 1)))
+    return found
+
+
+_MOST_BYTES, _MOST_LOOKUPS = 64 << 20, 1024
+
+
+class LookupMarks:
+    """The ids of lookups, which are not copied, until there is time to sort them out by table.
+
+    Attributes:
+        nbytes: bytes of these ids.
+    """
+
+    def __init__(self, lookups: Lookups, stamps: RowStamps, cost: TrackerCost) -> None:
+        self._places = {kernel: stamps.places(looked_up) for kernel, looked_up in lookups.items()}
+        self._stamps, self._cost = stamps, cost
+        self._waiting: list[tuple[KeyedJaggedTensor, nn.Module]] = []
+        self.nbytes = 0
+
+    def add(self, features: KeyedJaggedTensor, kernel: nn.Module) -> None:
+        """Add the ids of a lookup of a kernel."""
+        started = time.perf_counter()
+        nbytes = features.values().nbytes
+        self._waiting.append((features, kernel))
+        self.nbytes += nbytes
+        self._cost.marking_bytes += nbytes
+        self._cost.marking_seconds += time.perf_counter() - started
+        # Steps and reads stamp them; without any, they would pile up.
+        if self.nbytes > _MOST_BYTES or len(self._waiting) > _MOST_LOOKUPS:
+            self.compact()
+
+    def compact(self) -> None:
+        """Stamp the rows that were looked up."""
+        if not self._waiting:
+            return
+        started = time.perf_counter()
+        for features, kernel in self._waiting:
+            self._cost.compaction_bytes += self._stamp(self._places[kernel], features) * STAMP_BYTES
+        self.clear()
+        self._cost.compaction_seconds += time.perf_counter() - started
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._waiting.clear()
+        self.nbytes = 0
+
+    def _stamp(self, places: LookupPlaces, features: KeyedJaggedTensor) -> int:
+        """Stamp the rows of a lookup; how many ids there are."""
+        ids = features.values()
+        if not ids.is_cuda:
+            return self._stamps.stamp_looked_up(places, ids, _ends(features))
+        parts = [(number, ids[part]) for number, part in _parts(places, features)]
+        for number, part in parts:
+            self._stamps.stamp(number, part)
+        return sum(len(part) for _, part in parts)
+
+
+def _ends(features: KeyedJaggedTensor) -> torch.Tensor:
+    """Where the ids of bags begin and end, which lookups compute, or of keys that have not as many bags each."""
+    if features.variable_stride_per_key():
+        return torch.tensor(features.offset_per_key())
+    ends: torch.Tensor = features.offsets()
+    return ends
+
+
+def _parts(places: LookupPlaces, features: KeyedJaggedTensor) -> Iterator[tuple[int, slice]]:
+    """Number of each table looked up, and where its ids are among those of a lookup."""
+    if places.only is not None:  # Where that is, a GPU would have to be asked for.
+        yield places.only, slice(None)
+        return
+    ends = features.offset_per_key()
+    for number, first, end in places.tables[:, :3].tolist():
+        yield number, slice(ends[first], ends[end])
 
 
 class _Paused(threading.local):

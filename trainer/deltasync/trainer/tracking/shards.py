@@ -10,8 +10,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
 
-from deltasync.core.arguments import check_type
-from deltasync.core.errors import InvalidInput
+from deltasync.base.arguments import check_type
+from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.trainer.tracking.module_tensors import ModuleTensor
 from deltasync.trainer.tracking.modules import table_fqn

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 from deltasync.trainer.tracking.collision_modules import collision_modules
 from deltasync.trainer.tracking.modules import named_modules, outside_of_tables, sharded_modules
 from deltasync.trainer.tracking.shards import lookups_of

@@ -25,13 +25,10 @@ from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.tracking import tracker_state
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import Cursors
-from deltasync.trainer.tracking.delta import Delta, Token
+from deltasync.trainer.tracking.delta import Delta, PendingDelta, Token, check_ranked
 from deltasync.trainer.tracking.delta_reader import DeltaReader
-from deltasync.trainer.tracking.modes import TrackingMode
 from deltasync.trainer.tracking.new_lookups import LookupsHeld
-from deltasync.trainer.tracking.options import TrackerOptions
-from deltasync.trainer.tracking.pending_delta import PendingDelta
-from deltasync.trainer.tracking.ranking import check_ranked
+from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedShard, flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import NOTHING, RowStamps

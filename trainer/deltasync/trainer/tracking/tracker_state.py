@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import TableKind
 from deltasync.trainer.checks import check_format
 from deltasync.trainer.tracking.cursors import ConsumerCursor
-from deltasync.trainer.tracking.modes import TrackingMode
+from deltasync.trainer.tracking.options import TrackingMode
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.stamps import NOTHING, RowStamps, forget
 

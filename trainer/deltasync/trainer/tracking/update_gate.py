@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from deltasync.core.errors import DeltasyncError
+from deltasync.base.errors import DeltasyncError
 
 
 class UpdateGate:

@@ -13,7 +13,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.tbe.config.optimizer_config import WeightDecayMode
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 
 
 class Marking(Enum):

@@ -40,7 +40,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.base.errors import Contradiction, InvalidInput
 from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 

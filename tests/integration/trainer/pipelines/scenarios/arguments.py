@@ -21,7 +21,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline import GradientAccumulationConfig, GradientAccumulationWrapper
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 
 scenario = SCENARIOS.scenario("arguments", ranks=2)
 

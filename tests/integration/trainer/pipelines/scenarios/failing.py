@@ -8,7 +8,7 @@ from tests.integration.trainer.pipelines.comparison import check_same
 from tests.integration.trainer.pipelines.scenarios import SCENARIOS
 from tests.integration.trainer.pipelines.training import BOTH_RANKS, Regression, Training, batches, through
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 
 
 class FailsInBackward(torch.autograd.Function):

@@ -34,7 +34,7 @@ from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.pipelines import accept_tensordicts
 
 SHARDING = {

@@ -13,7 +13,7 @@ from tests.integration.trainer.pipelines.training import BOTH_RANKS, Training, b
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 
 scenario = SCENARIOS.scenario("own state", ranks=2)
 

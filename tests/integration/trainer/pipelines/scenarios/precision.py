@@ -27,7 +27,7 @@ from torchrec.distributed.sharding_plan import data_parallel, row_wise, table_wi
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.pipelines import OnlinePipeline, PipelineOptions
 
 FLOAT16: dict[str, Any] = {"enable_amp": True, "amp_dtype": torch.float16}

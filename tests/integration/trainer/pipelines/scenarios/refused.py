@@ -28,7 +28,7 @@ from tests.integration.trainer.pipelines.training import BOTH_RANKS, ROWS, Train
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 
 scenario = SCENARIOS.scenario("refused", ranks=2)
 

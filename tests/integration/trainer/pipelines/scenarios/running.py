@@ -33,7 +33,7 @@ from torch.profiler import profile
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.pipelines import LockstepBatches
 
 scenario = SCENARIOS.scenario("running", ranks=2)

@@ -21,7 +21,7 @@ from tests.integration.trainer.torchrec_defects.models import DIM
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 
 scenario = SCENARIOS.scenario("state", ranks=2)
 

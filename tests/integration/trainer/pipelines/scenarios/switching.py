@@ -14,7 +14,7 @@ from tests.integration.trainer.torchrec_defects.models import CPU
 from torch import nn
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 from deltasync.trainer.pipelines import accept_tensordicts
 
 scenario = SCENARIOS.scenario("switching", ranks=2)

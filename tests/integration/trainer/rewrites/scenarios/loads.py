@@ -22,7 +22,7 @@ from tests.integration.trainer.torchrec_defects.models import (
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise, table_wise
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 from deltasync.trainer.tracking import TrackingMode
 from deltasync.trainer.tracking.modules import sharded_modules
 from deltasync.trainer.tracking.shards import lookups_of

@@ -10,7 +10,7 @@ from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bag, b
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.tracking import Tracker, TrackerOptions
 
 EVERY_ROW = set(range(ROWS))

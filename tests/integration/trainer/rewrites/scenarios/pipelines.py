@@ -15,7 +15,7 @@ from tests.integration.trainer.rewrites.scenarios import SCENARIOS
 from tests.integration.trainer.torchrec_defects.models import bags
 from torchrec.distributed.sharding_plan import row_wise
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 
 TABLES = {
     "f": on_rank(0),

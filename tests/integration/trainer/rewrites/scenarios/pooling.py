@@ -8,7 +8,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.trainer.tracking.mean_pooling import wrongly_divided
+from deltasync.trainer.tracking.modules import wrongly_divided
 
 ROWS, WHOLE = row_wise(compute_kernel="fused"), table_wise(rank=0, compute_kernel="fused")
 MEAN, SUM = {"pooling": PoolingType.MEAN}, {"pooling": PoolingType.SUM}

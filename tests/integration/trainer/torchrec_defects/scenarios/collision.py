@@ -24,7 +24,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise
 from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
-from deltasync.core.errors import DeltasyncError
+from deltasync.base.errors import DeltasyncError
 from deltasync.trainer.tracking import Tracker, TrackerOptions
 
 BAGS, SEQUENCES = "collided._embedding_module.embedding_bags.t", "collided._embedding_module.embeddings.t"

@@ -8,7 +8,7 @@ from tests.integration.trainer.torchrec_defects.copies import ids_of
 from tests.integration.trainer.torchrec_defects.models import BAGS, ROWS, bags, sharded, train
 from tests.integration.trainer.torchrec_defects.scenarios import scenario
 
-from deltasync.core.errors import NotFound
+from deltasync.base.errors import NotFound
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 T0, T1 = f"{BAGS}.t0", f"{BAGS}.t1"

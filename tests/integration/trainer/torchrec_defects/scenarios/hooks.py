@@ -19,7 +19,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 from torchrec.distributed.model_tracker.types import TrackingMode as TheirMode
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 S = f"{SEQUENCES}.s"

@@ -8,7 +8,7 @@ from tests.integration.trainer.torchrec_defects.models import BAGS, bags, sharde
 from tests.integration.trainer.torchrec_defects.scenarios import scenario
 from torchrec.distributed.sharding_plan import data_parallel
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
 T0, T1 = f"{BAGS}.t0", f"{BAGS}.t1"

@@ -18,7 +18,7 @@ from tests.integration.trainer.torchrec_defects.scenarios import scenario
 from tests.integration.trainer.tracking.rows import weights
 from torchrec.distributed.sharding_plan import data_parallel
 
-from deltasync.core.errors import InvalidInput
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.tracking import Tracker, TrackerOptions
 
 T0, T1, T2, S = f"{BAGS}.t0", f"{BAGS}.t1", f"{BAGS}.t2", f"{SEQUENCES}.s"

@@ -14,7 +14,7 @@ from tests.integration.trainer.torchrec_defects.models import BAGS, bag, bags, s
 from tests.integration.trainer.torchrec_defects.scenarios import scenario
 from torch import nn
 
-from deltasync.core.errors import DeltasyncError
+from deltasync.base.errors import DeltasyncError
 from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode
 
 CONSUMERS = ("one", "other")

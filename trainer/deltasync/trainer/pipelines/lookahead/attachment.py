@@ -10,7 +10,7 @@ from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule, get_unwrapped_module
 from torchrec.distributed.train_pipeline.runtime_forwards import BaseForward, KJTAllToAllForward
 
-from deltasync.core.errors import Contradiction, InvalidInput
+from deltasync.base.errors import Contradiction, InvalidInput
 from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.distributed.ranks import group_of
 from deltasync.trainer.pipelines.lookahead.forwards import (

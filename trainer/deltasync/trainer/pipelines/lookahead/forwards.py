@@ -10,7 +10,7 @@ from torchrec.distributed.model_parallel import ShardedModule
 from torchrec.distributed.train_pipeline.pipeline_context import TrainPipelineContext
 from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForward
 
-from deltasync.core.errors import Contradiction
+from deltasync.base.errors import Contradiction
 from deltasync.trainer.pipelines.batches import record_stream
 from deltasync.trainer.pipelines.lookahead.calls import Call
 from deltasync.trainer.pipelines.lookahead.module_state import ModuleState

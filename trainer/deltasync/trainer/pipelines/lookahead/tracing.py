@@ -1,6 +1,7 @@
 """Tracing a model's forward, and leaving the model as it was."""
 
 import operator
+import random
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +9,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule
 from torchrec.distributed.train_pipeline.tracing import Tracer
 
-from deltasync.trainer.pipelines.lookahead.randomness import random_states_preserved
+
+def random_states() -> list[Any]:
+    """The states of torch's, Python's and NumPy's generators, to be compared."""
+    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus())]
+    return [*(state.tolist() for state in of_torch), random.getstate(), repr(np.random.get_state())]
+
+
+@contextmanager
+def random_states_preserved() -> Iterator[None]:
+    """Draw after this as if nothing had been drawn within."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(_gpus()):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+def _gpus() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_available() else []
+
 
 # Torch's and TorchRec's code, and ours.
 _TORCH, _HERE = str(Path(torch.__file__).parents[1] / "torch"), str(Path(__file__).parent)

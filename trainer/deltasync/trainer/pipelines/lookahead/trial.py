@@ -1,17 +1,97 @@
 """Trying a plan on copies: whether calling modules early has effects beside their results."""
 
 import copy
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch._dynamo import OptimizedModule
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from deltasync.trainer.pipelines.batches import tensors_in
 from deltasync.trainer.pipelines.lookahead.calls import version
-from deltasync.trainer.pipelines.lookahead.fingerprints import Fingerprint
-from deltasync.trainer.pipelines.lookahead.module_state import ModuleState
+from deltasync.trainer.pipelines.lookahead.module_state import OF_TORCH, ModuleState
 from deltasync.trainer.pipelines.lookahead.plan import Plan, compute
-from deltasync.trainer.pipelines.lookahead.randomness import random_states, random_states_preserved
+from deltasync.trainer.pipelines.lookahead.tracing import random_states, random_states_preserved
+
+_TENSORS = (torch.Tensor, JaggedTensor, KeyedJaggedTensor)
+
+
+class Fingerprint:
+    """Of a module and those within: a digest of each attribute and buffer, as pickling would write it.
+
+    Of tensors, the memory and the number of writes count. Functions, classes, and objects that cannot be pickled
+    always count as the same. May take as long as pickling the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # Alive for as long as digests are compared, or another object could get the address of one of these.
+        self._alive: list[Any] = []
+        self._digests = {
+            f"{prefix}.{name}".removeprefix("."): self._digest(value)
+            for prefix, one in module.named_modules()
+            for name, value in _attributes(one)
+        }
+
+    def changed(self, before: "Fingerprint") -> str:
+        """The name of an attribute that is another one than before; empty if there is none."""
+        names = {**before._digests, **self._digests}
+        return next((name for name in names if self._digests.get(name) != before._digests.get(name)), "")
+
+    def _digest(self, value: Any) -> bytes:
+        digest = blake2b()
+        _Pickler(digest, self._alive).dump(value)
+        return digest.digest()
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's own attributes and buffers, but for those that torch gives to every module."""
+    if isinstance(module, torch.jit.ScriptModule):
+        for name in module._concrete_type.get_attributes():
+            yield name, module._c.getattr(name)
+    elif not isinstance(module, OptimizedModule):  # Which has attributes of torch.compile alone.
+        yield from ((name, value) for name, value in vars(module).items() if name not in OF_TORCH)
+        yield from module._buffers.items()
+
+
+class _Known:
+    """What a pickler writes in the place of an object that it does not take apart."""
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what tells the states of an object apart; nothing can be made of it again."""
+
+    def __init__(self, digest: Any, alive: list[Any]) -> None:
+        super().__init__(SimpleNamespace(write=digest.update), protocol=5)
+        self._alive = alive
+
+    def reducer_override(self, value: Any) -> Any:
+        """How to write all that is not plain: neither a number, a string nor a plain container."""
+        if value is _Known:
+            return NotImplemented
+        self._alive.append(value)
+        if isinstance(value, nn.Module):
+            return _Known, (), [*_attributes(value), *value.named_children()]
+        if isinstance(value, _TENSORS):
+            return _Known, tuple(_memory(tensor) for _, tensor in tensors_in(value))
+        if isinstance(value, torch.Generator):
+            return _Known, tuple(value.get_state().tolist())
+        try:
+            reduced = value.__reduce_ex__(5)
+        except Exception:  # noqa: BLE001  # Anything can refuse to be pickled, each in its way.
+            reduced = None
+        return reduced if isinstance(reduced, tuple) else (_Known, (id(value),))
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    try:
+        return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype), version(tensor)
+    except RuntimeError:  # Those without memory that is theirs: sparse ones, and stand-ins.
+        return id(tensor), version(tensor)
 
 
 def why_not_early(plan: Plan, model: nn.Module, batch: Any) -> dict[str, str]:

@@ -1,0 +1,173 @@
+"""Connections of HTTP: how they are made, how many there may be, and when a silent one ends."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from deltasync.access.limits import Limits, network_of
+from deltasync.access.tls import names_of_certificate
+from deltasync.base.errors import LimitReached
+
+# Key, in the `state` of each request's scope, of the names in the peer's certificate: a tuple of texts, empty
+# without a certificate.
+CERTIFICATE_NAMES = "certificate_names"
+
+
+class HttpProtocol(H11Protocol):
+    """Tells the application which names are in the certificate of whoever asks; and others, for how long that peer
+    has been silent.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._turn: tuple[object, bool] | None = None
+        self._turn_since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take over a connection whose handshake, if it has one, is done."""
+        super().connection_made(transport)
+        self.app_state: dict[str, Any] = {**self.app_state, CERTIFICATE_NAMES: _names(transport)}
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are not HTTP. The application can no longer answer a request that they are part of."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # An answer was begun.
+            self.transport.close()
+        if self.cycle and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def silent_seconds(self, now: float) -> float:
+        """For how long, by `time.monotonic`, it has been seen to be the peer's turn, to send the rest of the same
+        request or to read the same answer; 0 while the service is at work.
+        """
+        cycle = self.cycle
+        to_send = cycle is None or cycle.response_complete or cycle.more_body
+        turn = (cycle, to_send) if to_send or self.flow.write_paused else None
+        if turn != self._turn:
+            self._turn, self._turn_since = turn, now
+        return now - self._turn_since if turn else 0.0
+
+
+def _names(transport: asyncio.BaseTransport) -> tuple[str, ...]:
+    tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+    return names_of_certificate(tls.getpeercert()) if tls else ()
+
+
+# After so many refusals in a row others have their turn.
+_REFUSALS_AT_ONCE = 64
+_WATCH_SECONDS = 1.0
+# Seconds of silence before the kernel probes a peer, seconds between probes, and how many may fail.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
+
+
+class HttpListener(socket.socket):
+    """A socket that accepts as many connections as the limits say, in all and of one peer. Further ones are closed
+    at once, and counted; so are those for which there is no descriptor.
+    """
+
+    def __init__(self, listener: socket.socket, limits: Limits) -> None:
+        """Take over a socket that listens."""
+        super().__init__(fileno=listener.detach())
+        # Connections inherit this: a request may take hours, and its client may vanish without a word.
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            self.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._limits = limits
+        self._of_peer = Counter[str]()
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
+
+    def close(self) -> None:
+        """Listen no more."""
+        super().close()
+        self._give_spare()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next connection that may be, and its peer's address.
+
+        Raises:
+            BlockingIOError: nobody waits who may be let in.
+        """
+        for _ in range(_REFUSALS_AT_ONCE):
+            accepted, address = self._take()
+            try:
+                return self._counted(accepted, network_of(str(address[0]))), address
+            except LimitReached:
+                accepted.close()
+        raise BlockingIOError
+
+    def _take(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR:
+                raise
+        self._refuse_one()
+        raise BlockingIOError
+
+    def _refuse_one(self) -> None:
+        """Without a descriptor the connection would wait, and wake the loop again and again."""
+        self._limits.refused["http_connections"] += 1
+        self._give_spare()
+        with contextlib.suppress(OSError):
+            super().accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+
+    def _give_spare(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare)
+        self._spare = None
+
+    def _counted(self, accepted: socket.socket, peer: str) -> socket.socket:
+        taken = self._limits.taken
+        self._limits.check("http_connections", taken["http_connections"] + 1)
+        self._limits.check("http_connections_per_peer", self._of_peer[peer] + 1)
+        taken["http_connections"] += 1
+        self._of_peer[peer] += 1
+        return _Connection(accepted, lambda: self._forget(peer))
+
+    def _forget(self, peer: str) -> None:
+        self._limits.taken["http_connections"] -= 1
+        self._of_peer[peer] -= 1
+        if not self._of_peer[peer]:
+            del self._of_peer[peer]
+
+
+class _Connection(socket.socket):
+    """A connection that tells when it is closed."""
+
+    def __init__(self, accepted: socket.socket, when_closed: Callable[[], None]) -> None:
+        super().__init__(fileno=accepted.detach())
+        self._when_closed: Callable[[], None] | None = when_closed
+
+    def close(self) -> None:
+        super().close()
+        when_closed, self._when_closed = self._when_closed, None
+        if when_closed:
+            when_closed()
+
+
+async def end_silent(connections: Iterable[Any], limits: Limits) -> None:
+    """Close, until cancelled, connections whose peers neither send a whole request nor read the answer for longer
+    than the limit of idle seconds; however many bytes of it they send.
+    """
+    while True:
+        await asyncio.sleep(_WATCH_SECONDS)
+        now = time.monotonic()
+        for each in list(connections):
+            if isinstance(each, HttpProtocol) and each.silent_seconds(now) > limits.options.http_idle_seconds:
+                limits.refused["http_idle_seconds"] += 1
+                each.transport.abort()

@@ -1,0 +1,1 @@
+"""Errors, events, clocks, threads and words: what everything else stands on."""

@@ -1,0 +1,449 @@
+"""Rows in this process that are looked up by raw id, or by any other 64-bit key."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltasync.base.errors import Contradiction, InvalidInput
+from deltasync.client.targets.key_index import KeyIndex
+from deltasync.client.targets.local import LocalTarget
+from deltasync.client.targets.numpy_target import rows_at, staged_rows
+from deltasync.client.targets.target import Reading, Reads, Release, number_of_copies
+from deltasync.core.rows import Ids, Mask, RowBatch, Values, distinct
+from deltasync.core.tables import TableKind, TableSpec, raw_ids_of
+
+_FIRST_ROWS = 16
+
+
+class Places(Protocol):
+    """Where the rows of keys are."""
+
+    def find(self, keys: Ids) -> Ids:
+        """The places of some keys ([n]): int64 [n], -1 for keys that are not there."""
+
+    def items(self) -> tuple[Ids, Ids]:
+        """All keys and their places: int64 [n] each, in no order."""
+
+    def __len__(self) -> int:
+        """The number of keys."""
+
+
+class KeyedRows:
+    """Rows by key, to be looked up."""
+
+    def __init__(self, places: Places, rows: Values) -> None:
+        """Look up the rows at some places of `rows` ([at least 1, dim])."""
+        self._places, self._rows = places, rows
+
+    def __len__(self) -> int:
+        """The number of keys."""
+        return len(self._places)
+
+    @property
+    def dim(self) -> int:
+        """The number of values in a row."""
+        dim: int = self._rows.shape[1]
+        return dim
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """The type of the values."""
+        return self._rows.dtype
+
+    def lookup(self, keys: Ids) -> tuple[Values, Mask]:
+        """The rows of some keys.
+
+        Args:
+            keys: int64 [n], of any value, in any order, also several times.
+
+        Returns:
+            A copy of the rows, [n, dim], zeros for keys that are not there; and which are there, bool [n].
+
+        Raises:
+            InvalidInput: keys of another type or shape.
+        """
+        places = self._places.find(checked_keys(keys))
+        found = places >= 0
+        values = self._rows.take(np.maximum(places, 0), axis=0)
+        values[~found] = 0
+        return values, found
+
+    def keys(self) -> Ids:
+        """All keys: int64 [n], ascending."""
+        return np.sort(self._places.items()[0])
+
+
+class KeyedTable(KeyedRows):
+    """Rows by key, to be looked up and changed.
+
+    Not for several threads at once, unless all of them only look up.
+    """
+
+    def __init__(self, dim: int, dtype: np.dtype[np.generic] | type[np.generic] = np.float32) -> None:
+        self._index = KeyIndex()
+        super().__init__(self._index, np.zeros((_FIRST_ROWS, dim), dtype))
+        self._unused = np.arange(_FIRST_ROWS)  # Places without a key.
+
+    def update(self, keys: Ids, values: Values) -> Mask:
+        """Overwrite the rows of those keys that are there.
+
+        Args:
+            keys: int64 [n]; of one that comes several times, the last counts.
+            values: [n, dim].
+
+        Returns:
+            Which keys are there: bool [n].
+
+        Raises:
+            InvalidInput: keys or values of another type or shape; nothing was changed.
+        """
+        values = self._checked(keys, values)
+        places = self._index.find(keys)
+        found = places >= 0
+        self._rows[places[found]] = values[found]
+        return found
+
+    def insert(self, keys: Ids, values: Values) -> None:
+        """Overwrite the rows of some keys, and add the keys that are not there; otherwise as `update`."""
+        values = self._checked(keys, values)
+        new = distinct(keys[self._index.find(keys) < 0])
+        self._index.put(new, self._take(len(new)))
+        self._rows[self._index.find(keys)] = values
+
+    def erase(self, keys: Ids) -> Mask:
+        """Forget some keys (int64 [n]) and their rows; returns which were there: bool [n].
+
+        Raises:
+            InvalidInput: keys of another type or shape; nothing was changed.
+        """
+        places = self._index.find(checked_keys(keys))
+        found = places >= 0
+        self._unused = np.concatenate([self._unused, distinct(places[found])])
+        self._index.remove(distinct(keys[found]))
+        return found
+
+    def _take(self, count: int) -> Ids:
+        """So many places without a key, which are to get one."""
+        if (lacking := count - len(self._unused)) > 0:
+            rows = len(self._rows)
+            more = max(rows, lacking)
+            self._rows = np.concatenate([self._rows, np.zeros((more, self.dim), self.dtype)])
+            self._unused = np.concatenate([self._unused, np.arange(rows, rows + more)])
+        taken, self._unused = self._unused[:count], self._unused[count:]
+        return taken
+
+    def _checked(self, keys: Ids, values: Values) -> Values:
+        checked_keys(keys)
+        values = np.asarray(values)
+        if values.shape != (len(keys), self.dim) or not np.can_cast(values.dtype, self.dtype, "same_kind"):
+            raise InvalidInput(
+                f"values of shape {list(values.shape)} and type {values.dtype} for {len(keys)} keys of a table of "
+                f"{self.dim} {self.dtype} values"
+            )
+        return values
+
+
+def checked_keys(keys: Ids) -> Ids:
+    """Keys as they came.
+
+    Raises:
+        InvalidInput: they are no int64 [n].
+    """
+    if not isinstance(keys, np.ndarray):
+        raise InvalidInput(f"keys: a {type(keys).__name__}, expected a NumPy array, int64 [n]")
+    if keys.ndim != 1 or keys.dtype != np.int64:
+        raise InvalidInput(f"keys of shape {list(keys.shape)} and type {keys.dtype}: expected int64 [n]")
+    return keys
+
+
+# The entries of a map, see `core.tables`.
+Entries = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class RawIdChange:
+    """The raw ids of the rows that a release touches: those of the table, and those of its map.
+
+    Attributes:
+        rows: [n], ascending.
+        before: their entries in the map that is held, [n].
+        after: their entries with the release, [n].
+    """
+
+    rows: Ids
+    before: Entries
+    after: Entries
+
+    @classmethod
+    def of(cls, touched: Ids, entries: Sequence[RowBatch], held: Callable[[Ids], Entries]) -> "RawIdChange":
+        """What a release changes.
+
+        Args:
+            touched: other rows than those of `entries`, in any order.
+            entries: what it brings of the map.
+            held: the entries of some rows in the map that is held.
+
+        Raises:
+            Contradiction: two rows would have one raw id.
+        """
+        rows = distinct(np.concatenate([touched, *(each.ids for each in entries)]))
+        before = held(rows)
+        after = before.copy()
+        for each in entries:
+            after[np.searchsorted(rows, each.ids)] = each.values[:, 0]
+        change = cls(rows, before, after)
+        change._check(entries)
+        return change
+
+    @property
+    def erased(self) -> Ids:
+        """The raw ids that these rows had, and that none of them has any more: [m]."""
+        return raw_ids_of(np.setdiff1d(self.before[self.before != 0], self.after))
+
+    def at(self, rows: Ids) -> Ids:
+        """Where some of the rows are among them."""
+        return np.searchsorted(self.rows, rows)
+
+    def _check(self, entries: Sequence[RowBatch]) -> None:
+        order = np.argsort(self.after, kind="stable")
+        ordered = self.after[order]
+        twice = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0))
+        if len(twice):
+            rows = self.rows[order[twice[0] : twice[0] + 2]].tolist()
+            raise two_rows(entries[0].table.name, int(raw_ids_of(ordered[twice[0]])), rows)
+
+
+def two_rows(table: str, raw_id: int, rows: Iterable[int]) -> Contradiction:
+    """The error that a map names one raw id for two rows."""
+    first, second = sorted(rows)
+    return Contradiction(f"table {table!r}: raw id {raw_id} has two rows, {first} and {second}")
+
+
+def maps_of(tables: Iterable[TableSpec]) -> dict[str, TableSpec]:
+    """The maps of raw ids among some tables, by the names of those whose rows they name."""
+    return {table.of: table for table in tables if table.kind is TableKind.ID_MAP}
+
+
+def ids_of(rows: Iterable[RowBatch]) -> Ids:
+    """The row ids of some batches, one after the other."""
+    return np.concatenate([np.empty(0, np.int64), *(each.ids for each in rows)])
+
+
+def named_raw_ids(entries: Entries) -> tuple[Mask, Ids]:
+    """Which entries of a map name a raw id, and those raw ids."""
+    named = entries != 0
+    return named, raw_ids_of(entries[named])
+
+
+class _RowNumbers:
+    """Rows whose keys are their numbers."""
+
+    def __init__(self, there: Mask) -> None:
+        """`there` says which rows there are."""
+        self._there = there
+
+    def __len__(self) -> int:
+        """The number of keys."""
+        return int(np.count_nonzero(self._there))
+
+    def find(self, keys: Ids) -> Ids:
+        """See `Places`."""
+        inside = (keys >= 0) & (keys < len(self._there))
+        at = np.where(inside, keys, 0)
+        return np.where(inside & self._there[at], at, -1)
+
+    def items(self) -> tuple[Ids, Ids]:
+        """See `Places`."""
+        rows = np.flatnonzero(self._there)
+        return rows, rows
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """A table by row number, and which rows there are: deleted ones, and those that never were, are not."""
+
+    rows: Values
+    there: Mask
+
+    @classmethod
+    def with_room(cls, table: TableSpec, held: "_Table | None") -> "_Table":
+        """Room for all rows of a table, of which some are held already."""
+        if held and len(held.rows) >= table.rows:
+            return held
+        larger = cls(np.zeros((table.rows, table.dim), table.dtype), np.zeros(table.rows, np.bool_))
+        if held:
+            larger.rows[: len(held.rows)], larger.there[: len(held.there)] = held.rows, held.there
+        return larger
+
+    def stage(self, rows: RowBatch) -> Callable[[], None]:
+        put = staged_rows(self.rows, rows.ids, rows.values)
+
+        def write() -> None:
+            put()
+            self.there[rows.ids] = not rows.deleted
+
+        return write
+
+
+@dataclass(frozen=True, eq=False)
+class _IndexChange:
+    """What a release changes of an index: the keys that it takes away, and those that it gives to rows."""
+
+    index: KeyIndex
+    erased: Ids
+    keys: Ids
+    rows: Ids
+
+    def make(self) -> None:
+        self.index.remove(self.erased)
+        self.index.put(self.keys, self.rows)
+
+
+class _KeyedCopy:
+    """The tables of a model by row number, and beside each map of raw ids an index from them to rows.
+
+    Attributes:
+        tables: by name, to be looked up: by raw id where the table has a map, else by row number.
+    """
+
+    def __init__(self) -> None:
+        self.tables: dict[str, KeyedRows] = {}
+        self._held: dict[str, _Table] = {}
+        self._indices: dict[str, KeyIndex] = {}
+
+    def stage(self, release: Release) -> Callable[[], None]:
+        """Prepare a release while others read, and return what writes it.
+
+        Raises:
+            Contradiction: two rows would have one raw id, or a table has no such rows; nothing was written.
+        """
+        held = {table.name: _Table.with_room(table, self._kept(table, release)) for table in release.tables}
+        puts = [(rows.table.name, held[rows.table.name].stage(rows)) for rows in release.rows]
+        fresh = {name for name, table in held.items() if table is not self._held.get(name)}
+        maps = maps_of(release.tables)
+        changes = {
+            table.name: self._change(table, maps[table.name], held[table.name].there, release)
+            for table in release.tables
+            if table.name in maps
+        }
+        indices = {of: change.index for of, change in changes.items()}
+        made = {of for of, index in indices.items() if index is not self._indices.get(of)}
+        before = dict(self.tables)  # Kept until all is written: to free them takes time, too.
+        places: dict[str, Places] = {name: _RowNumbers(table.there) for name, table in held.items()}
+        places.update(indices)
+        tables = {name: KeyedRows(places[name], table.rows) for name, table in held.items()}
+
+        def put(*, unread: bool) -> None:
+            for name, put_rows in puts:
+                if (name in fresh) is unread:
+                    put_rows()
+            for of, change in changes.items():
+                if (of in made) is unread:
+                    change.make()
+
+        def write() -> None:
+            put(unread=False)
+            self._held, self._indices = held, indices
+            for name in before.keys() - tables.keys():
+                del self.tables[name]
+            self.tables.update(tables)
+
+        put(unread=True)  # What nobody reads yet.
+        return write
+
+    def read(self, table: TableSpec, ids: Ids) -> Values | None:
+        """Some rows of a table by row number; zeros for those that it has grown by since the last release."""
+        held = self._of(table)
+        return None if held is None else rows_at(held.rows, ids)
+
+    def _kept(self, table: TableSpec, release: Release) -> _Table | None:
+        """What stays of a table."""
+        return None if release.resets(table) else self._of(table)
+
+    def _of(self, table: TableSpec) -> _Table | None:
+        """What is held of a table, if it is held in that form: a policy may have come to send another."""
+        held = self._held.get(table.name)
+        return held if held and (held.rows.shape[1], held.rows.dtype) == (table.dim, table.dtype) else None
+
+    def _change(self, table: TableSpec, id_map: TableSpec, there: Mask, release: Release) -> _IndexChange:
+        """What changes of a table's index: of a new one where the table or its map begins anew."""
+        stays = all(self._kept(each, release) for each in (table, id_map))
+        index = self._indices.get(table.name) if stays else None
+        rows = [rows for rows in release.rows if rows.table.name == table.name]
+        entries = [rows for rows in release.rows if rows.table.name == id_map.name]
+        held = self._kept(id_map, release)
+        touched = np.arange(id_map.rows) if index is None else ids_of(rows)
+        change = RawIdChange.of(touched, entries, lambda rows: _entries(held, rows))
+        if index is not None:
+            _check_others(id_map.name, index, change)
+        return _index_change(index, change, there, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyedReading(Reading):
+    """A `Reading` of tables by key.
+
+    Attributes:
+        tables: by name.
+    """
+
+    tables: Mapping[str, KeyedRows]
+
+
+class KeyedTarget(LocalTarget["_KeyedCopy", KeyedReading]):
+    """Keeps every table as rows by key: by raw id where the model has a map of raw ids for it, else by row number.
+
+    Deleted rows, and rows that no raw id has, cannot be looked up. Behind the keys lie rows by number, so that
+    checksums can show that they are the right ones. Tables that are no longer followed are dropped.
+    """
+
+    def __init__(self, *, reads: Reads = "pause") -> None:
+        """Start with no tables.
+
+        Args:
+            reads: as of a `NumpyTarget`.
+
+        Raises:
+            InvalidInput: `reads` is something else.
+        """
+        copies = [_KeyedCopy() for _ in range(number_of_copies(reads))]
+        super().__init__(reads, [(each, KeyedReading(tables=each.tables)) for each in copies])
+
+
+def _entries(id_map: _Table | None, rows: Ids) -> Entries:
+    """The entries of some rows in a map, zeros where it has none."""
+    entries = np.zeros(len(rows), np.int64)
+    if id_map:
+        inside = rows < len(id_map.rows)
+        entries[inside] = id_map.rows[rows[inside], 0]
+    return entries
+
+
+def _check_others(table: str, index: KeyIndex, change: RawIdChange) -> None:
+    """Check that no row that a release does not touch has one of the raw ids that it gives."""
+    named, raw_ids = named_raw_ids(change.after)
+    owners = index.find(raw_ids)
+    foreign = np.flatnonzero((owners >= 0) & ~np.isin(owners, change.rows))
+    if len(foreign):
+        at = foreign[0]
+        raise two_rows(table, int(raw_ids[at]), [int(owners[at]), int(change.rows[named][at])])
+
+
+def _index_change(
+    index: KeyIndex | None, change: RawIdChange, there: Mask, rows: Sequence[RowBatch]
+) -> _IndexChange:
+    """The keys of the rows that change; `there` says which rows there are before the release brings `rows`."""
+    before, after = there[change.rows], there[change.rows]
+    for each in rows:
+        after[change.at(each.ids)] = not each.deleted
+    before &= (change.before != 0) & (index is not None)
+    after &= change.after != 0
+    changed = (before != after) | (change.before != change.after)
+    erased, given = before & changed, after & changed
+    keys = raw_ids_of(change.after[given])
+    # A larger one is made now, while others read.
+    index = (KeyIndex() if index is None else index).with_room(len(keys))
+    return _IndexChange(index, raw_ids_of(change.before[erased]), keys, change.rows[given])

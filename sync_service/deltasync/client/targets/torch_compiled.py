@@ -1,0 +1,265 @@
+"""The compiled part of a model, by torch.export and AOTInductor: a module whose constants can follow a trainer."""
+
+import copy
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from os import PathLike, fspath
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+from zipfile import BadZipFile, ZipFile
+
+import numpy as np
+import torch
+from torch import nn
+from torch._C._aoti import AOTIModelContainerRunnerCpu
+from torch.export._tree_utils import reorder_kwargs
+from torch.utils import _pytree as pytree
+
+from deltasync.base.arguments import check_type
+from deltasync.base.errors import Contradiction, InvalidInput, NotFound
+
+__all__ = ["CompiledModule"]
+
+_CODE_CONSTANT = "_tensor_constant"  # What torch.export calls a tensor that stands in the code.
+# What a `CompiledModule` gets as it is loaded.
+_LOADED = (
+    *("_library", "_runner", "_inputs", "_outputs", "_served", "_spare", "_staged"),
+    *("_modules", "_buffers", "_parameters", "_non_persistent_buffers_set"),
+)
+_KEEP = 'inductor_configs={"always_keep_tensor_constants": True}'
+
+
+class CompiledModule(nn.Module):
+    """A package made by `torch._inductor.aoti_compile_and_package`, in the place of what it was compiled from.
+
+    The parameters and buffers that it was compiled with are its buffers, by the names that they had: a
+    `TorchTarget` finds them as it does those of any module. Of each there are two: a release is written into one
+    while the other is served, and both are swapped at once. Checksums read the memory that forwards read.
+
+    Compile with `inductor_configs={"always_keep_tensor_constants": True}`: otherwise the compiler writes biases
+    of one element, and other small constants, into the code. Packages whose constants are folded, or lie outside
+    of the compiled library, are refused. A parameter that has several names keeps one of them.
+
+    It is called as it was for its export; AOTInductor does not check shapes and types. `copy.deepcopy` loads the
+    package again. `to()`, `half()` and the like are refused where they would change anything.
+    """
+
+    _library: "_Library"
+    _runner: AOTIModelContainerRunnerCpu
+    _served: dict[str, torch.Tensor]
+    _spare: dict[str, torch.Tensor]
+    _staged = False
+
+    def __init__(self, package: str | PathLike[str], *, name: str = "model") -> None:
+        """Load a package.
+
+        Args:
+            package: path of the `.pt2` file; not needed any more afterwards.
+            name: of the model in it.
+
+        Raises:
+            TypeError: `package` is no path.
+            NotFound: there is no such file, or no such model in it.
+            InvalidInput: it is no package, or not compiled for a CPU, or has no constants that can be written.
+        """
+        check_type("CompiledModule(package)", "package", package, str, PathLike, remedy="the path of a .pt2 file")
+        super().__init__()
+        self._load(_Library(fspath(package), name))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what was compiled."""
+        inputs = pytree.tree_leaves((args, reorder_kwargs(kwargs, self._inputs)))
+        outputs = self._runner.run([each for each in inputs if isinstance(each, torch.Tensor)])
+        return pytree.tree_unflatten(outputs, self._outputs)
+
+    def served(self, name: str) -> torch.Tensor:
+        """The constant `name` that forwards read, whatever has been assigned to its name in the module."""
+        return self._served[name]
+
+    def spare(self, name: str) -> torch.Tensor:
+        """The constant `name` that is not served: what a release brings of it is to be written there.
+
+        At first in a release all of them become what is served.
+        """
+        if not self._staged:
+            # Whole, whatever the last releases changed: what is served may have been loaded, or be damaged.
+            with torch.inference_mode():
+                for each, spare in self._spare.items():
+                    spare.copy_(self._served[each])
+            self._staged = True
+        return self._spare[name]
+
+    def discard(self) -> None:
+        """Forget what was written into `spare` and not swapped: the release failed."""
+        self._staged = False
+
+    def swap(self) -> None:
+        """Serve what was written into `spare`; called once or several times for a release, while nobody reads."""
+        if self._staged:
+            self._runner.swap_constant_buffer()
+            self._served, self._spare = self._spare, self._served
+            self._register()
+            self._staged = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        nn.Module.__init__(copied)
+        others = {name: each for name, each in vars(self).items() if name not in _LOADED}  # Hooks, for one.
+        vars(copied).update(copy.deepcopy(others, memo))
+        copied._load(self._library)
+        with torch.inference_mode():
+            for name, held in copied._served.items():
+                held.copy_(self._served[name])
+        return copied.train(self.training)
+
+    def _load(self, library: "_Library") -> None:
+        self._library = library
+        # One instance is enough: as of torch 2.13 a run keeps Python's lock, so that forwards go one by one.
+        self._runner = AOTIModelContainerRunnerCpu(library.path, 1)
+        self._inputs, self._outputs = map(pytree.treespec_loads, self._runner.get_call_spec())
+        library.check(self._runner)
+        # The loader of packages writes inactive constants, too, and has no swap; the runner below it has.
+        keys = {name: key for key, name in self._runner.get_constant_names_to_original_fqns().items()}
+        held = self._runner.extract_constants_map(False)
+        self._runner.update_constant_buffer({keys[name]: each for name, each in held.items()}, True, True)
+        self._served, self._spare = (
+            {
+                name: _kept(each, self._runner)
+                for name, each in self._runner.extract_constants_map(inactive).items()
+            }
+            for inactive in (False, True)
+        )
+        self._register()
+
+    def _register(self) -> None:
+        for name, tensor in self._served.items():
+            owner: nn.Module = self
+            *path, leaf = name.split(".")
+            for each in path:
+                if each not in owner._modules:
+                    owner.add_module(each, nn.Module())
+                owner = owner.get_submodule(each)
+            # One of the code is no state: nothing brings it, which is as it should be.
+            owner.register_buffer(leaf, tensor, persistent=not name.startswith(_CODE_CONSTANT))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:  # noqa: ARG002
+        for name, each in self._served.items():
+            empty = torch.empty(0, dtype=each.dtype)
+            changed = fn(empty)
+            if (changed.dtype, changed.device) != (empty.dtype, empty.device):
+                raise Contradiction(
+                    f"{name} was compiled as {each.dtype} on the CPU, and cannot become {changed.dtype} on "
+                    f"{changed.device}: convert the other modules by themselves, or compile the model anew"
+                )
+        return self
+
+
+def compiled_modules(module: nn.Module) -> list[CompiledModule]:
+    """The compiled modules in a module."""
+    return [each for each in module.modules() if isinstance(each, CompiledModule)]
+
+
+def compiled_module_of(module: nn.Module, name: str) -> tuple[CompiledModule, str] | None:
+    """The compiled module that has the tensor `name` of a module as a constant, and its name there; else None."""
+    owner, rest = module, name
+    while rest and not isinstance(owner, CompiledModule):
+        first, _, rest = rest.partition(".")
+        owner = getattr(owner, first)
+    return (owner, rest) if isinstance(owner, CompiledModule) and rest in owner._served else None
+
+
+def absence(module: nn.Module, table: str) -> str:
+    """Why a module has no tensor for a table."""
+    for name, each in module.named_modules():
+        inside = f".{table}".partition(f".{name}." if name else ".")[2]
+        if inside and isinstance(each, CompiledModule):
+            return (
+                f"the compiled module {name or '(the target)'} has no constant {inside}: it is written "
+                f"into the code, for which compile with {_KEEP} and without freezing; or goes by another of its "
+                "names; or nothing that was compiled reads it, such as num_batches_tracked: then leave it out"
+            )
+        if inside and isinstance(each, torch.jit.ScriptModule) and not [*each.parameters(), *each.buffers()]:
+            return (
+                f"module {name or '(the target)'} is of TorchScript and has no parameters: torch.jit.freeze and "
+                "optimize_for_inference write them into the code; use it as torch.jit.script or trace made it"
+            )
+    return "the module has no parameter or buffer of that name"
+
+
+class _Library:
+    """The shared library of a model in a package, in a folder that lives as long as this."""
+
+    def __init__(self, package: str, name: str) -> None:
+        self._of = f"model {name!r} of {package}"
+        self._folder = tempfile.mkdtemp(prefix="deltasync-")
+        weakref.finalize(self, _remove, self._folder, os.getpid())
+        try:
+            files = [Path(self._folder, each) for each in self._unpack(package, name)]
+        except FileNotFoundError:
+            raise NotFound(f"{self._of}: there is no such file") from None
+        except BadZipFile as error:
+            raise InvalidInput(f"{self._of}: not a package ({error})") from None
+        libraries = [str(each) for each in files if each.suffix == ".so"]
+        if len(libraries) != 1:
+            raise NotFound(f"{self._of}: the package has {len(libraries)} libraries of that name, expected one")
+        self.path = libraries[0]
+        self._check_device([each for each in files if each.name.endswith(".wrapper_metadata.json")])
+
+    def check(self, runner: AOTIModelContainerRunnerCpu) -> None:
+        """Check that what was compiled can follow a trainer.
+
+        Raises:
+            InvalidInput: constants are folded or packed, which nothing does again after a swap; or there are none.
+        """
+        names, held = runner.get_constant_names_to_original_fqns().values(), runner.extract_constants_map(False)
+        if not held:
+            raise InvalidInput(
+                f"{self._of}: it has no constants; compile with aot_inductor.package_constants_in_so"
+            )
+        derived = {name for name, each in held.items() if each.layout is not torch.strided} | (
+            set(names) - held.keys()
+        )
+        if derived:
+            raise InvalidInput(
+                f"{self._of}: {', '.join(sorted(derived))} are made of other constants, and would not follow; "
+                "compile without freezing and aot_inductor.use_runtime_constant_folding"
+            )
+
+    def _unpack(self, package: str, name: str) -> Iterator[str]:
+        with ZipFile(package) as archive:
+            for each in archive.namelist():
+                path = PurePosixPath(each)
+                if path.parts[1:-1] == ("data", "aotinductor", name):
+                    Path(self._folder, path.name).write_bytes(archive.read(each))
+                    yield path.name
+
+    def _check_device(self, metadata: list[Path]) -> None:
+        devices = {json.loads(each.read_text()).get("AOTI_DEVICE_KEY", "cpu") for each in metadata}
+        if devices - {"cpu"}:
+            raise InvalidInput(f"{self._of}: compiled for {', '.join(devices)}; only one for a CPU can follow yet")
+
+
+def _remove(folder: str, owner: int) -> None:
+    # A process that was forked off ends without it: its parent goes on with the folder.
+    if os.getpid() == owner:
+        shutil.rmtree(folder)
+
+
+class _Memory:
+    """Memory of a runner, which is not freed as long as somebody has a view of it."""
+
+    def __init__(self, tensor: torch.Tensor, runner: AOTIModelContainerRunnerCpu) -> None:
+        flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        self.__array_interface__ = flat.numpy().__array_interface__
+        self._runner = runner
+
+
+def _kept(tensor: torch.Tensor, runner: AOTIModelContainerRunnerCpu) -> torch.Tensor:
+    """A constant of a runner as a tensor that keeps the runner."""
+    flat = torch.from_numpy(np.asarray(_Memory(tensor, runner)))
+    return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,0 +1,426 @@
+"""One rank's stream: what it opens with, and its parts, chunk by chunk, until its cut is sealed."""
+
+import asyncio
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from deltasync.access.limits import Limits
+from deltasync.base.arguments import check_name
+from deltasync.base.clock import steady_ns
+from deltasync.base.errors import Contradiction, InvalidInput, Superseded
+from deltasync.base.events import EventKind
+from deltasync.base.words import counted
+from deltasync.core.position import Position
+from deltasync.core.rows import DeleteRequest, Ids, RowBatch
+from deltasync.core.seal import Seal, check_event_time
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.cuts.coordinator import CutCoordinator, OpenCut
+from deltasync.cuts.cut import ChangedRows, MissingRows, RankPart
+from deltasync.cuts.runs import Continuation, Run, continues
+from deltasync.log.log_store import LogFull, WriteQueue
+from deltasync.log.records import pack_layout, packed_bytes
+from deltasync.v1 import publish_pb2, tables_pb2
+from deltasync.wire.messages import (
+    event_time_from_message,
+    position_from_message,
+    shards_from_open,
+    table_from_message,
+)
+from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
+
+# Bounds the memory that an arriving part takes. Many small chunks, of a table each, are not waited for one by one.
+_MOST_BYTES = 16 << 20
+# What a small one takes in memory.
+_CHUNK_BYTES = 4096
+
+
+class UnwrittenChunks:
+    """Writes of a rank's part, in their order. Used in the event loop."""
+
+    def __init__(self, queue: WriteQueue) -> None:
+        """`queue` is what all have handed to the log: while that is full, this stream has nothing in it."""
+        self._queue = queue
+        self._writes: deque[tuple[Future[None], int]] = deque()
+        self._bytes = 0
+
+    def add(self, write: Future[None], size: int) -> None:
+        """Add a write of so many bytes."""
+        self._writes.append((write, max(size, _CHUNK_BYTES)))
+        self._bytes += self._writes[-1][1]
+
+    async def wait_for_room(self) -> None:
+        """Wait for the first of them until the others are not too much to hold, for one stream and for all.
+
+        Raises:
+            StorageFailed: one has failed.
+        """
+        while self._bytes > _MOST_BYTES or (self._writes and self._queue.full):
+            write, size = self._writes.popleft()
+            self._bytes -= size
+            if write.done():
+                write.result()
+            else:
+                await asyncio.wrap_future(write)
+
+    def take(self) -> tuple[Future[None], ...]:
+        """All of them, which are others' to wait for from now on."""
+        writes = tuple(write for write, _ in self._writes)
+        self._writes.clear()
+        self._bytes = 0
+        return writes
+
+
+# What takes long of an open, one after the other: the event loop's own threads are for those who are in.
+OPENS = ThreadPoolExecutor(1, thread_name_prefix="opens")
+MAX_WORLD_SIZE = 65_536
+_LONGEST_PROCESS = 200
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a rank says of itself: valid in itself, and not yet compared with what the service holds."""
+
+    message: publish_pb2.PublishOpen
+    run: Run
+    tables: list[TableSpec]
+    shards: list[Shard]
+
+
+def check_counts(message: publish_pb2.PublishOpen, limits: Limits) -> None:
+    """Check that the message that opens a stream is no longer than peers may have it.
+
+    Raises:
+        LimitReached: it is.
+    """
+    limits.check("tables_per_model", len(message.tables))
+    limits.check("shards_per_open", len(message.shards))
+
+
+def check_open(message: publish_pb2.PublishOpen, by: str | None = None) -> Opening:
+    """Check the message that opens a stream of a client of the identity `by`.
+
+    Any thread.
+
+    Raises:
+        InvalidInput: a field of the message can never be right.
+    """
+    check_name("model", message.model)
+    tables = _checked_tables(message)
+    return Opening(message, _checked_run(message, by), tables, shards_from_open(message, tables))
+
+
+def _checked_run(message: publish_pb2.PublishOpen, by: str | None) -> Run:
+    if not 1 <= len(message.run) <= 128:
+        raise InvalidInput(f"run id {message.run!r}: use 1 to 128 characters")
+    if not 1 <= message.world_size <= MAX_WORLD_SIZE:
+        raise InvalidInput(f"world size {message.world_size}: expected 1 to {MAX_WORLD_SIZE}")
+    if message.rank >= message.world_size:
+        raise InvalidInput(f"rank {message.rank} of a world of {message.world_size}: ranks count from 0")
+    if len(message.process) > _LONGEST_PROCESS or not message.process.isprintable():
+        raise InvalidInput(f"process: use at most {_LONGEST_PROCESS} printable characters")
+    return Run(message.run, message.run_started_unix_ns, message.world_size, message.process, by)
+
+
+def _checked_tables(message: publish_pb2.PublishOpen) -> list[TableSpec]:
+    tables = [table_from_message(table) for table in message.tables]
+    if not tables:
+        raise InvalidInput("the run announces no tables: describe at least one")
+    known: dict[str, TableSpec] = {}
+    for table in tables:
+        if table.name in known:
+            raise InvalidInput(f"table {table.name!r} is announced twice: tables need distinct names")
+        known[table.name] = table
+    aliases = set[str]()
+    for table in tables:
+        if table.of:
+            _check_map(table, known.get(table.of))
+        if twice := next((each for each in table.aliases if each in known or each in aliases), None):
+            raise InvalidInput(f"table {table.name!r} is {twice!r}, too, which another table of the run is")
+        aliases.update(table.aliases)
+    return tables
+
+
+def _check_map(table: TableSpec, rows: TableSpec | None) -> None:
+    """Check that a map, or ranges, are of the rows of an embedding table: one not sharded is a parameter."""
+    if rows is None or not rows.kind.trained:
+        raise InvalidInput(f"table {table.name!r} is of {table.of!r}, which is no embedding table of the run")
+    if rows.rows != table.rows:
+        raise InvalidInput(
+            f"table {table.name!r} has {counted(table.rows, 'row')}, but {table.of!r}, to which it "
+            f"belongs, has {rows.rows}"
+        )
+
+
+_ROWS_AT_ONCE = 64
+# Requests that one part meets: no rank is handed so many.
+_MOST_DELETES = 131_072
+
+
+async def open_session(coordinator: CutCoordinator, opening: Opening) -> "PublishSession":
+    """Let a rank in. A newer stream of the same rank, or a newer run, takes over.
+
+    Raises:
+        Contradiction: the run, its size or a table differs from what the service holds.
+        LimitReached: the limits do not allow its tables.
+        StorageFailed: there is no room for a table.
+        ServiceUnavailable: the model's tables are at no version now.
+    """
+    loop = asyncio.get_running_loop()
+    layout = await loop.run_in_executor(OPENS, pack_layout, opening.tables, opening.shards)
+    await coordinator.admit(opening.run, opening.tables)
+    session = PublishSession(coordinator, opening, layout)
+    coordinator.sessions[session.rank] = session
+    try:
+        await session.find_changes()
+    except BaseException as error:  # Or it would be taken for one that is there.
+        session.leave(str(error))
+        raise
+    session.say(EventKind.RANK_JOINED, session.decision.reason)
+    return session
+
+
+class PublishSession:
+    """One rank's stream, once the rank has joined. Used in the event loop.
+
+    Attributes:
+        coordinator: of the ranks of its model.
+    """
+
+    def __init__(self, coordinator: CutCoordinator, opening: Opening, layout: bytes) -> None:
+        self.run = opening.run
+        self.rank, self.process = opening.message.rank, opening.message.process
+        self.tables = opening.tables
+        self.slots = {table.name: slot for slot, table in enumerate(opening.tables)}
+        self.takes_deletes = opening.message.takes_deletes
+        self._takes_changes = opening.message.takes_changes
+        self.ended, self.finished, self.since_ns, self.left = False, False, steady_ns(), ""
+        self.coordinator = coordinator
+        self._model = coordinator.model
+        self._layout = layout
+        self._claim = position_from_message(opening.message.continues)
+        self._shards = opening.shards
+        self._part: tuple[OpenCut, RankPart] | None = None
+        self.changed: ChangedRows | None = None
+        self._unwritten = UnwrittenChunks(self._model.store.queue)
+
+    def say(self, kind: EventKind, text: str, error: Exception | None = None) -> None:
+        """Tell what happens to this rank."""
+        self.coordinator.events.emit(kind, text, error, model=self._model.name, rank=self.rank, run=self.run.id)
+
+    def end(self, reason: str, refusal: Exception | None = None) -> None:
+        """Note that the stream is over, and why where that is known: perhaps for what a part of it was."""
+        if isinstance(refusal, InvalidInput):
+            self.coordinator.sealer.note_refusal(refusal)
+        self.leave(reason)
+        self.say(EventKind.RANK_LEFT, "" if refusal else self.left, refusal)
+
+    def leave(self, reason: str) -> None:
+        """Note that the rank is gone, and why: it has finished, or else for the reason, if there is one."""
+        text = "it has finished" if self.finished else reason or "its stream has ended without a goodbye"
+        self.ended, self.since_ns, self.left = True, steady_ns(), text
+        self.coordinator.note_left()
+
+    @property
+    def decision(self) -> Continuation:
+        """Whether the run continues the published history as it is now."""
+        model, claim = self._model, self._claim
+        seal = model.seals.checksum_of(claim.number)
+        takes_changes = self._takes_changes
+        return continues(self.run, claim, model.history, model.seals.newest, seal, takes_changes=takes_changes)
+
+    async def find_changes(self) -> None:
+        """Find what was published after the version that the run goes on from, if that is not the newest.
+
+        Raises:
+            ServiceUnavailable: the tables are at no version, since one could be applied only in part.
+        """
+        if self.decision.since is not None:
+            await self.coordinator.settled()
+        if (since := self.decision.since) is not None:
+            self.changed = await self._model.on_thread(self._changed_since, since)
+            await self._ask_again(since)
+
+    async def _ask_again(self, since: int) -> None:
+        """Have the run delete again what operators have had deleted after its version: it has these rows still."""
+        deletes = self.coordinator.deletes
+        for done in deletes.done.after(since):
+            rows = await self._model.on_thread(self._still_deleted, done)
+            if done.number in deletes.done:  # Otherwise another rank has come first.
+                await deletes.ask_again(done, rows, since, f"run {self.run.id}")
+
+    def _still_deleted(self, done: DeleteRequest) -> Ids:
+        """Those of its rows that have not come back since."""
+        found = [each for each in self._model.tables if each.spec.name == done.table]
+        return done.ids[found[0].deleted(done.ids)] if found else done.ids[:0]
+
+    def _changed_since(self, since: int) -> ChangedRows:
+        applied = self._model.applied
+        return ChangedRows.find(since, applied.version if applied else 0, self._model.tables, self._shards)
+
+    @property
+    def deletes(self) -> list[DeleteRequest]:
+        """What this rank is asked to delete by now."""
+        return self.coordinator.deletes.handed(self.tables) if self.takes_deletes else []
+
+    @property
+    def quarantine(self) -> str:
+        """Why replicas are kept from what is published; empty if they are not."""
+        return self.coordinator.sealer.quarantine
+
+    @property
+    def sealed(self) -> Position:
+        """The last sealed position."""
+        newest = self._model.seals.newest_version
+        return Position(self._model.history, newest, self._model.seals.checksum_of(newest))
+
+    async def take(self, part: publish_pb2.WholePart) -> Position:
+        """Take this rank's part, whole: see `add` and `close`."""
+        _check_size("part", sum(len(rows.ids) + len(rows.values) for rows in part.rows))
+        for number, rows in enumerate(part.rows, 1):
+            await self.add(part.close.step, rows)
+            if number % _ROWS_AT_ONCE == 0:  # Of so many tables, a part takes long: others have their turn.
+                await asyncio.sleep(0)
+        return await self.close(part.close)
+
+    async def add(self, step: int, rows: tables_pb2.Rows) -> None:
+        """Take some rows of this rank's part of the cut after `step`.
+
+        Raises:
+            InvalidInput: the rows do not fit what the rank announced.
+            Contradiction: the cut does not fit the log, however empty that is.
+            Superseded: a newer stream, run or cut has taken over.
+        """
+        batch = decode_rows(rows, self._shards)
+        _check_size("chunk", batch.nbytes)
+        batch.check()
+        batch.check_digests()
+        batch, norms = batch.digested(), self.coordinator.sealer.guard.look(batch)
+        if norms.excess and not self.coordinator.sealer.guard.quarantines:
+            raise InvalidInput(f"{norms.excess}: the cut of step {step} is refused")
+        if self._sealed_before(step) or self._closed_before(step):
+            return
+        open_cut, part = self._part_of(step)
+        part.add(rows.slot, batch)
+        part.note_norms(batch.table.name, norms)
+        open_cut.cut.keep(part, batch)
+        self._append(open_cut, part, rows.slot, batch)
+        # Last: while this waits, another stream may begin the part anew.
+        try:
+            await self._unwritten.wait_for_room()
+        except LogFull as error:
+            self.coordinator.check_room(open_cut, error)
+            raise
+
+    async def close(self, close: publish_pb2.PartClose) -> Position:
+        """End this rank's part; the position the cut was sealed at, once it is durable.
+
+        Raises:
+            InvalidInput: the part is not what its close says.
+            ResyncRequired: the run must publish every row first, and this part does not.
+            Contradiction: the ranks' shards do not make up whole tables, or the step is an old one.
+            Superseded: a newer stream, run or cut has taken over.
+        """
+        self._claim = await self._closed(close)
+        self.changed = None  # All of it was in the part.
+        return self._claim
+
+    async def _closed(self, close: publish_pb2.PartClose) -> Position:
+        if sealed := self._sealed_before(close.step):
+            return Position(self._model.history, sealed.version, sealed.checksum)
+        if open_cut := self._closed_before(close.step):
+            return await asyncio.shield(open_cut.sealed)
+        open_cut, part = self._part_of(close.step)
+        event_time, differing = event_time_from_message(close), self._differing(close)
+        check_event_time(event_time)
+        open_cut.cut.close(
+            part,
+            rows=close.rows,
+            full=close.full,
+            step_end_unix_ns=close.step_end_unix_ns,
+            deletes=frozenset(close.deletes),
+            event_time_unix_ns=event_time,
+            unwritten=self._unwritten.take(),
+            gather_ns=close.gather_ns,
+        )
+        self.coordinator.differing |= differing
+        self._part = None
+        self.coordinator.seal_when_complete()
+        return await asyncio.shield(open_cut.sealed)
+
+    def finish(self) -> None:
+        """Note that the rank says goodbye: it has published all that it is going to.
+
+        Raises:
+            InvalidInput: a part is under way.
+        """
+        if self._part:
+            raise InvalidInput(f"goodbye within the part of step {self._part[0].cut.step}: close it first")
+        self.finished = True
+
+    def _differing(self, close: publish_pb2.PartClose) -> set[str]:
+        if len(close.differing) > len(self.tables) or len(close.deletes) > _MOST_DELETES:
+            found = f"{len(close.differing)} tables that differ, and {len(close.deletes)} deletes"
+            raise InvalidInput(f"{found}: at most {len(self.tables)}, and {_MOST_DELETES}, can be")
+        if unknown := [index for index in close.differing if index >= len(self.tables)]:
+            raise InvalidInput(
+                f"table {unknown[0]} differs between ranks, but only {len(self.tables)} were announced"
+            )
+        return {self.tables[index].name for index in close.differing}
+
+    def _sealed_before(self, step: int) -> Seal | None:
+        """The seal of the cut after `step`, if it was sealed before: the answer may have been lost."""
+        self._check_current()
+        sealed = self._model.seals.newest
+        if sealed is None or sealed.run != self.run.id or step > sealed.step:
+            return None
+        if step < sealed.step:
+            raise Contradiction(f"part of step {step}, but step {sealed.step} of this run is published already")
+        return sealed
+
+    def _closed_before(self, step: int) -> OpenCut | None:
+        """The cut after `step`, if this rank closed its part of it on an earlier stream."""
+        current = self.coordinator.open_cut
+        ours = current and current.cut.run == self.run and current.cut.step == step
+        return current if current and ours and current.cut.closed_by(self.rank) else None
+
+    def _part_of(self, step: int) -> tuple[OpenCut, RankPart]:
+        open_cut = self.coordinator.cut_of(self.run, step)
+        if self._part is None or self._part[0] is not open_cut:
+            decision = self.decision
+            missing = self._missing(decision.since)
+            open_cut.cut.announce(self.tables)
+            part = open_cut.cut.begin(self.rank, self._shards, must_be_full=not decision.yes, missing=missing)
+            self._part = (open_cut, part)
+            dropped = self._model.store.drop_part(open_cut.cut.version, self.rank)
+            layout = self._model.store.use_layout(self._layout, self._shards, open_cut.cut.version)
+            self._unwritten.add(dropped, 0)
+            self._unwritten.add(layout.written, 0)
+            part.layout, part.log_bytes = layout.number, layout.log_bytes
+        return self._part
+
+    def _missing(self, since: int | None) -> MissingRows | None:
+        """What the part is to have although this run, which goes on from version `since`, has not changed it."""
+        newest = self._model.seals.newest_version
+        if since is None:
+            return None
+        if self.changed is None or (self.changed.since, self.changed.upto) != (since, newest):
+            raise Superseded(f"version {newest} was sealed since this stream was opened: open it again")
+        return MissingRows(self.changed)
+
+    def _append(self, current: OpenCut, part: RankPart, slot: int, rows: RowBatch) -> None:
+        index, part.records = part.records, part.records + 1
+        size = packed_bytes(rows)
+        part.log_bytes += size
+        self.coordinator.check_room(current)
+        appended = self._model.store.append(current.cut.version, self.rank, index, slot, rows, part.layout)
+        self._unwritten.add(appended, size)
+
+    def _check_current(self) -> None:
+        if self.coordinator.sessions.get(self.rank) is not self:
+            raise Superseded(f"a newer stream of rank {self.rank}, or a newer run, has taken over")
+
+
+def _check_size(what: str, size: int) -> None:
+    if size > MAX_CHUNK_BYTES:
+        raise InvalidInput(f"a {what} of {size} bytes of ids and values, at most {MAX_CHUNK_BYTES} are allowed")

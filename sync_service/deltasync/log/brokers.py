@@ -1,0 +1,242 @@
+"""The brokers that several processes share, and what their errors mean."""
+
+import asyncio
+import contextlib
+import json
+import ssl
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from deltasync.base.durations import Durations
+from deltasync.base.errors import InvalidInput, StorageFailed
+from deltasync.log.log_store import LogUnavailable
+from deltasync.log.volume import Refusal, Volume
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+
+LOOK_AT_BROKERS = "look at the brokers"
+
+
+class Fenced(StorageFailed):
+    """Another owner has appended to the log: this process may write nothing to it any more."""
+
+
+class LogWentBack(StorageFailed):
+    """The log has lost what it had acknowledged, or is gone."""
+
+
+def refused_by_brokers(stream: str, error: dict[str, Any]) -> str:
+    """What brokers have refused, as they say it, and what to do."""
+    return f"stream {stream}: {error.get('description')}: {LOOK_AT_BROKERS}"
+
+
+T = TypeVar("T")
+
+_SCHEMES = ("nats", "tls")
+_CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 5.0
+_PING_SECONDS, _PINGS = 2, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokerOptions:
+    """Which brokers keep the logs, and how they are reached.
+
+    Attributes:
+        urls: of the brokers of one cluster: nats://HOST:PORT, or tls://.
+        prefix: of the names of all that is kept there: services with different ones have nothing in common.
+        replicas: by how many brokers each log is kept.
+        credentials: file with a JWT and a key; None where none are needed.
+        ca: PEM file of the brokers' CA; None is the system's.
+        cert: PEM file of the service's certificate; None for none.
+        key: of that its key.
+        monitors: URLs of the brokers' monitoring ports, which say whether what they acknowledge is on disk.
+        max_bytes: of rows that each model's log takes, at most.
+    """
+
+    urls: tuple[str, ...]
+    prefix: str = "deltasync"
+    replicas: int = 3
+    credentials: Path | None = None
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    monitors: tuple[str, ...] = ()
+    max_bytes: int = 64 << 30
+
+    def __post_init__(self) -> None:
+        if not self.urls:
+            raise InvalidInput("--log: expected URLs of brokers, nats://HOST:PORT")
+        for url in self.urls:
+            if urlsplit(url).scheme not in _SCHEMES or not urlsplit(url).hostname:
+                raise InvalidInput(f"--log: {without_secrets(url)!r} is no nats://HOST:PORT")
+        if not self.prefix.isalnum() or not self.prefix.isascii():
+            raise InvalidInput(f"--log-prefix: {self.prefix!r}, expected letters and digits")
+        if self.replicas not in (1, 3, 5):
+            raise InvalidInput(f"--log-replicas: {self.replicas}, expected 1, 3 or 5")
+        if (self.cert is None) != (self.key is None):
+            raise InvalidInput("--log-cert and --log-key go together")
+
+    @property
+    def words(self) -> str:
+        """The brokers, without what is secret."""
+        return ",".join(map(without_secrets, self.urls))
+
+
+def without_secrets(url: str) -> str:
+    """A URL without user and password."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+async def connect(options: BrokerOptions, name: str) -> "Client":
+    """A connection that comes back by itself, however long brokers are away.
+
+    Raises:
+        StorageFailed: no broker answers, or none lets this process in.
+    """
+    try:
+        import nats
+    except ModuleNotFoundError as error:
+        raise StorageFailed("the client of NATS is missing: pip install 'deltasync[jetstream]'") from error
+    settings: dict[str, Any] = {"user_credentials": str(options.credentials)} if options.credentials else {}
+    if options.ca or options.cert or any(url.startswith("tls:") for url in options.urls):
+        settings["tls"] = _tls(options)
+    try:
+        return await asyncio.wait_for(
+            nats.connect(
+                list(options.urls),
+                name=name,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.2,
+                connect_timeout=2,
+                ping_interval=_PING_SECONDS,
+                max_outstanding_pings=_PINGS,
+                allow_reconnect=True,
+                error_cb=_passed_over,
+                **settings,
+            ),
+            _CONNECT_SECONDS,
+        )
+    except Exception as error:
+        raise StorageFailed(
+            f"no broker of {options.words} can be used: {error!r}: see whether they run, and --log and its "
+            "credentials"
+        ) from error
+
+
+async def _passed_over(_error: Exception) -> None:
+    """It comes to whoever waits for an answer."""
+
+
+def _tls(options: BrokerOptions) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=str(options.ca) if options.ca else None)
+        if options.cert and options.key:
+            context.load_cert_chain(options.cert, options.key)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidInput(f"--log-ca, --log-cert, --log-key: {error}") from error
+    return context
+
+
+class Brokers:
+    """The brokers, from any thread. A log's writes go out in the thread's own event loop.
+
+    Attributes:
+        options: which they are.
+        loop: of the thread.
+    """
+
+    def __init__(self, options: BrokerOptions, name: str) -> None:
+        """`name` is what brokers call this connection.
+
+        Raises:
+            StorageFailed: none can be used.
+        """
+        self.options = options
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="brokers", daemon=True)
+        self._thread.start()
+        try:
+            self.client = self.run(connect(options, name))
+        except BaseException:
+            self._stop()
+            raise
+
+    def run(self, what: Coroutine[Any, Any, T]) -> T:
+        """Wait for something that the thread does."""
+        return asyncio.run_coroutine_threadsafe(what, self.loop).result()
+
+    async def ask(self, subject: str, question: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What JetStream answers, which may be an `error`.
+
+        Raises:
+            LogUnavailable: nobody answers.
+        """
+        payload = json.dumps(question).encode() if question is not None else b""
+        answer: dict[str, Any] = json.loads((await self.request(f"$JS.API.{subject}", payload)).data)
+        return answer
+
+    async def request(self, subject: str, payload: bytes = b"") -> "Msg":
+        """The answer to a message.
+
+        Raises:
+            LogUnavailable: nobody answers.
+        """
+        try:
+            return await self.client.request(subject, payload, timeout=_ANSWER_SECONDS)
+        except Exception as error:
+            raise LogUnavailable(
+                f"brokers {self.options.words} do not answer: {error!r}: {LOOK_AT_BROKERS}"
+            ) from error
+
+    def close(self) -> None:
+        """End the connection and the thread."""
+        with contextlib.suppress(Exception):  # Whatever it was in the middle of.
+            self.run(asyncio.wait_for(self.client.close(), _ANSWER_SECONDS))
+        self._stop()
+
+    def _stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class BrokerVolume(Volume):
+    """A `Volume` without a folder: what is wrong with it, logs say themselves.
+
+    Attributes:
+        commits: how long it took until writes were acknowledged.
+        troubles: what is wrong, by model.
+    """
+
+    def __init__(self, brokers: str) -> None:
+        super().__init__("log", Path("/"))
+        self._brokers = brokers
+        self.commits = Durations()
+        self.troubles = dict[str, str]()
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with it, and what to do; empty if nothing is."""
+        found = {each.removesuffix(f": {LOOK_AT_BROKERS}") for each in self.troubles.values() if each}
+        if not found:
+            return ""
+        return f"log of {self._brokers}: {'; '.join(sorted(found))}: {LOOK_AT_BROKERS}; what is submitted waits"
+
+    @property
+    def free_bytes(self) -> None:
+        """What brokers have left is theirs to say."""
+
+    def has_file(self, _path: Path) -> bool:
+        """None of the service's files is there."""
+        return False
+
+    def probe(self, _refusal: Refusal) -> bool:
+        """It is tried all the time."""
+        return True

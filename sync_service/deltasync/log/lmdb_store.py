@@ -1,0 +1,449 @@
+"""The log in a file of LMDB, beside the service that uses it alone."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from deltasync.base.durations import Durations
+from deltasync.base.errors import StorageFailed
+from deltasync.base.files import flush_folder, make_folder
+from deltasync.log.data_directory import RESTORE, writing
+from deltasync.log.log_store import (
+    LAST_NUMBER,
+    LAST_PART,
+    Buffer,
+    LogFull,
+    LogOptions,
+    LogUnavailable,
+    Record,
+    Submitted,
+    WriteQueue,
+)
+from deltasync.log.records import address_of, damaged, key_of, name_of, with_checksum, without_checksum
+from deltasync.log.volume import Volume, VolumeFailed, is_refusal, refused
+
+_DAMAGED = {
+    lmdb.VersionMismatchError: "it was written by another version of LMDB, or its head is damaged: open it with "
+    f"the version that wrote it, or {RESTORE}",
+    lmdb.InvalidError: f"data.mdb is no log, or its head is damaged: {RESTORE}",
+    lmdb.CorruptedError: f"a page of data.mdb is damaged: {RESTORE}",
+    lmdb.PageNotFoundError: f"a page of data.mdb is missing: {RESTORE}",
+}
+_UNAVAILABLE = {
+    lmdb.MemoryError: "there is no room in the process's memory for so large a log: lower --log-max-bytes, or see "
+    "limits of its memory (ulimit -v, vm.overcommit_memory)",
+    lmdb.ReadersFullError: "too many processes read it: end those that do",
+    lmdb.PanicError: "its disk has refused a write, and it is being opened again: try again",
+}
+_OTHERWISE = "restart the service; deltasync fsck --data-dir says whether anything is damaged"
+_NOTHING_LOST = "nothing that was acknowledged is lost"
+
+
+def opening_failed(error: lmdb.Error, directory: Path) -> StorageFailed:
+    """The error that the log in a folder cannot be opened."""
+    return _failed(f"the log in {directory} cannot be opened", error, directory)
+
+
+def reading_failed(error: lmdb.Error, file: Path) -> StorageFailed:
+    """The error that the log's file cannot be read."""
+    return _failed("the log cannot be read", error, file)
+
+
+def writing_failed(error: Exception, file: Path, size: int) -> StorageFailed:
+    """The error that a write of so many bytes to the log's file was refused."""
+    if isinstance(error, lmdb.MapFullError):
+        return LogFull(
+            "the log is full until a checkpoint is written; if it stays so, raise --log-max-bytes and restart the "
+            "service; nothing was lost"
+        )
+    return _failed("the log could not be written", error, file, size)
+
+
+def not_open(failure: StorageFailed | None) -> StorageFailed:
+    """The error that a log which is not open cannot be read; `failure` is why it could not be opened again."""
+    why = failure or f"{_UNAVAILABLE[lmdb.PanicError]}; {_NOTHING_LOST}"
+    return LogUnavailable(f"the log cannot be read: {why}")
+
+
+def refused_write_is_there(file: Path) -> VolumeFailed:
+    """The error that the log contains a write which was reported as refused: the service does not know of it."""
+    what = "the log could not be opened again"
+    refusal = refused(what, file, OSError(0, "it has a write that the disk had refused")).refusal
+    remedy = f"restart the service, which reads it anew; {_NOTHING_LOST}"
+    return VolumeFailed(what, replace(refusal, remedy=remedy))
+
+
+def _failed(what: str, error: Exception, path: Path, size: int = 0) -> StorageFailed:
+    if damage := _text_of(_DAMAGED, error):
+        return StorageFailed(f"{what} ({error}): {damage}")
+    known = _text_of(_UNAVAILABLE, error)
+    if not known and is_refusal(error):
+        return refused(what, path, error, size)
+    return LogUnavailable(f"{what} ({error}): {known or _OTHERWISE}; {_NOTHING_LOST}")
+
+
+def _text_of(texts: Mapping[type[lmdb.Error], str], error: Exception) -> str:
+    return next((text for kind, text in texts.items() if isinstance(error, kind)), "")
+
+
+logger = logging.getLogger(__name__)
+
+_RECORDS, _META = b"records", b"meta"
+_READ_BYTES = 64 << 10  # So many, or one record, are read in one transaction.
+_MAX_READERS = 512
+_LOCK_BYTES = 36 << 10  # More than LMDB takes for as many.
+# A commit that takes longer is said in the log, so often at most.
+_SLOW_SECONDS, _SAID_SECONDS = 1.0, 60.0
+
+
+class LmdbStore:
+    """A `LogStore` in a folder. What its methods do stands there.
+
+    Attributes:
+        shared: no: it is one process's own.
+        refusing: a write was refused for want of room; cleared once there is room again.
+        capacity: bytes of rows that it takes, at most.
+        volume: where its file is.
+        commits: how long it took to bring what was submitted to the disk.
+        queue: what was submitted and is not on disk yet.
+
+    Raises:
+        StorageFailed: the file is no log, or is damaged.
+    """
+
+    def __init__(self, options: LogOptions) -> None:
+        self.shared, self._options = False, options
+        self._file = options.directory / "data.mdb"
+        self.capacity = options.max_bytes - _reserve(options.max_bytes)
+        self.refusing = False
+        self.volume, self.commits = Volume("log", options.directory), Durations()
+        self._said_slow = -_SAID_SECONDS
+        self._idle, self._reads = threading.Condition(), 0  # An environment may be closed while nobody reads.
+        self._env: lmdb.Environment | None = None
+        self._closed = False
+        self._not_opened: StorageFailed | None = None  # Why it could not be opened again.
+        self._databases = dict[bytes, Any]()
+        self._have(_open(options))
+        self.queue = WriteQueue()
+        self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
+        self._writer.start()
+
+    def close(self) -> None:
+        """Commit what was submitted and close the file."""
+        self.queue.close()
+        self._writer.join()
+        self._closed = True
+        self._close_environment()
+
+    # Writing.
+
+    def append(
+        self,
+        stream: str,
+        number: int,
+        part: int,
+        index: int,
+        *payload: Buffer,
+        after: Sequence[Future[None]] = (),
+        patient: bool = False,
+    ) -> Future[None]:
+        """Write a record, whose payload comes in pieces, unless a write `after` which it comes was refused."""
+        key = key_of(stream, number, part, index)
+        size = sum(memoryview(piece).nbytes for piece in payload)
+        return self.queue.submit(lambda txn: self._append(txn, key, payload, after), size, patient=patient)
+
+    def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
+        """Forget the records from `number` on, or only those of one part of `number`."""
+        first, last = key_of(stream, number, part or 0, 0), key_of(stream, number, part or 0, LAST_PART)
+        if part is None:
+            last = key_of(stream, LAST_NUMBER, LAST_PART, LAST_PART)
+        return self.queue.submit(lambda txn: self._delete_range(txn, first, last), 0, patient=patient)
+
+    def truncate(self, stream: str, upto: int) -> Future[None]:
+        """Forget the records up to number `upto`."""
+        first, last = key_of(stream, 0, 0, 0), key_of(stream, upto, LAST_PART, LAST_PART)
+        return self.queue.submit(lambda txn: self._delete_range(txn, first, last), 0)
+
+    def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Keep a small record, unless a write `after` which it comes was refused; None forgets it."""
+        return self.queue.submit(lambda txn: self._keep(txn, {name: value}, after), len(value or b""))
+
+    def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
+        """Keep several small records, all of them or none; None forgets one."""
+        size = sum(len(name) + len(value or b"") for name, value in records.items())
+        return self.queue.submit(lambda txn: self._keep(txn, records), size)
+
+    # Reading.
+
+    def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
+        """The records with numbers from `first` to `last`, a few in one transaction: one held open would make the
+        file grow.
+        """
+        start, end = key_of(stream, first, 0, 0), key_of(stream, last, LAST_PART, LAST_PART)
+        while found := self._next_records(start, end):
+            start = found[-1][0] + b"\0"
+            for key, value in found:
+                _, number, part, index = address_of(key)
+                payload = without_checksum(key, value, name_of(stream, number, part, index))
+                yield Record(number, part, index, payload)
+
+    def items(self, prefix: str) -> dict[str, bytes]:
+        """The small records whose names begin with `prefix`, by the rest of their names."""
+        found = {}
+        with self._cursor(_META) as cursor:
+            more = cursor.set_range(prefix.encode()) if prefix else cursor.first()
+            while more and cursor.key().startswith(prefix.encode()):
+                name = cursor.key().decode(errors="replace")
+                found[name[len(prefix) :]] = bytes(
+                    without_checksum(cursor.key(), cursor.value(), f"record {name}")
+                )
+                more = cursor.next()
+        return found
+
+    def streams(self) -> list[str]:
+        """The names of all streams that have records; every key is looked at."""
+        names: dict[str, None] = {}
+        with self._cursor(_RECORDS) as cursor:
+            before = b""
+            for key in cursor.iternext(keys=True, values=False):
+                if key <= before:
+                    raise damaged(f"record with the key {key!r}")
+                names[address_of(key)[0]] = None
+                before = key
+        return sorted(names)
+
+    def used_bytes(self) -> int:
+        """Bytes of the log's file that hold records, as of the last write."""
+        return self._used_bytes
+
+    def _used(self, txn: lmdb.Transaction) -> int:
+        stats = [txn.stat(db) for db in self._databases.values()]
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return int(pages * stats[0]["psize"])
+
+    def _next_records(self, start: bytes, end: bytes) -> list[tuple[bytes, bytes]]:
+        """The next records of a few kilobytes together, or the next one that has more."""
+        found, size = list[tuple[bytes, bytes]](), 0
+        with self._cursor(_RECORDS) as cursor:
+            more = cursor.set_range(start)
+            while more and cursor.key() <= end and size < _READ_BYTES:
+                found.append((bytes(cursor.key()), bytes(cursor.value())))
+                size += len(found[-1][1])
+                more = cursor.next()
+        return found
+
+    @contextmanager
+    def _cursor(self, name: bytes) -> Iterator["lmdb.Cursor[bytes]"]:
+        with self._idle:
+            if self._env is None:
+                raise LogUnavailable("the log is closed") if self._closed else not_open(self._not_opened)
+            env, database = self._env, self._databases[name]
+            self._reads += 1
+        try:
+            with env.begin(db=database) as txn, txn.cursor() as cursor:
+                yield cursor
+        except lmdb.Error as error:
+            raise reading_failed(error, self._file) from error
+        finally:
+            with self._idle:
+                self._reads -= 1
+                self._idle.notify_all()
+
+    # The writer's thread.
+
+    def _append(
+        self, txn: lmdb.Transaction, key: bytes, payload: Sequence[Buffer], after: Sequence[Future[None]]
+    ) -> None:
+        _check_written(after)
+        value = with_checksum(key, *payload)
+        if self._used(txn) + len(value) > self.capacity:
+            raise lmdb.MapFullError("full, but for what deleting needs")
+        _put(txn, key, value, self._databases[_RECORDS])
+
+    def _keep(
+        self, txn: lmdb.Transaction, records: Mapping[str, bytes | None], after: Sequence[Future[None]] = ()
+    ) -> None:
+        _check_written(after)
+        for name, value in records.items():
+            key = name.encode()
+            if value is None:
+                _delete(txn, key, self._databases[_META])
+            else:
+                _put(txn, key, with_checksum(key, value), self._databases[_META])
+
+    def _delete_range(self, txn: lmdb.Transaction, first: bytes, last: bytes) -> None:
+        with txn.cursor(self._databases[_RECORDS]) as cursor:
+            more = cursor.set_range(first)
+            while more and bytes(cursor.key()) <= last:
+                more = cursor.delete()
+
+    def _write_loop(self) -> None:
+        closing = False
+        while not closing:
+            batch, closing = self.queue.take()
+            if batch:
+                self._commit(batch)
+            del batch  # Not kept until the next write: closures hold rows.
+
+    def _commit(self, batch: list[Submitted]) -> None:
+        begun = time.monotonic()
+        try:
+            env = self._opened()
+            with env.begin(write=True) as txn:
+                for write, _, _ in batch:
+                    write(txn)
+                used = self._used(txn)
+            self._used_bytes, self._newest = used, env.info()["last_txnid"]
+        except Exception as error:  # noqa: BLE001  # Whatever it is, its waiter is told, and the thread goes on.
+            if not self._works() or len(batch) == 1:
+                self.queue.end(batch)
+                for _, done, size in batch:
+                    self._fail(done, size, error)
+                return
+            middle = len(batch) // 2
+            for half in (batch[:middle], batch[middle:]):  # A write that fails must not fail the others.
+                self._commit(half)
+            return
+        self._note_commit(time.monotonic() - begun, sum(size for _, _, size in batch))
+        self.queue.end(batch)
+        for _, done, _ in batch:
+            done.set_result(None)
+
+    def _works(self) -> bool:
+        """Whether what fails is a write, and not LMDB as a whole: that is opened again, now if it can be."""
+        try:
+            if self._env:
+                self._env.begin().abort()
+                return True
+        except lmdb.PanicError:
+            self._close_environment()
+            with suppress(StorageFailed):  # Told by the next write.
+                self._opened()
+        except lmdb.Error:
+            return True
+        return False
+
+    def _opened(self) -> lmdb.Environment:
+        """The environment, which is opened again where it had to be closed.
+
+        Raises:
+            StorageFailed: it cannot be.
+        """
+        if self._env:
+            return self._env
+        try:
+            env = _open(self._options)
+            try:
+                env.sync(force=True)  # LMDB has put back the head before, and not waited until that is on disk.
+                if env.info()["last_txnid"] != self._newest:
+                    raise refused_write_is_there(self._file)
+                self._have(env)
+            except BaseException:
+                env.close()
+                raise
+        except (lmdb.Error, StorageFailed) as error:
+            failure = error if isinstance(error, StorageFailed) else writing_failed(error, self._file, 0)
+            if isinstance(failure, VolumeFailed):
+                self.volume.refuse(failure.refusal)
+            self._not_opened = failure
+            raise failure from error
+        self._not_opened = None
+        return env
+
+    def _have(self, env: lmdb.Environment) -> None:
+        self._databases = {name: env.open_db(name) for name in (_RECORDS, _META)}
+        with env.begin() as txn:
+            self._used_bytes = self._used(txn)
+        self._newest = env.info()["last_txnid"]
+        self._env = env
+
+    def _close_environment(self) -> None:
+        with self._idle:
+            env, self._env = self._env, None
+            self._idle.wait_for(lambda: not self._reads)
+        if env:
+            env.close()
+
+    def _note_commit(self, seconds: float, size: int) -> None:
+        self.commits.add(seconds)
+        self.volume.take(size)
+        if seconds > _SLOW_SECONDS and time.monotonic() >= self._said_slow + _SAID_SECONDS:
+            self._said_slow = time.monotonic()
+            logger.warning("a commit of %d bytes took %.1f s: %s is slow", size, seconds, self._file.parent)
+
+    def _fail(self, done: Future[None], size: int, error: Exception) -> None:
+        if isinstance(error, StorageFailed):  # Of a write that this one was to come after, told already.
+            done.set_exception(error)
+            return
+        failure = writing_failed(error, self._file, size)
+        if not (self.refusing or self.volume.refusal):  # Once, and not for every write until it is over.
+            logger.error("%s", failure, exc_info=None if isinstance(error, lmdb.Error) else error)
+        self.refusing |= isinstance(failure, LogFull)
+        if isinstance(failure, VolumeFailed):
+            self.volume.refuse(failure.refusal)
+        failure.__cause__ = error
+        done.set_exception(failure)
+
+
+def _open(options: LogOptions) -> lmdb.Environment:
+    directory = options.directory
+    with ExitStack() as undo, writing(f"the log in {directory} cannot be opened", directory):
+        make_folder(directory)
+        _reserve_lock(directory / "lock.mdb")
+        if not (file := directory / "data.mdb").exists() or not file.stat().st_size:
+            # Where there was room for some of its heads alone, the next start would take it for a damaged one.
+            undo.callback(file.unlink, missing_ok=True)
+        try:
+            env = lmdb.open(
+                str(directory), map_size=options.max_bytes, max_dbs=4, max_readers=_MAX_READERS, readahead=False
+            )
+            undo.callback(env.close)
+            for database in (_RECORDS, _META):
+                env.open_db(database)
+            flush_folder(directory)  # LMDB flushes its files, and not that they are there.
+        except lmdb.Error as error:
+            raise opening_failed(error, directory) from error
+        undo.pop_all()
+    return env
+
+
+def _reserve_lock(path: Path) -> None:
+    """Have room for the file that LMDB maps for its readers: where the disk is full, its first write to that would
+    end the process.
+    """
+    with path.open("ab") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, _LOCK_BYTES)
+        except OSError:
+            if os.fstat(file.fileno()).st_blocks == 0:
+                file.truncate(0)
+                raise
+
+
+def _reserve(max_bytes: int) -> int:
+    """Bytes that rows may not take: deleting needs free pages too, the more the more is deleted."""
+    return max(max_bytes // 16, 256 << 10)
+
+
+def _check_written(writes: Sequence[Future[None]]) -> None:
+    for write in writes:
+        # One that is not done was written by this very transaction.
+        if write.done() and (error := write.exception()):
+            raise error
+
+
+def _put(txn: lmdb.Transaction, key: bytes, value: bytes, db: Any) -> None:
+    txn.put(key, value, db=db)
+
+
+def _delete(txn: lmdb.Transaction, key: bytes, db: Any) -> None:
+    txn.delete(key, db=db)

@@ -1,0 +1,463 @@
+"""The records of one model in the log: its tables, cuts and seals, and how they are removed."""
+
+import contextlib
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from deltasync.base.errors import Damaged, StorageFailed
+from deltasync.base.words import counted
+from deltasync.checkpoints.place import PlaceFailed
+from deltasync.checkpoints.store import CheckpointStore
+from deltasync.core.delivery import spec_of_record, spec_record
+from deltasync.core.rows import RowBatch
+from deltasync.core.seal import Seal
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.log.data_directory import RESTORE
+from deltasync.log.log_store import LAST_NUMBER, LogFull, LogStore, LogUnavailable
+from deltasync.log.records import (
+    layout_number,
+    name_of,
+    pack_json,
+    pack_rows,
+    reading,
+    seal_of_record,
+    seal_record,
+    unpack_json,
+    unpack_layout,
+    unpack_rows,
+)
+from deltasync.log.volume import VolumeFailed
+
+
+@dataclass
+class _Layout:
+    """A layout that the log has, or will have once `written` is done.
+
+    `newest` is the last version of which it may have rows.
+    """
+
+    shards: Sequence[Shard]
+    written: Future[None]
+    newest: int
+
+
+@dataclass(frozen=True)
+class LayoutUse:
+    """A layout that rows may name.
+
+    Attributes:
+        number: by which they name it.
+        log_bytes: bytes that were handed to the log for it now.
+        written: done once the log has it.
+    """
+
+    number: int
+    log_bytes: int
+    written: Future[None]
+
+
+class Layouts:
+    """The layouts of one model that its log has. Used from any thread.
+
+    What is decided and what is submitted to the log because of it happen under one lock: else a cut of the log
+    could forget a layout that a part has just been promised.
+    """
+
+    def __init__(self, log: LogStore, model: str) -> None:
+        self._log = log
+        self._stream = f"layouts/{model}"
+        self._layouts: dict[int, _Layout] = {}
+        self._damage = ""
+        self._lock = threading.Lock()
+
+    def recover(self) -> None:
+        """Find the layouts that the log has. None is forgotten before `note_newest` says which rows there are.
+
+        Layouts from a damaged one on are missing: `shards` says so to whoever needs one of them.
+
+        Raises:
+            LogUnavailable, VolumeFailed: the log cannot be read now.
+        """
+        written: Future[None] = Future()
+        written.set_result(None)
+        try:
+            for record in self._log.read(self._stream):
+                with reading(name_of(self._stream, record.number)):
+                    self._layouts[record.number] = _Layout(unpack_layout(record.payload), written, LAST_NUMBER)
+        except (LogUnavailable, VolumeFailed):
+            raise
+        except StorageFailed as error:
+            self._damage = str(error)
+
+    def note_newest(self, version: int) -> None:
+        """Note that of the layouts that were found there are no rows of versions after this one."""
+        with self._lock:
+            for layout in self._layouts.values():
+                layout.newest = min(layout.newest, version)
+
+    def use(self, record: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
+        """Have a layout for rows of a version. It is written unless the log has it.
+
+        Args:
+            record: the layout, packed.
+            shards: the shards in it.
+            version: the version, which is not sealed yet.
+        """
+        number = layout_number(record)
+        with self._lock:
+            layout = self._layouts.get(number)
+            log_bytes = 0 if layout else len(record)
+            if layout is None:
+                written = self._log.append(self._stream, number, 0, 0, record)
+                layout = self._layouts[number] = _Layout(shards, written, version)
+            layout.newest = max(layout.newest, version)
+        layout.written.add_done_callback(partial(self._forget_unwritten, number))
+        return LayoutUse(number, log_bytes, layout.written)
+
+    def shards(self, number: int) -> Sequence[Shard]:
+        """The shards of a layout.
+
+        Raises:
+            StorageFailed: the log does not have it.
+        """
+        layout = self._layouts.get(number)
+        if layout is None:
+            raise StorageFailed(self._damage or f"the log's {name_of(self._stream, number)} is missing: {RESTORE}")
+        return layout.shards
+
+    def forget(self, upto: int) -> list[Future[None]]:
+        """Forget the layouts of which there are rows of versions up to `upto` only; done once the log has, too."""
+        with self._lock:
+            forgotten = [number for number, layout in self._layouts.items() if layout.newest <= upto]
+            for number in forgotten:
+                del self._layouts[number]
+            return [self._log.drop(self._stream, number, 0) for number in forgotten]
+
+    def _forget_unwritten(self, number: int, written: Future[None]) -> None:
+        with self._lock:
+            if written.exception() and self._layouts.get(number) and self._layouts[number].written is written:
+                del self._layouts[number]
+
+
+# Seals are kept this long after their rows, so that lag in seconds is known for old offsets too; fewer of them in
+# a log that is full although it has no rows that could be dropped.
+KEPT_SEALS = 100_000
+_GROWN = "grown_from"
+_NONE: Mapping[str, int] = MappingProxyType({})
+
+
+def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
+    """What is written down of each model, by its name.
+
+    Raises:
+        StorageFailed: a record is damaged.
+    """
+    models = {}
+    for name, record in log.items("model/").items():
+        with reading(f"record model/{name}"):
+            models[name] = unpack_json(record)
+    return models
+
+
+def follows(before: Seal, seal: Seal) -> bool:
+    """Whether a seal comes right after another one, as its checksum says."""
+    return seal.version == before.version + 1 and seal.after(before).checksum == seal.checksum
+
+
+class ModelStore:
+    """The log's records of one model. What returns no future blocks; any thread.
+
+    Attributes:
+        history: the id made when the model's log was created.
+        specs: the tables that are written down, in the order they were added.
+        grown_from: how many rows a table had before it last grew, by its name.
+        removed: a version by name: a table of that name was removed then or before. The one that there is now, if
+            there is one, has rows of later versions only.
+        dropped: the version up to which the log has no rows any more.
+        written: whether anything was written.
+        queue: what all have submitted to the log that is not on disk yet.
+    """
+
+    def __init__(self, log: LogStore, model: str) -> None:
+        self._log, self.queue = log, log.queue
+        self._model = model
+        self._cuts, self._seals = f"cuts/{model}", f"seals/{model}"
+        self._layouts = Layouts(log, model)
+        self._cutting, self._retired = threading.Lock(), False
+        self.history = uuid.uuid4().hex
+        self.specs: dict[str, TableSpec] = {}
+        self.grown_from: Mapping[str, int] = {}
+        self.removed: Mapping[str, int] = {}
+        self.dropped, self.written = 0, False
+        self._kept_seals = KEPT_SEALS
+
+    def recover(self, record: Mapping[str, Any]) -> None:
+        """Read what is written down.
+
+        Raises:
+            StorageFailed: a record is damaged.
+        """
+        with reading(f"record model/{self._model}"):
+            self.history, self.removed = record["history"], record["removed"]
+            self.specs = {each["name"]: spec_of_record(each) for each in record["tables"]}
+            self.grown_from = {each["name"]: each[_GROWN] for each in record["tables"] if _GROWN in each}
+        with reading(f"record cut/{self._model}"):
+            dropped = self._log.items(f"cut/{self._model}").get("")
+            self.dropped = int(dropped) if dropped else 0
+        self._layouts.recover()
+
+    def describe(
+        self,
+        specs: Mapping[str, TableSpec],
+        grown_from: Mapping[str, int] = _NONE,
+        removed: Mapping[str, int] = _NONE,
+    ) -> None:
+        """Write down which tables there are, what those had that grew, and which were removed.
+
+        Raises:
+            StorageFailed: the log could not be written; nothing was changed.
+        """
+        grown = {name: rows for name, rows in {**self.grown_from, **grown_from}.items() if name in specs}
+        removed = {**self.removed, **removed}
+        tables = [
+            spec_record(spec) | ({_GROWN: grown[name]} if name in grown else {}) for name, spec in specs.items()
+        ]
+        record = {"history": self.history, "tables": tables, "removed": removed}
+        self._log.put(f"model/{self._model}", pack_json(record)).result()
+        self.specs, self.grown_from, self.removed = dict(specs), grown, removed
+        self.written = True
+
+    def seals(self, first: int = 0) -> tuple[list[Seal], str]:
+        """The seals that are kept from version `first` on, oldest first, as far as each follows the one before.
+
+        With them what is wrong with the next one; empty if nothing is.
+
+        Raises:
+            LogUnavailable, VolumeFailed: the log cannot be read now.
+        """
+        seals = list[Seal]()
+        try:
+            for record in self._log.read(self._seals, first):
+                with reading(name_of(self._seals, record.number)):
+                    seal = seal_of_record(unpack_json(record.payload))
+                if seals and not follows(seals[-1], seal):
+                    return seals, f"the seal of version {seal.version} does not follow that of {seals[-1].version}"
+                seals.append(seal)
+        except (LogUnavailable, VolumeFailed):
+            raise
+        except StorageFailed as error:
+            return seals, str(error)
+        return seals, ""
+
+    def drop_unsealed(self, sealed: int) -> None:
+        """Forget the rows of cuts after version `sealed`, which were never finished. Where there is no room for
+        that, as the log tells, they do no harm: a part drops its own as it begins, and `rows` passes over others.
+        """
+        self._layouts.note_newest(sealed)
+        with contextlib.suppress(VolumeFailed, LogFull):
+            self._log.drop(self._cuts, sealed + 1).result()
+
+    def go_back(self, version: int) -> None:
+        """Forget everything after a version, of which something is lost: trainers publish it again.
+
+        Raises:
+            StorageFailed: the log could not be written.
+        """
+        self._log.drop(self._seals, version + 1).result()
+        self._log.drop(self._cuts, version + 1).result()
+        if self.dropped > version:
+            self._log.put(f"cut/{self._model}", b"%d" % version).result()
+            self.dropped = version
+
+    def add_seals(self, seals: Sequence[Seal]) -> None:
+        """Have seals that the log has lost, of versions that a checkpoint has.
+
+        Raises:
+            StorageFailed: the log could not be written.
+        """
+        written = [
+            self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal))) for seal in seals
+        ]
+        for each in written:
+            each.result()
+
+    # Dropping what checkpoints have.
+
+    def cut(self, version: int) -> None:
+        """Drop rows up to a version that checkpoints have.
+
+        Raises:
+            StorageFailed: the log could not be written; nothing was lost.
+        """
+        with self._cutting:
+            if version <= self.dropped or self._retired:
+                return
+            self._log.put(f"cut/{self._model}", b"%d" % version).result()
+            self.dropped = version
+            self._log.truncate(self._cuts, version).result()
+            for forgotten in self._layouts.forget(version):
+                forgotten.result()
+            self._log.truncate(self._seals, max(0, version - self._kept_seals)).result()
+
+    def keep_fewer_seals(self, version: int) -> None:
+        """Drop half of the seals that are kept, up to `version`: the log is full, and has no rows to drop."""
+        with self._cutting:
+            self._kept_seals = max(1, self._kept_seals // 2)
+            self._log.truncate(self._seals, max(0, version - self._kept_seals)).result()
+
+    def retire(self) -> None:
+        """Drop nothing any more; waits for what is under way."""
+        with self._cutting:
+            self._retired = True
+
+    # Cuts, from their first part to their seal.
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of rows that the log takes, at most."""
+        return self._log.capacity
+
+    def drop_cut(self, version: int) -> Future[None]:
+        """Forget what was appended of a cut that is given up, which is not sealed."""
+        return self._log.drop(self._cuts, version)
+
+    def drop_part(self, version: int, rank: int) -> Future[None]:
+        """Forget what was appended of a rank's part of a cut that is not sealed; on disk with the seal."""
+        return self._log.drop(self._cuts, version, rank, patient=True)
+
+    def use_layout(self, layout: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
+        """Have a layout, packed, with these shards in it, for rows of a version that is not sealed yet."""
+        self.written = True
+        return self._layouts.use(layout, shards, version)
+
+    def append(self, version: int, rank: int, index: int, slot: int, rows: RowBatch, layout: int) -> Future[None]:
+        """Append record `index` of a rank's part: rows of the shard in `slot` of its layout. It is on disk
+        with the seal, at the latest.
+        """
+        return self._log.append(self._cuts, version, rank, index, *pack_rows(slot, rows, layout), patient=True)
+
+    def seal(self, seal: Seal, after: Sequence[Future[None]] = ()) -> Future[None]:
+        """Make a cut visible, unless one of the writes `after` which it comes was refused.
+
+        Once this is done it is on disk with them, and part of the history.
+        """
+        return self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal)), after=after)
+
+    def rows(self, seal: Seal) -> Iterator[RowBatch]:
+        """The rows of a sealed cut as the log has them.
+
+        Raises:
+            StorageFailed: a record is damaged, or missing.
+        """
+        count = 0
+        for record in self._log.read(self._cuts, seal.version, seal.version):
+            if record.part < seal.world_size:
+                name = name_of(self._cuts, record.number, record.part, record.index)
+                with reading(name):
+                    rows = unpack_rows(record.payload, self._layouts.shards)
+                try:
+                    rows.check_digests()
+                except Damaged as error:  # They have changed in memory before the log had them.
+                    raise StorageFailed(f"the log's {name} is damaged: {error}: {RESTORE}") from error
+                count += len(rows)
+                yield rows
+        if count != seal.rows:
+            raise StorageFailed(
+                f"the log has {counted(count, 'row')} of version {seal.version} of model {self._model!r}, "
+                f"expected {seal.rows}: {RESTORE}"
+            )
+
+
+_NOTE = "removed/"
+_STREAMS = ("cuts", "seals", "layouts")
+StoreOf = Callable[[str], CheckpointStore]
+
+
+def note_removal(log: LogStore, model: str) -> Future[None]:
+    """Write down that a model is to be removed: once this is done, it will be."""
+    return log.put(f"{_NOTE}{model}", b"{}")
+
+
+def remove_model(log: LogStore, model: str, checkpoints: CheckpointStore) -> None:
+    """Remove what there is of a model whose removal is noted: its records, its streams, its checkpoints. Blocks.
+
+    Raises:
+        StorageFailed: the log, or a place of checkpoints, could not be written; the rest is removed at the next
+            start.
+    """
+    remove_records(log, model)
+    checkpoints.remove_all()
+    log.put(f"{_NOTE}{model}", None).result()
+
+
+def remove_records(log: LogStore, model: str) -> None:
+    """Remove all that the log has of a model. Blocks.
+
+    Raises:
+        StorageFailed: the log could not be written.
+    """
+    for name in (f"model/{model}", f"cut/{model}", f"quarantine/{model}"):
+        log.put(name, None).result()
+    for deletes in (f"delete/{model}/", f"deleted/{model}/"):
+        for name in log.items(deletes):
+            log.put(f"{deletes}{name}", None).result()
+    for kind in _STREAMS:
+        log.truncate(f"{kind}/{model}", LAST_NUMBER).result()
+
+
+def finish_removal(log: LogStore, model: str, checkpoints: CheckpointStore) -> None:
+    """Finish the removal of a model, if one was noted and did not finish. Blocks.
+
+    Call it before another model of that name is made, which the next start would remove otherwise.
+
+    Raises:
+        StorageFailed: the log, or a place of checkpoints, could not be written.
+    """
+    if "" in log.items(f"{_NOTE}{model}"):
+        remove_model(log, model, checkpoints)
+
+
+def remove_unpublished(log: LogStore, checkpoints_of: StoreOf) -> list[str]:
+    """Remove what is left of models of which no version was ever sealed: their names. Before any model is read.
+
+    Of a first cut that was under way when its process ended the log has rows. A model that has checkpoints was
+    published: brokers have lost its seals. Blocks.
+
+    Raises:
+        StorageFailed: a record is damaged, or the log could not be written. What a volume refuses is left until
+            the next start, and does no harm.
+    """
+    streams = [stream.partition("/") for stream in log.streams()]
+    sealed = {model for kind, _, model in streams if kind == "seals"}
+    begun = {model for kind, _, model in streams if kind in _STREAMS} | recorded_models(log).keys()
+    names = list[str]()
+    for model in sorted(begun - sealed - log.items("cut/").keys()):
+        found = checkpoints_of(model).manifests()
+        if found.manifests or (log.shared and found.unreachable):
+            continue
+        names.append(model)
+        with contextlib.suppress(VolumeFailed):
+            remove_records(log, model)
+    return names
+
+
+def finish_removals(log: LogStore, checkpoints_of: StoreOf) -> list[str]:
+    """Remove the models whose removal is noted, and was not finished: their names. Before any model is read.
+
+    Blocks. What a volume or a place of checkpoints refuses is left until the next start, or until one of that name
+    is made anew.
+
+    Raises:
+        StorageFailed: the log could not be written, for another reason.
+    """
+    names = list(log.items(_NOTE))
+    for model in names:
+        with contextlib.suppress(VolumeFailed, PlaceFailed):
+            remove_model(log, model, checkpoints_of(model))
+    return names

@@ -1,0 +1,181 @@
+"""Who may publish, and from where a run goes on, also where the clocks of trainers differ."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from tests.support.local_service import join, opened, publish, send
+from tests.support.seals import sealed
+from tests.support.wire import WHOLE, full_part, random_rows
+
+from deltasync.base.errors import Contradiction, ServiceUnavailable
+from deltasync.core.position import Position
+from deltasync.core.seal import Seal
+from deltasync.cuts.runs import MAX_AHEAD_NS, Run, continues, may_publish
+
+HEAD = sealed(5, run="b")
+NOW = 10**18
+LATER = NOW + MAX_AHEAD_NS + 7 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("run", "current", "yes", "said"),
+    [
+        (Run("a", 1, 2), None, True, "run a is the first"),
+        (Run("a", 1, 2), Run("a", 1, 2), True, "run a is publishing"),
+        (Run("a", 1, 2), Run("a", 1, 4), False, "run a has 4 ranks, this one says 2"),
+        (Run("b", 2, 2), Run("a", 1, 4), True, "run b takes over from run a"),
+        (Run("b", 1, 2), Run("a", 1, 2), False, "run b began before run a"),
+        (Run("b", 1, 2), Run("a", 2, 2), False, "which has taken over: stop it"),
+        (Run("b", NOW + MAX_AHEAD_NS, 2), Run("a", 2, 2), True, "run b takes over from run a"),
+        (Run("b", LATER, 2), None, False, "run b began 307 s ahead of the service's clock: set the clocks right"),
+        (Run("b", LATER, 2), Run("a", 2, 2), False, "run b began 307 s ahead"),
+        # The service's own clock has been set back.
+        (Run("a", LATER, 2), Run("a", LATER, 2), True, "run a is publishing"),
+        (Run("b", NOW, 2), Run("a", LATER, 2), True, "run b takes over from run a"),
+    ],
+)
+def test_who_may_publish(run: Run, current: Run | None, yes: bool, said: str) -> None:
+    decision = may_publish(run, current, NOW)
+    assert decision.yes is yes
+    assert said in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("gone", "earlier", "yes", "later", "said"),
+    [
+        (None, (), False, False, "run b began before run a, which has taken over: stop it"),
+        (59.0, (), False, True, "once all ranks of that have been gone for 60 s, by now 59"),
+        (60.0, (), True, False, "run b follows run a, whose ranks have been gone for 60 s"),
+        (60.0, ("b",), False, False, "run b began before run a, which has taken over: stop it ("),
+    ],
+)
+def test_a_run_whose_clock_is_an_hour_behind_follows_one_that_is_gone(
+    gone: float | None, earlier: tuple[str, ...], yes: bool, later: bool, said: str
+) -> None:
+    hour = 3600 * 10**9
+    decision = may_publish(Run("b", NOW - hour, 1), Run("a", NOW, 1), NOW, gone_seconds=gone, earlier=earlier)
+    assert (decision.yes, decision.later) == (yes, later)
+    assert said in decision.reason
+
+
+A, B = "a" * 32, "b" * 32
+
+
+@pytest.mark.parametrize(
+    ("run", "current", "earlier", "yes"),
+    [
+        (Run(f"{A}+1", 2, 1), Run(B, 5, 1), [A], False),  # It was resharded, and has another id.
+        (Run(f"{A}+2", 9, 1), Run(f"{B}+1", 5, 1), [f"{A}+1", B], False),  # The clock of the later one is behind.
+        (Run(A, 1, 1), Run(f"{A}+1", 2, 1), [A], False),
+        (Run(f"{A}+2", 3, 1), Run(f"{A}+1", 2, 1), [A], True),  # Nobody else has taken over.
+        (Run(f"{A}+1", 2, 1), Run(B, 5, 1), [], True),
+        (Run("b", NOW, 1), Run("a", 1, 1), ["b"], False),  # Whatever its clock says.
+        # Ids that others have chosen say nothing of each other.
+        (Run("job+3", 2, 1), Run("else", 5, 1), ["job", "job+1"], True),
+        (Run(f"{A}+01", 2, 1), Run("else", 5, 1), [A], True),
+    ],
+)
+def test_a_trainer_that_was_taken_over_stays_out_whatever_runs_it_begins(
+    run: Run, current: Run, earlier: list[str], yes: bool
+) -> None:
+    decision = may_publish(run, current, NOW, gone_seconds=1e9, earlier=earlier)
+    assert (decision.yes, decision.later) == (yes, False)
+    assert yes or "which has taken over: stop it" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("run", "claim", "head", "yes", "said"),
+    [
+        ("b", Position("h", 5), None, False, "nothing is published yet"),
+        ("b", Position(), HEAD, True, "run b published version 5 itself"),
+        ("b", Position("h", 4), HEAD, True, "run b published version 5 itself"),
+        # A copy of the data directory was restored.
+        ("b", Position("h", 6), HEAD, False, "holds version 6, the newest one is only 5"),
+        ("b", Position("other", 6), HEAD, False, "holds history other, the service history h"),
+        ("b", Position("", 6), HEAD, False, "holds version 6, the newest one is only 5"),
+        ("b", Position("other", 5), HEAD, False, "holds history other, the service history h"),
+        ("c", Position("other", 5), HEAD, False, "holds history other, the service history h"),
+        ("c", Position("h", 5), HEAD, True, "the run holds version 5"),
+        ("c", Position("", 5), HEAD, False, "the run holds version 5, the newest one is 5"),
+        ("c", Position("h", 4), HEAD, False, "holds version 4, the newest one is 5"),
+        ("c", Position("h", 6), HEAD, False, "holds version 6, the newest one is only 5"),
+        ("c", Position(), HEAD, False, "holds no version, the newest one is 5"),
+    ],
+)
+def test_whether_a_run_continues(run: str, claim: Position, head: Seal | None, yes: bool, said: str) -> None:
+    decision = continues(Run(run, 1, 2), claim, "h", head)
+    assert decision.yes is yes
+    assert said in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("run", "claim", "seal", "since", "said"),
+    [
+        ("c", Position("h", 3, seal=7), 7, 3, "holds version 3, and learns what came after"),
+        ("c", Position("before the restore", 3, seal=7), 7, 3, "holds version 3, and learns what came after"),
+        ("c", Position("before the restore", 5, seal=7), 7, None, "the run holds version 5, the newest one"),
+        ("b", Position("h", 3, seal=7), 7, None, "run b published version 5 itself"),
+        ("c", Position("h", 3, seal=7), 8, False, "version 3 of a past that this history does not have"),
+        ("b", Position("h", 3, seal=7), 8, False, "version 3 of a past that this history does not have"),
+        ("c", Position("h", 5, seal=7), 8, False, "version 5 of a past that this history does not have"),
+        # Which past it is, nobody can tell.
+        ("c", Position("h", 3), 8, False, "holds version 3, the newest one is 5"),
+        ("c", Position("h", 3, seal=7), 0, False, "holds version 3, the newest one is 5"),
+        ("c", Position("h", 6, seal=7), 0, False, "the newest one is only 5"),
+    ],
+)
+def test_from_which_version_a_run_goes_on(
+    run: str, claim: Position, seal: int, since: int | Literal[False] | None, said: str
+) -> None:
+    decision = continues(Run(run, 1, 2), claim, "h", HEAD, seal, takes_changes=True)
+    assert (decision.yes, decision.since) == (since is not False, since or None)
+    assert said in decision.reason
+    if since:  # A client that cannot be told.
+        assert not continues(Run(run, 1, 2), claim, "h", HEAD, seal).yes
+
+
+def test_who_is_refused_learns_of_whom_and_what_of_itself() -> None:
+    ours = Run("a", 10**18, 2, "process 12 of box-1")
+    theirs = Run("b", 10**18 + 10**9, 2, "process 7 of box-2")
+    said = may_publish(ours, theirs, NOW).reason
+    assert "run a: process 12 of box-1, begun 2001-09-09T01:46:40Z" in said
+    assert "run b: process 7 of box-2, begun 2001-09-09T01:46:41Z" in said
+    assert "run a: a process not known" in may_publish(theirs, Run("a", 1, 1), NOW).reason
+
+
+HOUR = 3600 * 10**9
+
+
+async def test_a_trainer_that_comes_back_on_a_machine_an_hour_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has to wait for that hour, and the run before cannot come back, also after a restart."""
+    async with opened(tmp_path) as service:
+        crashed = await publish(service, run="crashed", started=2 * HOUR)
+        with pytest.raises(Contradiction, match="run behind began before run crashed"):
+            await join(service, run="behind", started=HOUR)
+        crashed.end("it has crashed")
+        with pytest.raises(ServiceUnavailable, match="run behind may follow run crashed, which began"):
+            await join(service, run="behind", started=HOUR)
+        monkeypatch.setattr("deltasync.cuts.runs.GONE_SECONDS", 0.0)
+        behind = await join(service, run="behind", started=HOUR)
+        await send(behind, full_part(1, random_rows(1), WHOLE))
+        behind.end("it has gone")
+        with pytest.raises(Contradiction, match="run crashed was there before run behind"):
+            await join(service, run="crashed", started=2 * HOUR)
+    async with opened(tmp_path) as service:
+        with pytest.raises(Contradiction, match="run crashed was there before run behind"):
+            await join(service, run="crashed", started=2 * HOUR)
+        await join(service, run="later", started=2 * HOUR)
+
+
+async def test_after_a_restart_the_run_that_published_has_time_to_come_back(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
+        await publish(service, run="here", started=2 * HOUR)
+    async with opened(tmp_path) as service:
+        with pytest.raises(ServiceUnavailable, match="by now 0"):
+            await join(service, run="behind", started=HOUR)
+        await join(service, run="here", started=2 * HOUR)
+        with pytest.raises(Contradiction, match="run behind began before run here"):
+            await join(service, run="behind", started=HOUR)

@@ -1,0 +1,171 @@
+"""Races and failures of a model's tables and releases: what must hold whichever comes first."""
+
+import asyncio
+import shutil
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.local_service import join, opened, publish, run, send
+from tests.support.log import log_of
+from tests.support.releases import deleted_rows
+from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.unit.support.async_tests import in_service
+
+from deltasync.base.errors import ServiceUnavailable
+from deltasync.checkpoints.place import Place
+from deltasync.core.table_memory import TableMemory
+from deltasync.core.tables import TableSpec
+from deltasync.cuts.session import PublishSession
+from deltasync.service.service import Service
+
+
+def check_rows(service: Service, rows: list[Any], model: str = "clicks") -> None:
+    for table, expected in zip(service.models[model].tables, rows, strict=True):
+        np.testing.assert_array_equal(table.rows, expected)
+
+
+def logged_versions(service: Service) -> set[int]:
+    return {record.number for record in log_of(service).read("cuts/clicks")}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_the_log_is_kept_back_to_the_second_newest_checkpoint_which_is_enough(
+    tmp_path: Path, lost: int
+) -> None:
+    async with opened(tmp_path) as service:
+        session = await publish(service)
+        for step, left in {2: {1, 2}, 3: {3}, 4: {4}}.items():
+            await send(session, full_part(step, random_rows(step), WHOLE))
+            await session.coordinator.settled()
+            newest = await service.checkpoints.make("clicks")
+            assert logged_versions(service) == left
+    if lost:
+        (tmp_path / "checkpoints" / newest.name).unlink()
+    async with opened(tmp_path) as service:
+        assert service.models["clicks"].position.number == 4
+        check_rows(service, random_rows(4))
+
+
+async def test_a_checkpoint_that_a_new_table_overtakes_loses_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = TableSpec("extra", 2, 1)
+    put = Place.put
+    joining: list[Future[PublishSession]] = []
+    async with opened(tmp_path) as service:
+        loop = asyncio.get_running_loop()
+        await publish(service)
+
+        def overtaken(place: Place, *arguments: Any) -> None:
+            if not joining:
+                another = publish(service, 2, run="run-2", started=2, tables=[extra])
+                joining.append(asyncio.run_coroutine_threadsafe(another, loop))
+                joining[0].result(20)
+            put(place, *arguments)
+
+        monkeypatch.setattr(Place, "put", overtaken)
+        manifest = await service.checkpoints.make("clicks")
+        assert joining
+    shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"))
+    (copy / "checkpoints" / manifest.name).unlink()
+    for folder in (tmp_path, copy):
+        async with opened(folder) as service:
+            tables = service.models["clicks"].tables
+            assert [each.spec for each in tables] == [WHOLE[0].table, WHOLE[1].table, extra]
+            check_rows(service, [*random_rows(1), *random_rows(2, [extra])])
+
+
+async def test_what_was_not_sealed_is_dropped_at_the_start(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
+        session = await publish(service)
+        await send(session, part(2, [(0, [1], np.ones((1, 4), "<f4"))])[:-1])
+    async with opened(tmp_path) as service:
+        assert not list(log_of(service).read("cuts/clicks", 2))
+        assert service.models["clicks"].position.number == 1
+
+
+async def test_two_models_do_not_mix(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
+        for step, model in enumerate(("clicks", "click"), 1):
+            await publish(service, step, model=model)
+    async with opened(tmp_path) as service:
+        for step, model in enumerate(("clicks", "click"), 1):
+            check_rows(service, random_rows(step), model)
+
+
+async def test_tables_are_written_down_even_if_the_rank_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, making, go = random_rows(1), threading.Event(), threading.Event()
+    zeros = TableMemory.zeros
+
+    def slow(*arguments: Any) -> Any:
+        making.set()
+        assert go.wait(20)
+        return zeros(*arguments)
+
+    async with opened(tmp_path) as service:
+        monkeypatch.setattr(TableMemory, "zeros", slow)
+        gone = asyncio.create_task(publish(service))
+        await asyncio.to_thread(making.wait)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        go.set()
+        await service.wait_idle(20)
+        assert service.models["clicks"].seals.newest_version == 1
+    async with opened(tmp_path) as service:
+        check_rows(service, rows)
+
+
+@in_service()
+async def test_no_table_is_made_once_the_service_ends(service: Service) -> None:
+    """The log is closed by then: whoever waits for it would wait for ever, and the process with it."""
+    await publish(service)
+    model = service.models["clicks"]
+    closing = asyncio.create_task(model.stop())
+    with pytest.raises(ServiceUnavailable, match="shutting down"):
+        await model.add_tables([TableSpec("another", 2, 2)])
+    await closing
+    assert "another" not in model.store.specs
+
+
+def test_rows_that_a_full_cut_does_not_name_are_deleted_also_when_it_is_applied_again(tmp_path: Path) -> None:
+    rows = random_rows(0)
+    named = np.array([0, 2, 3])
+    whole = [(slot, named, rows[slot][named]) for slot in range(2)]
+
+    async def first(service: Service) -> None:
+        session = await join(service)
+        await send(session, full_part(1, rows, WHOLE))
+        await send(session, part(2, whole))  # A delta never deletes.
+        await service.coordinators["clicks"].drain()
+        tables = service.models["clicks"].tables
+        assert [table.changed_since(0).tolist() for table in tables] == [list(range(len(each))) for each in rows]
+        assert not any(table.deleted(np.arange(len(each))).any() for table, each in zip(tables, rows, strict=True))
+        await send(session, part(3, whole, full=True))
+        await service.coordinators["clicks"].drain()
+        await check(service)
+        shutil.copytree(tmp_path / "data", tmp_path / "crashed")
+
+    async def check(service: Service) -> None:
+        model = service.models["clicks"]
+        for table, expected in zip(model.tables, rows, strict=True):
+            ids = np.arange(len(expected))
+            assert np.flatnonzero(~table.deleted(ids)).tolist() == named.tolist()
+            assert table.rows[named].tolist() == expected[named].tolist()
+            assert not table.rows[table.deleted(ids)].any()
+            assert table.stamps[named].tolist() == [3, 3, 3]
+            assert set(table.stamps[table.deleted(ids)].tolist()) == {-3}
+        released = await model.release(2)
+        assert {slot: len(each) for slot, each in deleted_rows(released).items()} == {
+            slot: len(each) - len(named) for slot, each in enumerate(rows)
+        }
+
+    run(tmp_path / "data", first)
+    run(tmp_path / "crashed", check)
+    run(tmp_path / "data", check)
