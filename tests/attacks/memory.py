@@ -106,11 +106,11 @@ def unsealed_parts(target: Target) -> Outcome:
 
     def requests() -> Iterator[Any]:
         yield opening("strange-parts", rows, dim, world_size=2)
-        each = full_part(1, 1000, dim, 1.0).part.rows[0]
+        each = full_part(1, 1000, dim, 1.0).part.rows[0].rows
         deadline = time.monotonic() + target.seconds
         for first in range(0, rows, 1000):
             ids = b"".join((first + row).to_bytes(8, "little") for row in range(1000))
-            sent = tables_pb2.Rows(ids=ids, values=each.values)
+            sent = tables_pb2.TableRows(rows=tables_pb2.Rows(ids=ids, values=each.values))
             yield publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=1, rows=sent))
             if time.monotonic() > deadline:
                 return

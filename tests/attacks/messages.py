@@ -39,7 +39,8 @@ def opening(
 
 def full_part(step: int, rows: int, dim: int, value: float) -> publish_pb2.PublishRequest:
     """All rows of one table, each number the same."""
-    sent = tables_pb2.Rows(ids=np.arange(rows).tobytes(), values=np.full((rows, dim), value, np.float32).tobytes())
+    values = np.full((rows, dim), value, np.float32).tobytes()
+    sent = tables_pb2.TableRows(rows=tables_pb2.Rows(ids=np.arange(rows).tobytes(), values=values))
     close = publish_pb2.PartClose(step=step, rows=rows, step_end_unix_ns=time.time_ns(), full=True)
     return publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=[sent], close=close))
 

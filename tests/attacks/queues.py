@@ -37,7 +37,7 @@ def _acking(target: Target, replica: str, answers: Answers, pause_seconds: float
                 answer = subscribe_pb2.SubscribeResponse.FromString(written)
                 end = answer.release.end if answer.HasField("release") else answer.release_end
                 rows = [answer.chunk.rows] if answer.HasField("chunk") else answer.release.rows
-                taken += sum(len(each.ids) + len(each.values) for each in rows)
+                taken += sum(len(each.rows.ids) + len(each.rows.values) for each in rows)
                 if end.HasField("position"):
                     ack = subscribe_pb2.Ack(received_bytes=taken, applied=end.position)
                     held[0] = subscribe_pb2.SubscribeRequest(ack=ack).SerializeToString()

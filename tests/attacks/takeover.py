@@ -35,9 +35,9 @@ def takeover(target: Target) -> Outcome:
 
 
 def _chunk(step: int, first: int, rows: int) -> publish_pb2.PublishRequest:
-    whole = full_part(step, rows, TABLE.dim, 6.66).part.rows[0]
+    whole = full_part(step, rows, TABLE.dim, 6.66).part.rows[0].rows
     ids = b"".join((first + row).to_bytes(8, "little") for row in range(rows))
-    sent = tables_pb2.Rows(ids=ids, values=whole.values)
+    sent = tables_pb2.TableRows(rows=tables_pb2.Rows(ids=ids, values=whole.values))
     return publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=step, rows=sent))
 
 

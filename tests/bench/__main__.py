@@ -61,7 +61,10 @@ def _add(name: str, says: str, module: str | None = None) -> None:
     bench.add_command(_Benchmark(name, module or name, says))
 
 
-_add("publish", "Throughput from a trainer's publish to a replica's rows, against a bare gRPC stream.")
+_add(
+    "publish",
+    "Throughput from a trainer's publish to a replica's rows, and CPU time of the service, against a bare path.",
+)
 _add("tls", "Throughput from a trainer's publish to a replica's rows with mutual TLS, over that without.")
 _add(
     "freshness",

@@ -3,10 +3,9 @@
     rows[ids] = values
     stamps[ids] = number
 
-Applied are 300,000 of 1,000,000 rows: as the service does it, with stamps, digests and norms (`apply_time_ratio`),
-also with the digests that rows come with (`given_time_ratio`), and as a replica does, which scatters the rows,
-reads them back and proves what it holds (`replica_time_ratio`). All are done in the same process, in turns, with
-the same rows.
+Applied are 300,000 of 1,000,000 rows: as the service does it, with stamps and digests (`apply_time_ratio`), also
+with the digests that rows come with (`given_time_ratio`), and as a replica does, which scatters the rows and
+proves what it holds (`replica_time_ratio`). All are done in the same process, in turns, with the same rows.
 """
 
 import statistics
@@ -105,8 +104,7 @@ def _replica(table: TableSpec) -> Apply:
     def apply(batch: RowBatch) -> None:
         release = next(releases)
         release.rows.extend(batch.blocks(BLOCK_ROWS))  # About as large as the chunks in which they come.
-        target.apply(release)
-        checksums.after(release)
+        checksums.after(release, target.apply(release))
 
     return apply
 
@@ -134,9 +132,9 @@ def _print(console: Console, figures: Mapping[str, Any]) -> None:
     )
     console.print(f"  bare NumPy scatter of rows and stamps  {1e3 * figures['bare_seconds']:>6.1f} ms")
     for name, says, figure, aim in (
-        (_SERVICE, "service: rows, stamps, digests", "apply_time_ratio", "   (aim: at most 1.0)"),
+        (_SERVICE, "service: rows, stamps, digests", "apply_time_ratio", "   (aim: at most 0.8)"),
         (_GIVEN, "service: with digests that were given", "given_time_ratio", ""),
-        (_REPLICA, "replica: rows, read back and proven", "replica_time_ratio", ""),
+        (_REPLICA, "replica: rows, written and proven", "replica_time_ratio", "   (aim: at most 1.3)"),
     ):
         low, high = figures[f"{figure}_low"], figures[f"{figure}_high"]
         ratio = f"{figures[figure]:.2f} ({low:.2f} to {high:.2f})"

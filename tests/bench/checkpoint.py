@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 import numpy as np
@@ -28,10 +28,11 @@ from tests.bench.children import Children, publisher
 from tests.bench.scale import SizedTable, uniform
 from tests.bench.timing import spread_of
 
+from deltasync.checkpoints.chunks import LogRecord
 from deltasync.checkpoints.manifest import Manifest, TableKey
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.checkpoints.writing import SourceTable
+from deltasync.checkpoints.writing import Source, SourceTable
 from deltasync.client import Admin, Endpoint, RowBatch, TableSpec
 from deltasync.core.delivery import spec_record
 from deltasync.core.position import Position
@@ -160,19 +161,44 @@ def _written(table: SizedTable, admin: Admin) -> dict[str, Any]:
     }
 
 
-class _Source:
-    """A table whose checkpoint is written in this process."""
+T = TypeVar("T")
+
+
+class _Subject:
+    """A model of one table whose checkpoint is written in this process."""
 
     owner, history = "", "bench"
 
     def __init__(self, table: StampedTable) -> None:
         self._tables = [SourceTable(TableKey("", table.spec.name, 0), table, spec_record(table.spec))]
+        self._position = Position("bench", table.counts.newest)
 
     def checkpoint_tables(self) -> Sequence[SourceTable]:
         return self._tables
 
     def checkpoint_state(self) -> dict[str, Any]:
         return {}
+
+    def run(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def position(self) -> Position:
+        return self._position
+
+    def sources(self) -> Sequence[Source]:
+        return [self]
+
+    def small_records(self) -> dict[str, bytes]:
+        return {}
+
+    def log_records(self, _before: Manifest | None) -> list[LogRecord]:
+        return []
+
+    def in_haste(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        pass
 
 
 def _loaded(spec: TableSpec, rounds: int) -> dict[str, Any]:
@@ -217,16 +243,7 @@ def _stored(store: CheckpointStore, spec: TableSpec) -> Manifest:
     for first in range(0, spec.rows, _AT_ONCE):
         ids = np.arange(first, min(first + _AT_ONCE, spec.rows))
         table.apply(RowBatch.of_table(spec, ids, values[: len(ids)]), 1 + first // _AT_ONCE)
-    source, position = _Source(table), Position("bench", table.counts.newest)
-    return store.write(
-        run=lambda function: function(),
-        sources=lambda: [source],
-        previous=None,
-        version=lambda: position,
-        small=dict,
-        records=lambda _: [],
-        limit=1 << 20,
-    )
+    return store.write(_Subject(table), None, 1 << 20)
 
 
 def _read(files: Sequence[Path]) -> None:

@@ -17,20 +17,24 @@ _POLL_SECONDS = 0.05
 class Peer:
     """A process that answers every line with a line."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], module: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.bench.peers", *arguments],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
     def ask(self, line: str) -> str:
+        self.begin(line)
+        return self.read()
+
+    def begin(self, line: str) -> None:
+        """Send a line whose answer is read later."""
         if self.process.stdin is None:
             raise RuntimeError("the peer has no input")
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-        return self.read()
 
     def read(self) -> str:
         if self.process.stdout is None:
@@ -70,8 +74,8 @@ class Children:
             arguments += ("--admin-token-file", str(file))
         return Service(self.processes, arguments)
 
-    def peer(self, *arguments: str) -> Peer:
-        self._peers.append(Peer(list(arguments)))
+    def peer(self, *arguments: str, module: str = "tests.bench.peers") -> Peer:
+        self._peers.append(Peer(list(arguments), module))
         return self._peers[-1]
 
     def run_ranks(self, ranks: int, module: str, arguments: list[str]) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 
 from deltasync.base.process import keep_freed_memory
 from deltasync.client import Endpoint, NumpyTarget, Release, Subscriber, SubscriberOptions, TableSpec
+from deltasync.client.targets.target import Written
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, tables_pb2
 from deltasync.wire.row_messages import chunked
@@ -115,8 +116,8 @@ def source(address: str, rows: int, dim: int) -> None:
 def _requests(ids: Any, values: Any, answered: "queue.SimpleQueue[None]") -> Iterator[publish_pb2.PublishRequest]:
     table = TableSpec("peer", *values.shape)
     for piece in chunked(RowBatch.of_table(table, ids, values)):
-        rows = tables_pb2.Rows(slot=0, ids=piece.ids.tobytes(), values=piece.values.tobytes())
-        yield publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=1, rows=rows))
+        rows = tables_pb2.Rows(ids=piece.ids.tobytes(), values=piece.values.tobytes())
+        yield publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=1, rows=tables_pb2.TableRows(rows=rows)))
     yield publish_pb2.PublishRequest(close=publish_pb2.PartClose(step=1))
     answered.get()
 
@@ -138,9 +139,10 @@ class _ClockTarget(NumpyTarget):
         super().__init__()
         self.applied_ns: dict[int, int] = {}
 
-    def apply(self, release: Release) -> None:
-        super().apply(release)
+    def apply(self, release: Release) -> Written | None:
+        written = super().apply(release)
         self.applied_ns[release.version] = time.monotonic_ns()
+        return written
 
 
 def clock(service: str) -> None:

@@ -18,16 +18,16 @@ from tests.bench.publish import (
     DIM,
     ROUNDS,
     ROWS,
-    TABLE,
     WARM_UP,
     Turn,
     publish_rows,
     publish_to_applied,
+    table_of,
     timed,
 )
 
 from deltasync.base.process import keep_freed_memory
-from deltasync.client import Admin, Policy
+from deltasync.client import Admin, Policy, TableSpec
 from deltasync.trainer.example.processes import ADMIN, Credentials, Service
 
 _MODEL, _TRAINER, _REPLICA = "bench", "trainer", "replica"
@@ -53,13 +53,13 @@ def _path(values: NDArray[np.float32], *, secure: bool) -> Iterator[Callable[[in
         Admin(credentials.endpoint(ADMIN)).create_consumer(_MODEL, _MODEL, Policy())
         replica = children.peer("replica", str(credentials.file(_REPLICA)))
         replica.read()
-        with publisher(credentials.endpoint(_TRAINER), [TABLE]) as source:
+        with publisher(credentials.endpoint(_TRAINER), [table_of(values)]) as source:
             publish_rows(source, values, step=1, cuts=1)
             yield timed([service.pid], lambda n: publish_to_applied(source, replica.ask, values, n))
 
 
 def _report(console: Console, rounds: list[tuple[Turn, Turn]]) -> dict[str, Any]:
-    size = ROWS * TABLE.row_bytes / 1e9
+    size = ROWS * TableSpec("bench", ROWS, DIM).row_bytes / 1e9
     kinds = list(zip(*rounds, strict=True))
     tls, plain = (size / statistics.median(turn.seconds for turn in turns) for turns in kinds)
     tls_cpu, plain_cpu = (statistics.median(turn.cpu_seconds for turn in turns) / size for turns in kinds)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -35,6 +36,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.distributed.ranks import join_ranks
 from deltasync.trainer.tracking.delta import DeltaRows
+from deltasync.trainer.tracking.lookup_marks import LookupMarks
 from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.torchrec_hooks import Listeners
 from deltasync.trainer.tracking.tracker import Tracker
@@ -183,11 +185,14 @@ class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec'
 class WatchedTracker(Tracker):
     def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
         self._watch = Stopwatch(training.device)
-        super().__init__(training.model, TrackerOptions(mode=mode, consumers=consumers))
+        record = LookupMarks.record_lookup
 
-    def record_lookup(self, *arguments: Any) -> None:
-        with self._watch.running():
-            super().record_lookup(*arguments)
+        def timed(marks: LookupMarks, *arguments: Any) -> None:
+            with self._watch.running():
+                record(marks, *arguments)
+
+        with mock.patch.object(LookupMarks, "record_lookup", timed):
+            super().__init__(training.model, TrackerOptions(mode=mode, consumers=consumers))
 
     def end_step(self) -> None:
         """What a trainer calls after each step."""

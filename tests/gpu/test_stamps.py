@@ -27,9 +27,9 @@ from torch import nn
 
 from deltasync.core.digests import row_digests
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, delta_reader
-from deltasync.trainer.tracking.delta_reader import GatheredRows, due_ids
+from deltasync.trainer.tracking import DeltaRows, Tracker, TrackerOptions, TrackingMode, gpu
 from deltasync.trainer.tracking.followed_rows import FollowedRows
+from deltasync.trainer.tracking.gpu import due_ids, rows_to_host, to_host, trimmed
 from deltasync.trainer.tracking.module_tensors import module_tensors
 from deltasync.trainer.tracking.shards import dense_table
 from deltasync.trainer.tracking.stamps import Clock, RowStamps, TableStamps
@@ -143,12 +143,14 @@ def test_bounded_rows_are_those_that_are_due(kind: str, stamps: list[int], curso
     there = live.to(device)
     with no_waiting(kind):
         ids, count = due_ids(held, cursor, min(len(stamps), len(due) + more))
-        arriving = GatheredRows(ids, [there.index_select(0, ids)], [], count).in_host_memory()
+        shard = Shard.whole(TableSpec("t", len(stamps), 3))
+        gathered = DeltaRows(ids, [shard], [there.index_select(0, ids)], None, TrackingMode.EMBEDDING_LAST)
+        arriving, arriving_count = rows_to_host(gathered), to_host(count)
     if kind == "cuda":
         torch.cuda.synchronize()
-    rows = arriving.trimmed()
+    rows = trimmed(arriving, int(arriving_count))
     assert rows.ids.tolist() == due
-    assert torch.equal(rows.values[0], live[due])
+    assert torch.equal(rows.shard_values[0], live[due])
 
 
 @CPU_AND_GPU
@@ -159,7 +161,7 @@ def test_bounded_rows_are_those_that_are_due(kind: str, stamps: list[int], curso
 def test_digests_made_on_the_device_are_the_kernels(kind: str, dtype: str, columns: int) -> None:
     values = np.random.default_rng(0).integers(0, 2 if dtype == "?" else 100, (ROWS, columns)).astype(dtype)
     shard = Shard(TableSpec("t", ROWS, 8, np.dtype(dtype), TableKind.BUFFER), 0, ROWS, 3, columns)
-    made = delta_reader.row_digests(torch.from_numpy(values).to(device_of(kind)), shard)
+    made = gpu.row_digests(torch.from_numpy(values).to(device_of(kind)), shard)
     assert made.cpu().numpy().view(np.uint64).tolist() == row_digests(values, 3).tolist()
 
 

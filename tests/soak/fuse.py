@@ -21,10 +21,10 @@ T = TypeVar("T")
 # Where a process may be killed, and what is called there: of the service, of `deltasync restore`, of a rank and of
 # a replica.
 SERVICE_STEPS = {
-    "publish": "deltasync.cuts.session:PublishSession.add",
+    "publish": "deltasync.cuts.session:PublishSession.take",
     "seal": "deltasync.model.model_store:ModelStore.seal",
     "commit": "deltasync.log.lmdb_store:LmdbStore._commit",
-    "apply": "deltasync.model.model:Model._apply",
+    "apply": "deltasync.model.applied:AppliedTables.apply",
     "release": "deltasync.views.release_maker:ReleaseMaker._take",
     "release record": "deltasync.views.log:ViewLog.write",
     "ack": "deltasync.consumers.registry:ConsumerRegistry.acknowledge",

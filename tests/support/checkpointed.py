@@ -92,6 +92,7 @@ class Checkpointed:
     Attributes:
         store: where these are.
         meanwhile: called between the turns of the writer.
+        check: called between them, too; may raise.
         held: what the tables were at each checkpoint, by its id.
         dirty: the dirty rows that there were of views' tables, likewise.
     """
@@ -99,6 +100,7 @@ class Checkpointed:
     store: CheckpointStore
     seed: int = 0
     meanwhile: Callable[[], None] = lambda: None
+    check: Callable[[], None] = lambda: None
     held: dict[str, Held] = field(default_factory=dict)
     dirty: dict[str, dict[TableKey, list[list[int]]]] = field(default_factory=dict)
     newest: Manifest | None = None
@@ -112,8 +114,7 @@ class Checkpointed:
         self.model = Owner("", self.rng)
         self.views = dict[str, Owner]()
 
-    @property
-    def owners(self) -> list[Source]:
+    def sources(self) -> list[Source]:
         return [self.model, *self.views.values()]
 
     def add_view(self, name: str) -> Owner:
@@ -125,32 +126,32 @@ class Checkpointed:
         return function()
 
     def write(self, store: CheckpointStore | None = None, check: Callable[[], None] = lambda: None) -> Manifest:
-        made = (store or self.store).write(
-            run=self.run,
-            sources=lambda: self.owners,
-            previous=self.newest,
-            version=lambda: Position(self.model.history, self.model.number, self.seal(self.model.number)),
-            small=lambda: self.small,
-            records=self.records,
-            limit=self.limit,
-            check=check,
-        )
+        self.check = check
+        made = (store or self.store).write(self, self.newest, self.limit)
         self.note(made)
         return made
 
     def note(self, made: Manifest) -> None:
         self.newest = made
-        self.held[made.id] = {
-            each.key: held(each.table) for owner in self.owners for each in owner.checkpoint_tables()
-        }
-        found = {each.key: each.dirty for owner in self.owners for each in owner.checkpoint_tables() if each.dirty}
+        tables = [table for owner in self.sources() for table in owner.checkpoint_tables()]
+        self.held[made.id] = {each.key: held(each.table) for each in tables}
+        found = {each.key: each.dirty for each in tables if each.dirty}
         self.dirty[made.id] = {key: as_lists(rows) for key, rows in found.items() if len(rows[0])}
 
     @staticmethod
     def seal(version: int) -> int:
         return version * 1001
 
-    def records(self, before: Manifest | None) -> Iterator[LogRecord]:
+    def position(self) -> Position:
+        return Position(self.model.history, self.model.number, self.seal(self.model.number))
+
+    def small_records(self) -> dict[str, bytes]:
+        return self.small
+
+    def in_haste(self) -> bool:
+        return True
+
+    def log_records(self, before: Manifest | None) -> Iterator[LogRecord]:
         for version in range(before.version + 1 if before else 1, self.model.number + 1):
             yield f"seals/{MODEL}", version, 0, 0, f"seal {version}".encode()
 

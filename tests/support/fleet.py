@@ -26,6 +26,7 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
+from deltasync.client.targets.target import Written
 from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.rows import Values
 from deltasync.core.value_types import ValueType, sent_as
@@ -127,10 +128,11 @@ class Recorder(NumpyTarget):
         self.releases: list[Release] = []
         self.held: dict[Position, dict[str, bytes]] = {}
 
-    def apply(self, release: Release) -> None:
-        super().apply(release)
+    def apply(self, release: Release) -> Written | None:
+        written = super().apply(release)
         self.releases.append(release)
         self.held[release.position] = self.bytes()
+        return written
 
     def bytes(self) -> dict[str, bytes]:
         return {name: rows.tobytes() for name, rows in self.tables.items()}

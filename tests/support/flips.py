@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tests.support.local_service import join, opened, send
 from tests.support.releases import deleted_rows, live_rows
-from tests.support.wire import WHOLE, full_part, part, random_rows
+from tests.support.wire import WHOLE, close, delete_chunk, full_part, part, random_rows
 
 from deltasync.base.errors import StorageFailed
 from deltasync.base.events import Event
@@ -37,19 +37,18 @@ def write(folder: Path, checkpoints: Sequence[int] = ()) -> None:
 async def write_in_loop(folder: Path, checkpoints: Sequence[int] = ()) -> None:
     """The same in the event loop that runs."""
     async with opened(folder.with_suffix(".open")) as service:
-        await service.create_consumer("plain", "clicks", Policy())
-        await service.create_consumer("small", "clicks", Policy(value_type=ValueType.INT8))
+        await service.consumers.create("plain", "clicks", Policy())
+        await service.consumers.create("small", "clicks", Policy(value_type=ValueType.INT8))
         session = await join(service)
         await send(session, full_part(1, random_rows(0), WHOLE))
-        await service.coordinators["clicks"].settled()
+        await service.models.coordinators["clicks"].settled()
         rng = np.random.default_rng(0)
         for step in range(2, VERSIONS + 1):
             requests = part(step, [(0, [step, 9, 20 + step], rng.random((3, 4), np.float32))])
             if step == 3:
-                requests = part(step, [(0, [3, 11], np.zeros((2, 4), "<f4"))])
-                requests[0].chunk.rows.deleted, requests[0].chunk.rows.values = True, b""
+                requests = [delete_chunk(step, 0, [3, 11]), close(step, 2)]
             await send(session, requests)
-            await service.coordinators["clicks"].settled()
+            await service.models.coordinators["clicks"].settled()
             _acknowledge(service, step)
             view = service.views.get(service.registry.get("small"))
             assert view

@@ -13,13 +13,12 @@ from typing import Self, TypeVar
 
 import uvicorn
 from tests.support.http import HttpStatus
-from tests.support.local_service import publish
+from tests.support.local_service import publish, sources
 from tests.support.many_logs import ManyLogs
 from tests.support.memory_bucket import MemoryBucket, MemoryStore
 from tests.support.waiting import wait_for
 
-from deltasync.access.access import Access
-from deltasync.access.audit import Audit
+from deltasync.access.access import Access, Audit
 from deltasync.access.roles import Roles
 from deltasync.api.http import create_app
 from deltasync.base.process import listening_socket
@@ -27,10 +26,9 @@ from deltasync.cluster.decisions import heir_of
 from deltasync.cluster.member import Member, OwnershipOptions
 from deltasync.cluster.ownership import Ownership
 from deltasync.core.policy import Policy
-from deltasync.service.hosting import Hosting
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.status.answers import Answers, Sampler
+from deltasync.status.answers import Sampler
 
 T = TypeVar("T")
 ADMIN_TOKEN = "secret"  # noqa: S105
@@ -42,7 +40,7 @@ class LocalProcess(HttpStatus):
 
     def __init__(self, service: Service, bucket: MemoryBucket, server: uvicorn.Server) -> None:
         self.service, self.bucket, self.server = service, bucket, server
-        self.me = service.owners.me
+        self.me = service.models.owners.me
         self.name, self.http = self.me.name, self.me.http
 
 
@@ -66,7 +64,8 @@ class LocalCluster:
             raise self._failure
         self.wait_until(
             lambda: all(
-                each.service.owners.confirmed and len(each.service.owners.processes()) == len(self._names)
+                each.service.models.owners.confirmed
+                and len(each.service.models.owners.processes()) == len(self._names)
                 for each in self.processes
             )
         )
@@ -102,14 +101,14 @@ class LocalCluster:
         name = next(each for each in names if heir_of(each, members) == owner.me)
 
         async def make() -> None:
-            await owner.service.create_consumer(consumer, name, Policy())
+            await owner.service.consumers.create(consumer, name, Policy())
             await publish(owner.service, model=name)
 
         self.run(make)
         self.wait_until(
             lambda: (
-                all(each.service.owners.model_of(consumer) == name for each in self.processes)
-                and all(each.service.owners.owner_of(name) for each in self.processes)
+                all(each.service.models.owners.model_of(consumer) == name for each in self.processes)
+                and all(each.service.models.owners.owner_of(name) for each in self.processes)
             )
         )
         return name
@@ -147,13 +146,15 @@ class LocalCluster:
             logs, bucket = ManyLogs(self.folder / "logs"), MemoryBucket(self._store)
             url = str(self.folder / "checkpoints")
             service = Service(ServiceOptions(data_dir=self.folder / name, checkpoints=url), tasks, logs)
-            service.hosting = hosting = Hosting(service, logs)
+            hosting = service.hosting(logs)
             listener = listening_socket("127.0.0.1", 0)
             me = Member(name, "127.0.0.1:1", f"http://127.0.0.1:{listener.getsockname()[1]}", run=name)
             options = OwnershipOptions(lease_seconds=self._lease_seconds)
-            service.owners = owners = Ownership(options, me, bucket, hosting, service.events)
-            sampler = Sampler(service, Answers(service))
-            app = create_app(service, Access(ADMIN_TOKEN, self._roles, Audit(service.events)), sampler)
+            owners = Ownership(options, me, bucket, hosting, service.events)
+            service.join(owners)
+            access = Access(ADMIN_TOKEN, self._roles, Audit(service.events))
+            sampler = Sampler(sources(service), service.events, access)
+            app = create_app(service, access, sampler)
             config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
             server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -16,7 +16,7 @@ from deltasync.core.rows import RowBatch, Values
 from deltasync.core.seal import Seal
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.lmdb_store import LmdbStore
-from deltasync.log.log_store import LogOptions, LogStore
+from deltasync.log.log_store import LogOptions
 from deltasync.log.records import pack_layout
 from deltasync.model.model import Model
 from deltasync.model.model_store import recorded_models
@@ -35,11 +35,13 @@ class LocalModel:
         lost: why a view could not come back, by consumer.
     """
 
-    def __init__(self, directory: Path, log_max_bytes: int = 1 << 28) -> None:
+    def __init__(self, directory: Path, log_max_bytes: int = 1 << 28, model: Model | None = None) -> None:
+        """With a `model`, that one is used: it may be one of a service."""
         self.directory = directory
-        self.log: LogStore = LmdbStore(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
-        checkpoints = CheckpointStore("clicks", Place(str(directory / "checkpoints")))
-        self.model = Model("clicks", self.log, checkpoints)
+        if model is None:
+            log = LmdbStore(LogOptions(directory=directory / "log", max_bytes=log_max_bytes))
+            model = Model("clicks", log, CheckpointStore("clicks", Place(str(directory / "checkpoints"))))
+        self.model, self.log = model, model.log
         self.views, self.lost = dict[str, View](), dict[str, str]()
 
     @classmethod
@@ -49,7 +51,7 @@ class LocalModel:
         names = local.log.items("view/")
         views = [View(name, local.model, ViewLog(local.log, name).view()) for name in names]
         if record := recorded_models(local.log).get("clicks"):
-            await local.model.recover(record, views)
+            await local.model.recover(record, [view.replay for view in views if view.replay])
             local.lost = {view.owner: lost for view in views if (lost := await view.recovered())}
             local.views = {view.owner: view for view in views if view.owner not in local.lost}
         return local

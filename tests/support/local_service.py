@@ -11,13 +11,18 @@ import pytest
 from tests.support.log import log_of
 from tests.support.wire import TABLES, part, publish_open, random_rows
 
+from deltasync.api.http import sources_of
 from deltasync.base.events import Event
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard
 from deltasync.cuts.session import PublishSession, check_open, open_session
 from deltasync.model.model_store import ModelStore
+from deltasync.service.backup import Backups
+from deltasync.service.fsck import Checked, check_service
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
+from deltasync.status.overview import ProcessState, Sources
+from deltasync.wire.row_messages import ReceivedRows, read_request
 
 Scenario = Callable[[Service], Coroutine[Any, Any, None]]
 
@@ -30,9 +35,9 @@ async def opened(
     async with asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir, **settings), tasks)
         if listener:
-            service.events._listeners = (*service.events._listeners, listener)
+            service.events.listen(listener)
         try:
-            await service.recover()
+            await service.recovery.all()
         except BaseException:
             log_of(service).close()
             service._lock.close()
@@ -51,9 +56,14 @@ def run(data_dir: Path, scenario: Scenario, **settings: Any) -> None:
     asyncio.run(main())
 
 
+def sources(service: Service) -> Sources:
+    """What status reads of a service."""
+    return sources_of(service, ProcessState(draining=service.draining))
+
+
 async def join(service: Service, **fields: Any) -> PublishSession:
     opening = check_open(publish_open(**fields).open)
-    return await open_session(await service.open_model(opening.message.model), opening)
+    return await open_session(await service.publishing.open(opening.message.model), opening)
 
 
 async def publish(service: Service, step: int = 1, **fields: Any) -> PublishSession:
@@ -71,11 +81,25 @@ async def publish(service: Service, step: int = 1, **fields: Any) -> PublishSess
 async def send(session: PublishSession, requests: list[Any]) -> Position | None:
     position = None
     for request in requests:
-        if request.HasField("close"):
-            position = await session.close(request.close)
+        received = read_request(request.SerializeToString())
+        if isinstance(received, ReceivedRows):
+            position = await session.take(received) or position
         else:
-            await session.add(request.chunk.step, request.chunk.rows)
+            position = await session.close(received.close)
     return position
+
+
+def backups(service: Service) -> Backups:
+    options, events = service.options, service.events
+    return Backups(service.models, service.checkpoints, options.data_dir, events, service.draining)
+
+
+async def check(service: Service) -> list[Checked]:
+    """Read all that a service keeps."""
+    options, events = service.options, service.events
+    return await check_service(
+        service.models, service.registry, service.views, options.data_dir, events, "who asks"
+    )
 
 
 class HeldWrites:

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from deltasync.base.durations import Durations
+from deltasync.base.clock import Durations
 from deltasync.base.errors import NotOwner, Owner, StorageFailed
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogOptions, LogStore

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltasync.base.durations import Durations
+from deltasync.base.clock import Durations
 from deltasync.log.log_store import LAST_NUMBER, Buffer, LogFull, Record, WriteQueue
 from deltasync.log.volume import Volume
 

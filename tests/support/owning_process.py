@@ -4,7 +4,7 @@ import asyncio
 
 from tests.support.memory_bucket import MemoryBucket, MemoryLog, MemoryStore
 
-from deltasync.base.errors import Owner, StorageFailed
+from deltasync.base.errors import NotOwner, Owner, StorageFailed
 from deltasync.base.events import Event, Events
 from deltasync.cluster.member import Member, OwnershipOptions
 from deltasync.cluster.ownership import Ownership
@@ -50,6 +50,9 @@ class FakeModels:
             assert self.ownership
             await self.ownership.reserve_consumer(consumer, model)
         self.said.append(("take", model))
+
+    async def forget(self, model: str) -> None:
+        self.opened.pop(model, None)
 
     async def give_up(self, model: str, reason: str) -> None:
         self.opened.pop(model, None)
@@ -101,7 +104,11 @@ class Process:
         return False
 
     def answers(self, model: str) -> bool:
-        return self.ownership._answer(model).here and model in self.models.opened
+        try:
+            self.ownership.check(model)
+        except NotOwner:
+            return False
+        return model in self.models.opened
 
     def die(self) -> None:
         self.bucket.cut = True

@@ -12,7 +12,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import APIError, NotFoundError
 
 from deltasync.base.errors import Owner
-from deltasync.base.events import Event, Events, line_of
+from deltasync.base.events import Event, Events, event_line
 from deltasync.cluster.member import Member, OwnershipOptions
 from deltasync.cluster.nats_bucket import BucketOptions, NatsBucket
 from deltasync.cluster.ownership import Ownership
@@ -60,6 +60,9 @@ class Logs:
     async def save(self, model: str) -> None:
         say("save", model)
 
+    async def forget(self, model: str) -> None:
+        say("forget", model)
+
     async def known(self) -> list[str]:
         infos = await self._js.streams_info()
         return [str(each.config.name)[len(PREFIX) :] for each in infos if str(each.config.name).startswith(PREFIX)]
@@ -93,7 +96,7 @@ async def main(url: str, name: str, lease: float) -> None:
 
 
 def _said(event: Event) -> None:
-    say("event", line_of(event))
+    say("event", event_line(event))
 
 
 if __name__ == "__main__":

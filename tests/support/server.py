@@ -10,8 +10,7 @@ from typing import Any, Self
 
 from tests.support.http import HttpStatus
 
-from deltasync.api.server import run
-from deltasync.api.server_options import ServerOptions
+from deltasync.api.server import ServerOptions, run
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.policy import Policy
 from deltasync.service.options import ServiceOptions

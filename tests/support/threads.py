@@ -8,11 +8,11 @@ WAIT = 30
 
 
 @contextmanager
-def threads(*tasks: Callable[[], None]) -> Iterator[None]:
+def threads(*tasks: Callable[[], object]) -> Iterator[None]:
     """Run tasks in threads of their own; what they raise is raised here."""
     failures: list[BaseException] = []
 
-    def run(task: Callable[[], None]) -> None:
+    def run(task: Callable[[], object]) -> None:
         try:
             task()
         except BaseException as failure:  # noqa: BLE001  # raised below

@@ -133,7 +133,7 @@ class ReplicaStream(Stream):
             if kind == "release_end":
                 return rows, message.release_end
             if kind == "chunk":
-                rows.append(message.chunk.rows)
+                rows.append(message.chunk.rows.rows)
 
 
 def pieces(response: subscribe_pb2.SubscribeResponse) -> list[subscribe_pb2.SubscribeResponse]:
@@ -181,8 +181,14 @@ def chunk(step: int, slot: int, ids: Any, values: Any) -> publish_pb2.PublishReq
     return publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=step, rows=rows_message(slot, ids, values)))
 
 
-def rows_message(slot: int, ids: Any, values: Any) -> tables_pb2.Rows:
-    return tables_pb2.Rows(slot=slot, ids=np.asarray(ids, np.int64).tobytes(), values=np.asarray(values).tobytes())
+def delete_chunk(step: int, slot: int, ids: Any) -> publish_pb2.PublishRequest:
+    rows = rows_message(slot, ids, [], deleted=True)
+    return publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=step, rows=rows))
+
+
+def rows_message(slot: int, ids: Any, values: Any, **fields: Any) -> tables_pb2.TableRows:
+    ids, values = np.asarray(ids, np.int64).tobytes(), np.asarray(values).tobytes()
+    return tables_pb2.TableRows(slot=slot, rows=tables_pb2.Rows(ids=ids, values=values, **fields))
 
 
 def close(step: int, rows: int, *, full: bool = False) -> publish_pb2.PublishRequest:
@@ -196,7 +202,7 @@ def part(
 ) -> list[publish_pb2.PublishRequest]:
     """Chunks of (slot, ids, values) and their close."""
     chunks = [chunk(step, slot, ids, values) for slot, ids, values in changes]
-    return [*chunks, close(step, sum(len(each.chunk.rows.ids) // 8 for each in chunks), full=full)]
+    return [*chunks, close(step, sum(len(each.chunk.rows.rows.ids) // 8 for each in chunks), full=full)]
 
 
 def whole_part(
@@ -250,5 +256,6 @@ def random_rows(seed: int, tables: Iterable[TableSpec] = tuple(TABLES)) -> list[
     return [rng.normal(size=(table.rows, table.dim)).astype(table.dtype) for table in tables]
 
 
-def size_of(rows: Iterable[tables_pb2.Rows]) -> int:
+def size_of(several: Iterable[tables_pb2.Rows | tables_pb2.TableRows]) -> int:
+    rows = [each.rows if isinstance(each, tables_pb2.TableRows) else each for each in several]
     return sum(len(each.ids) + len(each.values) for each in rows)

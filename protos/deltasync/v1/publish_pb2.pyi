@@ -194,14 +194,14 @@ class PartChunk(_message.Message):
     step: _builtins.int
     """step is the optimizer step after which the rows were read; the same in the whole part."""
     @_builtins.property
-    def rows(self) -> _tables_pb2.Rows:
+    def rows(self) -> _tables_pb2.TableRows:
         """rows are rows of one shard, current as of the step. Not empty."""
 
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
-        rows: _tables_pb2.Rows | None = ...,
+        rows: _tables_pb2.TableRows | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -284,7 +284,7 @@ class WholePart(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Rows]:
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.TableRows]:
         """rows are what chunks would carry, in the same order. May be empty."""
 
     @_builtins.property
@@ -294,7 +294,7 @@ class WholePart(_message.Message):
     def __init__(
         self,
         *,
-        rows: _abc.Iterable[_tables_pb2.Rows] | None = ...,
+        rows: _abc.Iterable[_tables_pb2.TableRows] | None = ...,
         close: Global___PartClose | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close"]  # noqa: Y015

@@ -275,7 +275,7 @@ class SubscribeOpened(_message.Message):
 
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Table]:
-        """tables describes the tables; Rows.slot is an index into it."""
+        """tables describes the tables; TableRows.slot is an index into it."""
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class ReleaseChunk(_message.Message):
 
     ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def rows(self) -> _tables_pb2.Rows:
+    def rows(self) -> _tables_pb2.TableRows:
         """rows are rows of one table. A row may come several times in a large release, also deleted once and there again: the
         last one counts. Until the release ends, rows are of any versions up to that of the release.
         """
@@ -313,7 +313,7 @@ class ReleaseChunk(_message.Message):
     def __init__(
         self,
         *,
-        rows: _tables_pb2.Rows | None = ...,
+        rows: _tables_pb2.TableRows | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -410,7 +410,7 @@ class WholeRelease(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Rows]:
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.TableRows]:
         """rows are what chunks would carry. The field has the number that it has in a chunk."""
 
     @_builtins.property
@@ -420,7 +420,7 @@ class WholeRelease(_message.Message):
     def __init__(
         self,
         *,
-        rows: _abc.Iterable[_tables_pb2.Rows] | None = ...,
+        rows: _abc.Iterable[_tables_pb2.TableRows] | None = ...,
         end: Global___ReleaseEnd | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015

@@ -24,27 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64\x65ltasync/v1/tables.proto\x12\x0c\x64\x65ltasync.v1\"\xef\x01\n\x05Table\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x0b\n\x03\x64im\x18\x03 \x01(\r\x12+\n\nvalue_type\x18\x04 \x01(\x0e\x32\x17.deltasync.v1.ValueType\x12(\n\x07sent_as\x18\x05 \x01(\x0e\x32\x17.deltasync.v1.ValueType\x12%\n\x04kind\x18\x06 \x01(\x0e\x32\x17.deltasync.v1.TableKind\x12\n\n\x02of\x18\x07 \x01(\t\x12\"\n\x05shape\x18\x08 \x01(\x0b\x32\x13.deltasync.v1.Shape\x12\x0f\n\x07\x61liases\x18\t \x03(\t\"\x16\n\x05Shape\x12\r\n\x05sizes\x18\x01 \x03(\x04\"S\n\x04Rows\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x0e\n\x06values\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65leted\x18\x04 \x01(\x08\x12\x0f\n\x07\x64igests\x18\x05 \x01(\x0c\"%\n\x08\x43hecksum\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0b\n\x03sum\x18\x02 \x01(\x06\":\n\x08Position\x12\x0f\n\x07history\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04seal\x18\x03 \x01(\x06*\xaf\x02\n\tValueType\x12\x1a\n\x16VALUE_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0fVALUE_TYPE_FP32\x10\x01\x12\x13\n\x0fVALUE_TYPE_FP16\x10\x02\x12\x13\n\x0fVALUE_TYPE_BF16\x10\x03\x12\x13\n\x0fVALUE_TYPE_INT8\x10\x04\x12\x13\n\x0fVALUE_TYPE_FP64\x10\x05\x12\x14\n\x10VALUE_TYPE_INT64\x10\x06\x12\x14\n\x10VALUE_TYPE_INT32\x10\x07\x12\x14\n\x10VALUE_TYPE_INT16\x10\x08\x12\x14\n\x10VALUE_TYPE_UINT8\x10\t\x12\x13\n\x0fVALUE_TYPE_BOOL\x10\n\x12\x17\n\x13VALUE_TYPE_INT8_TBE\x10\x0b\x12\x17\n\x13VALUE_TYPE_INT4_TBE\x10\x0c*\xa3\x01\n\tTableKind\x12\x1a\n\x16TABLE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14TABLE_KIND_EMBEDDING\x10\x01\x12\x18\n\x14TABLE_KIND_PARAMETER\x10\x02\x12\x15\n\x11TABLE_KIND_BUFFER\x10\x03\x12\x15\n\x11TABLE_KIND_ID_MAP\x10\x04\x12\x18\n\x14TABLE_KIND_ID_RANGES\x10\x05*?\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fMODE_EMBEDDINGS\x10\x01\x12\x0c\n\x08MODE_IDS\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x64\x65ltasync/v1/tables.proto\x12\x0c\x64\x65ltasync.v1\"\xef\x01\n\x05Table\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04rows\x18\x02 \x01(\x04\x12\x0b\n\x03\x64im\x18\x03 \x01(\r\x12+\n\nvalue_type\x18\x04 \x01(\x0e\x32\x17.deltasync.v1.ValueType\x12(\n\x07sent_as\x18\x05 \x01(\x0e\x32\x17.deltasync.v1.ValueType\x12%\n\x04kind\x18\x06 \x01(\x0e\x32\x17.deltasync.v1.TableKind\x12\n\n\x02of\x18\x07 \x01(\t\x12\"\n\x05shape\x18\x08 \x01(\x0b\x32\x13.deltasync.v1.Shape\x12\x0f\n\x07\x61liases\x18\t \x03(\t\"\x16\n\x05Shape\x12\r\n\x05sizes\x18\x01 \x03(\x04\"E\n\x04Rows\x12\x0b\n\x03ids\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x0e\n\x06values\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65leted\x18\x04 \x01(\x08\";\n\tTableRows\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12 \n\x04rows\x18\x02 \x01(\x0b\x32\x12.deltasync.v1.Rows\"%\n\x08\x43hecksum\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0b\n\x03sum\x18\x02 \x01(\x06\":\n\x08Position\x12\x0f\n\x07history\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04seal\x18\x03 \x01(\x06*\xaf\x02\n\tValueType\x12\x1a\n\x16VALUE_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0fVALUE_TYPE_FP32\x10\x01\x12\x13\n\x0fVALUE_TYPE_FP16\x10\x02\x12\x13\n\x0fVALUE_TYPE_BF16\x10\x03\x12\x13\n\x0fVALUE_TYPE_INT8\x10\x04\x12\x13\n\x0fVALUE_TYPE_FP64\x10\x05\x12\x14\n\x10VALUE_TYPE_INT64\x10\x06\x12\x14\n\x10VALUE_TYPE_INT32\x10\x07\x12\x14\n\x10VALUE_TYPE_INT16\x10\x08\x12\x14\n\x10VALUE_TYPE_UINT8\x10\t\x12\x13\n\x0fVALUE_TYPE_BOOL\x10\n\x12\x17\n\x13VALUE_TYPE_INT8_TBE\x10\x0b\x12\x17\n\x13VALUE_TYPE_INT4_TBE\x10\x0c*\xa3\x01\n\tTableKind\x12\x1a\n\x16TABLE_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14TABLE_KIND_EMBEDDING\x10\x01\x12\x18\n\x14TABLE_KIND_PARAMETER\x10\x02\x12\x15\n\x11TABLE_KIND_BUFFER\x10\x03\x12\x15\n\x11TABLE_KIND_ID_MAP\x10\x04\x12\x18\n\x14TABLE_KIND_ID_RANGES\x10\x05*?\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fMODE_EMBEDDINGS\x10\x01\x12\x0c\n\x08MODE_IDS\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'deltasync.v1.tables_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VALUETYPE']._serialized_start=494
-  _globals['_VALUETYPE']._serialized_end=797
-  _globals['_TABLEKIND']._serialized_start=800
-  _globals['_TABLEKIND']._serialized_end=963
-  _globals['_MODE']._serialized_start=965
-  _globals['_MODE']._serialized_end=1028
+  _globals['_VALUETYPE']._serialized_start=541
+  _globals['_VALUETYPE']._serialized_end=844
+  _globals['_TABLEKIND']._serialized_start=847
+  _globals['_TABLEKIND']._serialized_end=1010
+  _globals['_MODE']._serialized_start=1012
+  _globals['_MODE']._serialized_end=1075
   _globals['_TABLE']._serialized_start=44
   _globals['_TABLE']._serialized_end=283
   _globals['_SHAPE']._serialized_start=285
   _globals['_SHAPE']._serialized_end=307
   _globals['_ROWS']._serialized_start=309
-  _globals['_ROWS']._serialized_end=392
-  _globals['_CHECKSUM']._serialized_start=394
-  _globals['_CHECKSUM']._serialized_end=431
-  _globals['_POSITION']._serialized_start=433
-  _globals['_POSITION']._serialized_end=491
+  _globals['_ROWS']._serialized_end=378
+  _globals['_TABLEROWS']._serialized_start=380
+  _globals['_TABLEROWS']._serialized_end=439
+  _globals['_CHECKSUM']._serialized_start=441
+  _globals['_CHECKSUM']._serialized_end=478
+  _globals['_POSITION']._serialized_start=480
+  _globals['_POSITION']._serialized_end=538
 # @@protoc_insertion_point(module_scope)

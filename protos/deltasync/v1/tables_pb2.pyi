@@ -251,19 +251,32 @@ Global___Shape: _TypeAlias = Shape  # noqa: Y015
 
 @_typing.final
 class Rows(_message.Message):
-    """Rows is a run of rows of one table (subscribing) or of one shard (publishing)."""
+    """Rows is a run of rows of one table, or of one shard of it. It has one form on every hop: a publisher writes it, and the
+    service writes these bytes to its log and sends them to every replica that is up to date. The service encodes rows
+    itself where a policy, a replica that is behind, or shards of some columns need other rows than were published.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SLOT_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     DELETED_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
-    slot: _builtins.int
-    """slot is the index of the table in SubscribeOpened.tables, or of the shard in PublishOpen.shards."""
     ids: _builtins.bytes
     """ids holds global row ids: int64, little-endian, strictly ascending inside one message."""
+    digests: _builtins.bytes
+    """digests holds the digest of each row, made where the row was read: unsigned numbers of 8 bytes, little-endian. Empty
+    where rows are deleted.
+    Publishing: of the shard's columns. Empty where the publisher makes none: the service makes them then. A row that does
+    not fit its digest is refused with OUT_OF_RANGE, and the part is to be sent again.
+    In releases: set where rows are sent as they were published. A replica should compare them with the rows it got, and
+    open its stream again where one differs. Empty where the service has encoded the rows itself.
+
+    The digest of a row is the sum over its words j of c(j) * word(j), modulo 2^64. A word is a number's bits, taken as
+    an unsigned number; a number of 64 bits is two words, its lower half first. j counts the words of the whole row.
+    With mix the finalizer of SplitMix64 (z *= 0x9E3779B97F4A7C15; z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+    z = (z ^ z >> 27) * 0x94D049BB133111EB; z ^= z >> 31), c(j) is mix(j + 2^60) | 1.
+    """
     values: _builtins.bytes
     """values holds the current (absolute) values of these rows: row-major, in the table's value type,
     little-endian; len(ids) / 8 rows of the table's dim (of the shard's cols when publishing).
@@ -274,32 +287,49 @@ class Rows(_message.Message):
     """deleted says that these rows are no more: values is empty, whatever the mode, and the receiver holds zeros from
     here on, which add nothing to a checksum. Only of embedding tables.
     """
-    digests: _builtins.bytes
-    """digests holds the digest of each row, made where the row was read: unsigned numbers of 8 bytes, little-endian.
-    Publishing: of the shard's columns; empty where the publisher makes none, and where rows are deleted. A row that does
-    not fit its digest is refused with OUT_OF_RANGE, and the part is to be sent again. Empty in releases.
-
-    The digest of a row is the sum over its words j of c(j) * word(j), modulo 2^64. A word is a number's bits, taken as
-    an unsigned number; a number of 64 bits is two words, its lower half first. j counts the words of the whole row.
-    With mix the finalizer of SplitMix64 (z *= 0x9E3779B97F4A7C15; z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
-    z = (z ^ z >> 27) * 0x94D049BB133111EB; z ^= z >> 31), c(j) is mix(j + 2^60) | 1.
-    """
     def __init__(
         self,
         *,
-        slot: _builtins.int = ...,
         ids: _builtins.bytes = ...,
+        digests: _builtins.bytes = ...,
         values: _builtins.bytes = ...,
         deleted: _builtins.bool = ...,
-        digests: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted", "digests", b"digests", "ids", b"ids", "slot", b"slot", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted", "digests", b"digests", "ids", b"ids", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Rows: _TypeAlias = Rows  # noqa: Y015
+
+@_typing.final
+class TableRows(_message.Message):
+    """TableRows says which table, or which shard, some rows are of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    """slot is the index of the table in SubscribeOpened.tables, or of the shard in PublishOpen.shards."""
+    @_builtins.property
+    def rows(self) -> Global___Rows:
+        """rows are the rows."""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        rows: Global___Rows | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TableRows: _TypeAlias = TableRows  # noqa: Y015
 
 @_typing.final
 class Checksum(_message.Message):

@@ -1,21 +1,22 @@
-"""What callers may do: the role that each call needs, and whether the caller has it by the roles file."""
+"""What callers may do: the role that each call needs, whether the caller has it, and the audit of who did what."""
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deltasync.access.audit import Audit
-from deltasync.access.caller import CALL, Call, Grant, Identity, Role
-from deltasync.access.roles import Roles, TokenRoles, read_roles, token_digest
-from deltasync.base.addresses import readable_by_all
+from google.protobuf.message import Message
+
+from deltasync.access.roles import CALL, Call, Grant, Identity, Role, Roles, TokenRoles, read_roles, token_digest
 from deltasync.base.errors import DeltasyncError, InvalidInput, NotPermitted
-from deltasync.base.events import EventKind, Events
-from deltasync.base.files import FileWatch
-from deltasync.base.words import counted
+from deltasync.base.events import Event, EventKind, Events, error_text, event_line
+from deltasync.base.files import FileWatch, readable_by_all
+from deltasync.base.logs import FIELDS
+from deltasync.base.words import counted, printable
 
 
 @dataclass(frozen=True)
@@ -23,25 +24,26 @@ class Need:
     """What a call or a route needs.
 
     Attributes:
-        role: None = nothing: anyone may make it.
-        of: what in its first message names the model or the consumer that the role is needed for, or else what it
-            is about; empty if there is no such thing.
+        role: the role; None = anyone may make the call.
+        of: the field of its first message with the name of the model or consumer that the role is for; empty if
+            there is none.
     """
 
     role: Role | None
     of: str = ""
 
     def name(self, message: Any) -> str | None:
-        """The name in a first message; None if it has none to have a role for."""
+        """The name in a first message; None if it has none."""
         *outer, last = self.of.split(".")
         for each in outer:
-            if not message.HasField(each):
+            if not isinstance(message, Message) or not message.HasField(each):  # Rows name nothing.
                 return None
             message = getattr(message, each)
         return str(getattr(message, last)) if last else None
 
 
 _ANYONE, _READ, _ADMIN = Need(None), Need(Role.READ), Need(Role.ADMIN)
+
 
 CALLS: Mapping[str, Need] = {
     "/deltasync.v1.PublishService/Publish": Need(Role.PUBLISH, "open.model"),
@@ -51,6 +53,7 @@ CALLS: Mapping[str, Need] = {
     "/grpc.health.v1.Health/Watch": Need(None, "service"),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READ,
 }
+
 
 ROUTES: Mapping[tuple[str, str], Need] = {
     ("GET", "/livez"): _ANYONE,
@@ -104,45 +107,44 @@ def need_of_call(method: str) -> Need:
 
 def need_of_request(method: str, path: str) -> Need:
     """What an HTTP request needs, by the path that it asks for, encoded."""
-    # Kinds of requests that browsers and probes make of what there is to GET.
+    # Browsers and probes send these for routes of GET.
     method = "GET" if method in ("HEAD", "OPTIONS") else method
     parts = path.split("/")
     return next((need for (kind, route), need in ROUTES.items() if kind == method and _fits(parts, route)), _ADMIN)
 
 
 def _fits(parts: list[str], route: str) -> bool:
-    """Whether a path's parts are those of a route, whose names may be anything but nothing; the last one may be of
-    several parts, where the route says so.
+    """Whether the parts of a path fit a route. A name in braces fits any part that is not empty; `{name:path}`,
+    the last one, also fits several parts.
     """
-    wanted = route.split("/")
-    if wanted[-1].endswith(":path}") and len(parts) > len(wanted):
-        parts = [*parts[: len(wanted) - 1], "/".join(parts[len(wanted) - 1 :])]
-    return len(parts) == len(wanted) and all(map(_fits_part, parts, wanted))
+    names = route.split("/")
+    if names[-1].endswith(":path}") and len(parts) > len(names):
+        parts = [*parts[: len(names) - 1], "/".join(parts[len(names) - 1 :])]
+    return len(parts) == len(names) and all(
+        bool(part) if name.startswith("{") else part == name for part, name in zip(parts, names, strict=True)
+    )
 
 
-def _fits_part(part: str, wanted: str) -> bool:
-    return bool(part) if wanted.startswith("{") else part == wanted
-
-
-# Where there is no roles file: whoever reaches the service may do what the admin token is not needed for.
+# Without a roles file, anyone who reaches the service may do everything that does not need role admin.
 _WITHOUT_ROLES = (Grant(Role.PUBLISH), Grant(Role.SUBSCRIBE), Grant(Role.READ))
+
 
 # Metadata of gRPC, a header of HTTP.
 _BY = "deltasync-by"
 _LONGEST_BY = 128
-# As a model's, or a consumer's. A pattern is compared with no longer one.
+# Of a model or a consumer. Patterns are never compared with a longer name.
 _LONGEST_NAME = 128
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a call shows of whoever makes it.
+    """What a call shows of its caller.
 
     Attributes:
-        digest: of its token; empty without one.
-        certificate_names: the names in its certificate; empty without one.
+        digest: digest of its token; empty without a token.
+        certificate_names: the names in its certificate; empty without a certificate.
         address: where it comes from.
-        says: the name that it gives, which proves nothing.
+        says: the name that the caller gives, which proves nothing.
     """
 
     digest: bytes = b""
@@ -152,7 +154,7 @@ class Credentials:
 
     @classmethod
     def of(cls, sent: Mapping[str, str | bytes], names: tuple[str, ...], address: str) -> "Credentials":
-        """Those of a call with this metadata, or of a request with these headers."""
+        """The credentials of a call with this metadata, or of a request with these headers."""
         scheme, _, token = str(sent.get("authorization", "")).partition(" ")
         digest = token_digest(token) if scheme == "Bearer" else b""
         return cls(digest, names, address, str(sent.get(_BY, "")))
@@ -160,7 +162,7 @@ class Credentials:
 
 @dataclass(eq=False)
 class OpenCall:
-    """A call under way, and what it was let in for: its rights may be taken from it meanwhile."""
+    """A call under way, and what it needs: its rights may be revoked meanwhile."""
 
     call: Call
     credentials: Credentials
@@ -170,18 +172,103 @@ class OpenCall:
     revoked: NotPermitted | None = None
 
 
+_audit_log = logging.getLogger("deltasync.audit")
+_LONGEST_LINE = 800
+_TAKEN_OVER = frozenset({EventKind.RUN_SUPERSEDED, EventKind.REPLICA_TAKEN_OVER})
+# The audit logs the first refusal of each of this many kinds in this many seconds, and counts the others.
+_REFUSAL_KINDS, _REFUSAL_SECONDS = 100, 60.0
+# So many refusals are among the recent events: they must not crowd out other events.
+_SHOWN_REFUSALS = 10
+
+
+class Audit:
+    """Logs who did what: every admin call, every takeover and every refusal. Listens to events, in the event
+    loop.
+    """
+
+    def __init__(self, events: Events, seconds: float = _REFUSAL_SECONDS) -> None:
+        """Listen to `events`, and emit refusals there, which counts them."""
+        self._events = events
+        self._seconds = seconds
+        self._refused = Counter[tuple[str, ...]]()
+        self._others = 0
+        events.listen(self)
+
+    def __call__(self, event: Event) -> None:
+        """Note a change that a call has made."""
+        call = CALL.get()
+        if call is None:
+            return
+        if event.kind in _TAKEN_OVER:
+            _write_line(logging.WARNING, "taken over", call, event_line(event))
+        elif "by" in event.subject:
+            call.changes.append(event_line(event))
+
+    def note(self, call: Call) -> None:
+        """Log a call that has ended, if it was refused or needed role admin."""
+        if isinstance(call.error, NotPermitted):
+            self.refused(call, call.error)
+        elif call.role is Role.ADMIN and call.error:
+            error = call.error
+            text = error_text(error) if isinstance(error, Exception) else f"cancelled {error}"
+            _write_line(logging.WARNING, "failed", call, text)
+        elif call.role is Role.ADMIN:
+            changes = "; ".join(call.changes) or "no consumer, model or table has changed"
+            _write_line(logging.INFO, "done", call, changes)
+
+    def refused(self, call: Call, error: NotPermitted) -> None:
+        """Log a refusal. Of similar ones within a minute it logs the first, and how many more there were, because
+        a flood of them must not fill the disk.
+        """
+        if not self._refused:
+            asyncio.get_running_loop().call_later(self._seconds, self._sum_up)
+        kind = call.identity.address.rpartition(":")[0], call.identity.name, call.role.value if call.role else ""
+        if kind not in self._refused and len(self._refused) >= _REFUSAL_KINDS:
+            self._others += 1
+            self._events.emit(EventKind.CALL_REFUSED)
+            return
+        self._refused[kind] += 1
+        if self._refused[kind] == 1:
+            _write_line(logging.WARNING, "refused", call, str(error))
+        if self._refused[kind] == 1 and len(self._refused) <= _SHOWN_REFUSALS:
+            who = call.identity
+            subject = {"call": call.name, "address": who.address, "name": who.name or "-"}
+            self._events.emit(EventKind.CALL_REFUSED, str(error), None, **subject)
+        else:
+            self._events.emit(EventKind.CALL_REFUSED)
+
+    def _sum_up(self) -> None:
+        for (address, name, role), number in self._refused.items():
+            if number > 1:
+                text = f"refused: {number - 1} more like it from address={address} name={name or '-'} role={role}"
+                _audit_log.warning("%s", printable(text, _LONGEST_LINE))
+        if self._others:
+            _audit_log.warning("refused: %d more from other addresses or with other names", self._others)
+        self._refused.clear()
+        self._others = 0
+
+
+def _write_line(level: int, what: str, call: Call, text: str) -> None:
+    who = call.identity
+    role, says = call.role.value if call.role else "-", f" by={call.says}" if call.says else ""
+    line = f"{what}: role={role} name={who.name or '-'} address={who.address}{says} call={call.name}: {text}"
+    fields = {"event": f"call_{what}", "role": role, "name": who.name, "address": who.address, "by": call.says}
+    extra = {FIELDS: {**fields, "call": call.name, "text": printable(text, _LONGEST_LINE)}}
+    _audit_log.log(level, "%s", printable(line, _LONGEST_LINE), extra=extra)
+
+
 class Access:
-    """Tells who calls, and lets them or not. Used in the event loop.
+    """Identifies callers, and knows the calls under way. Used in the event loop.
 
     Args:
-        admin_token: a token with role admin, beside those of the roles; None, or an empty one, is none.
-        roles: who has which roles; None = anyone has all but admin.
-        audit: where it is written down who did what.
+        admin_token: a token with role admin, beside those of the roles; None or empty = no such token.
+        roles: who has which roles; None = anyone has all roles but admin.
+        audit: logs who did what.
 
     Attributes:
-        roles: who has which roles, but for the admin token.
-        exposure: where the service listens although others reach it there, in words; empty if it does not.
-        trouble: what is wrong with the roles file as it is now; empty if nothing is.
+        roles: who has which roles, without the admin token.
+        exposure: a warning if others reach the service although it lets in anybody; empty otherwise.
+        trouble: what is wrong with the roles file; empty if nothing is.
     """
 
     def __init__(self, admin_token: str | None, roles: Roles | None, audit: Audit) -> None:
@@ -195,11 +282,11 @@ class Access:
 
     @property
     def troubles(self) -> list[str]:
-        """What operators should know of who may do what."""
+        """What operators should know about access, in words."""
         return [each for each in (self.exposure, self.trouble) if each]
 
     def take(self, roles: Roles) -> None:
-        """Take over other roles. Calls under way end, if they need what is granted no more."""
+        """Use other roles from now on. Calls under way end if their caller lacks the role that they need."""
         self.roles = roles
         for each in self._open:
             identity = self.identify(each.credentials)
@@ -207,21 +294,21 @@ class Access:
             if missing and each.task and not each.revoked:
                 each.revoked = each.call.error = NotPermitted(f"revoked: {missing}")
                 each.task.cancel()
-            # The audit goes on to say by which name it was let in.
+            # The audit keeps the name by which the call was let in.
             each.call.identity = replace(identity, name=identity.name or each.call.identity.name)
 
     def identify(self, credentials: Credentials) -> Identity:
-        """Who makes a call: whose token it shows; without one that is known, whose certificate."""
-        known = Roles((*self.roles.tokens, *self._admin))
-        if found := known.of_token(credentials.digest):
-            return Identity(found.name, found.grants + self._anyone, credentials.address)
+        """Who makes a call: the holder of its token or, if the service does not know that, of its certificate."""
+        tokens = Roles((*self.roles.tokens, *self._admin))
+        if token := tokens.of_token(credentials.digest):
+            return Identity(token.name, token.grants + self._anyone, credentials.address)
         name, grants = self.roles.of_certificate(credentials.certificate_names) or ("", ())
         return Identity(name, grants + self._anyone, credentials.address)
 
     @contextmanager
     def call(self, name: str, need: Need, credentials: Credentials) -> Iterator[OpenCall]:
-        """What is to run while a call is answered, which `check` then lets in; who made it, and what came of it,
-        is known throughout.
+        """The context in which a call is answered, which `check` then lets in. Its caller is the current one, and
+        the audit gets its result.
         """
         call = Call(name, self.identify(credentials), role=need.role)
         opened = OpenCall(call, credentials, need, asyncio.current_task())
@@ -236,15 +323,15 @@ class Access:
             CALL.reset(before)
             self._open.discard(opened)
             self._audit.note(call)
-            call.error = None  # Whose traceback holds what the call has held: a release, with its room.
+            call.error = None  # Its traceback would keep the call's objects alive: a release, with its memory.
 
 
 def check(opened: OpenCall) -> None:
-    """Check that whoever calls has the role that is needed, and says who asks as it can be written down.
+    """Check that the caller has the role that the call needs, and that the name it gives can be logged.
 
     Raises:
         NotPermitted: the role is missing.
-        InvalidInput: the name that is given is too long, or not printable.
+        InvalidInput: the name is too long, or not printable.
     """
     _check(opened)
     says = opened.credentials.says
@@ -254,11 +341,11 @@ def check(opened: OpenCall) -> None:
 
 
 def check_name(opened: OpenCall, message: object) -> None:
-    """Check that whoever calls has the role for what the first message names.
+    """Check that the caller has the role for the model or consumer that the first message names.
 
     Raises:
         NotPermitted: the role is missing.
-        InvalidInput: the name is too long to be one.
+        InvalidInput: the name is too long.
     """
     name = opened.need.name(message)
     if name and len(name) > _LONGEST_NAME:
@@ -286,13 +373,13 @@ logger = logging.getLogger(__name__)
 
 
 class RolesFile:
-    """A file of roles, read when this is made, and then whenever it has changed. Used in the event loop.
+    """The roles file, read at the start and whenever it has changed. Used in the event loop.
 
     Attributes:
-        roles: what it said when it was last right.
+        roles: its newest valid content.
 
     Raises:
-        InvalidInput: it cannot be read, or says what cannot be.
+        InvalidInput: it cannot be read, or is wrong.
     """
 
     def __init__(self, path: Path) -> None:
@@ -301,13 +388,13 @@ class RolesFile:
         self.roles = _read(path)
 
     async def follow(self, access: Access, events: Events) -> None:
-        """Have an access take over what has changed, until cancelled."""
+        """Pass changes of the file on to `access`, until cancelled."""
         while True:
             await self._watch.changed()
             await self.reload(access, events)
 
     async def reload(self, access: Access, events: Events) -> None:
-        """Have an access take over what the file says now. One that became bad changes nothing."""
+        """Read the file again for `access`. If it is wrong, nothing changes."""
         try:
             roles = await asyncio.to_thread(_read, self._path)
         except DeltasyncError as error:
@@ -323,7 +410,7 @@ class RolesFile:
 
 
 def _read(path: Path) -> Roles:
-    """What it says; blocks. Where all users of the machine may read it, the log says so."""
+    """Read a roles file; blocks. Warn if every user of the machine may read it."""
     roles = read_roles(path)
     if readable_by_all(path):
         logger.warning("%s can be read by every user of this machine: take that right from them", path)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from deltasync.access.caller import Identity
+from deltasync.access.roles import Identity
 from deltasync.base.errors import InvalidInput, LimitReached
 
 
@@ -85,24 +85,37 @@ class LimitOptions:
 
 
 class Limits:
-    """The limits, and how much of those is taken that count what there is in all. Used in the event loop.
+    """The limits, and the one place that knows how much there is of what they limit. Used in the event loop.
 
     Attributes:
         options: the limits; replaced when the configuration is read again, which takes nothing from who has it.
-        taken: how much there is, by the limit's name.
         refused: how often a limit was reached since the start, by its name.
     """
 
     def __init__(self, options: LimitOptions | None = None) -> None:
         self.options = options or LimitOptions()
-        self.taken = Counter[str]()
+        self._added = Counter[str]()
+        self._counts = dict[str, Callable[[], int]]()
         self.refused = Counter[str]()
+
+    def count(self, name: str, count: Callable[[], int]) -> None:
+        """Ask `count` how much there is of what a limit limits, beside what was added here."""
+        self._counts[name] = count
+
+    def number(self, name: str) -> int:
+        """How much there is of what a limit limits."""
+        return self._added[name] + (self._counts[name]() if name in self._counts else 0)
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """How much there is of everything that has a limit and is counted, by the limit's name."""
+        found = {name: self.number(name) for name in {*self._added, *self._counts}}
+        return found | {"receive_bytes": self.number("streams") * self.options.message_bytes}
 
     def copy(self) -> "Limits":
         """The same, which does not change any more."""
         copy = Limits(self.options)
-        copy.taken, copy.refused = Counter(self.taken), Counter(self.refused)
-        copy.taken["receive_bytes"] = copy.taken["streams"] * self.options.message_bytes
+        copy._added, copy.refused = Counter(self.numbers), Counter(self.refused)
         return copy
 
     def take(self, options: LimitOptions) -> str:
@@ -127,19 +140,31 @@ class Limits:
             text = f"{_what(name)}: at most {most} are allowed (limit {name})"
             raise LimitReached(text, detail=f"; these would be {number}")
 
+    def check_more(self, name: str, more: int = 1) -> None:
+        """Check that there may be some more of what a limit limits.
+
+        Raises:
+            LimitReached: there may not; the message names the limit.
+        """
+        self.check(name, self.number(name) + more)
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Count some more of what a limit limits, or less, until it is taken back."""
+        self._added[name] += number
+
     @contextmanager
     def taking(self, name: str, number: int = 1) -> Iterator[None]:
-        """Take some of what there is in all, while the block runs.
+        """Count some more of what a limit limits while the block runs.
 
         Raises:
             LimitReached: there would be too many.
         """
-        self.check(name, self.taken[name] + number)
-        self.taken[name] += number
+        self.check_more(name, number)
+        self.add(name, number)
         try:
             yield
         finally:
-            self.taken[name] -= number
+            self.add(name, -number)
 
 
 def _what(name: str) -> str:

@@ -11,10 +11,9 @@ from typing import Any
 
 import grpc
 
-from deltasync.base.addresses import readable_by_all
 from deltasync.base.errors import InvalidInput
 from deltasync.base.events import EventKind, Events
-from deltasync.base.files import FileWatch
+from deltasync.base.files import FileWatch, readable_by_all
 from deltasync.base.words import utc
 
 

@@ -1,4 +1,4 @@
-"""Letting gRPC calls and HTTP requests in, or not, before their messages or bodies are received."""
+"""Checks the rights of gRPC calls and HTTP requests before it receives their messages or bodies."""
 
 import asyncio
 import inspect
@@ -13,13 +13,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltasync.access.access import Access, Credentials, OpenCall, check, check_name, need_of_call, need_of_request
-from deltasync.access.caller import Role
 from deltasync.access.limits import Limits, StreamLimits, peer_of
+from deltasync.access.roles import Role
 from deltasync.access.tls import names_of_auth_context
 from deltasync.api.errors import abort, as_stream, error_response
 from deltasync.api.http_server import CERTIFICATE_NAMES
 from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceFailed
-from deltasync.base.events import described
+from deltasync.base.events import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call begin only if whoever makes it has the role that it needs, and ends it when that is revoked; and
-    only if there are not too many. Who administers is not counted.
+    """Lets a call begin only if its caller has the role that it needs and does not have too many calls, and ends
+    it when the role is revoked. Calls that need role admin are not counted.
     """
 
     def __init__(self, access: Access, limits: Limits) -> None:
@@ -40,8 +40,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of a call, behind a check. gRPC takes each for one of streams: of others it would receive
-        the message before it calls them.
+        """Put a check before the handler of a call. gRPC takes every call for one of streams; it would receive the
+        message of other calls before it calls the handler.
         """
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None:
@@ -61,12 +61,12 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
                 await _let_in(handler, _Requests(context, opened), context)
         except DeltasyncError as error:
             await abort(context, error)
-        except grpc.aio.BaseError:  # Among them that the call was aborted, above or by its handler.
+        except grpc.aio.BaseError:  # This includes a call that was aborted, above or by its handler.
             raise
         except Exception as error:
             logger.exception("%s has failed", opened.call.name)
             text = "the service met an error of its own, which its log tells"
-            await abort(context, ServiceFailed(text, detail=f": {described(error)}"))
+            await abort(context, ServiceFailed(text, detail=f": {error_text(error)}"))
         except asyncio.CancelledError:
             if opened.revoked is None:
                 raise
@@ -101,8 +101,8 @@ async def _only(requests: "_Requests") -> Any:
 
 
 class _Requests:
-    """A call's messages, the first of which says what its role is needed for. gRPC's own iterator would keep each
-    until the next one has come.
+    """A call's messages; the first one names what the role is needed for. gRPC's own iterator would keep each
+    message until the next one comes.
     """
 
     def __init__(self, context: _Context, opened: OpenCall) -> None:
@@ -128,7 +128,7 @@ def _credentials_of_call(context: _Context) -> Credentials:
 
 
 def _address(peer: str) -> str:
-    """The address of what gRPC calls a peer: `127.0.0.1:4711` of `ipv4:127.0.0.1:4711`."""
+    """The address in what gRPC calls a peer: `127.0.0.1:4711` in `ipv4:127.0.0.1:4711`."""
     return unquote(peer.partition(":")[2] or peer)
 
 
@@ -158,13 +158,13 @@ class AccessMiddleware:
     async def _answer(self, opened: OpenCall, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
 
-        async def sent(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal begun
             begun = True
             await send(message)
 
         try:
-            await self._app(scope, receive, sent)
+            await self._app(scope, receive, send_and_note)
         except asyncio.CancelledError:
             if opened.revoked is None or begun:
                 raise

@@ -1,17 +1,159 @@
-"""Consumers over HTTP: listed, made, changed, paused and deleted."""
+"""Consumers over HTTP: list, make, change, pause and delete them."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from deltasync.access.caller import author
+from deltasync.access.roles import author
 from deltasync.api.requests import json_object, text_of
 from deltasync.base.errors import NotOwner
+from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
+from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import FIELDS, Policy, PolicyField
+from deltasync.service.consumers import Consumers
+from deltasync.service.models import Models
 from deltasync.service.operators import Brake, Removals
-from deltasync.service.service import Service
+
+
+@dataclass(frozen=True)
+class ConsumerLine:
+    """A consumer, in a list. `paused` says since when, by whom and why it is paused; empty if it is not."""
+
+    consumer: str
+    model: str
+    replicas: int
+    connected: int
+    policy: dict[str, Any]
+    paused: str
+
+
+_MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "description": "It was made."}}
+
+
+def consumer_routes(
+    models: Models, registry: ConsumerRegistry, consumers: Consumers, brake: Brake, removals: Removals
+) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(prefix="/consumers")
+
+    @routes.get("", name="consumers")
+    async def all_consumers() -> list[ConsumerLine]:
+        """The consumers of the models that this process owns."""
+        models.check_confirmed()
+        every = sorted(registry.consumers.items())
+        return [_line(each) for _, each in every if _is_owned(models.owners, each.model)]
+
+    @routes.get("/{name}")
+    async def consumer(name: str) -> ConsumerLine:
+        """One consumer."""
+        return _line(consumers.get(name))
+
+    @routes.post("", openapi_extra={"requestBody": NEW_BODY}, responses=_MADE)
+    async def create(request: Request, response: Response) -> ConsumerLine:
+        """Make a consumer. One that is there already stays as it is: 409 where it has another model or policy.
+        Needs role admin.
+        """
+        by = author()
+        name, model, policy = await new_consumer(request)
+        response.status_code = 200 if name in registry.consumers else 201
+        return _line(await consumers.create(name, model, policy, by))
+
+    @routes.put("/{name}", openapi_extra={"requestBody": BODY}, responses=_MADE)
+    async def put(name: str, request: Request, response: Response) -> ConsumerLine:
+        """Make a consumer, or give the one there is this policy. Needs role admin."""
+        by = author()
+        options = await consumer_of(name, request)
+        response.status_code = 200 if name in registry.consumers else 201
+        return _line(await consumers.ensure(options, by))
+
+    @routes.put("/{name}/policy", openapi_extra={"requestBody": POLICY_BODY})
+    async def update(name: str, request: Request) -> ConsumerLine:
+        """Replace a consumer's policy as a whole; its replicas keep their place. Needs role admin."""
+        by = author()
+        return _line(await consumers.update(name, await policy_of(request), by))
+
+    @routes.delete("/{name}", status_code=204)
+    async def delete(name: str) -> None:
+        """Forget a consumer and its offsets. Needs role admin."""
+        await consumers.delete(name, author())
+
+    @routes.put("/{name}/pause", openapi_extra={"requestBody": PAUSE_BODY})
+    async def pause(name: str, request: Request) -> ConsumerLine:
+        """Hold its replicas at what they have, whatever is published. Needs role admin."""
+        by = author()
+        return _line(await brake.pull(name, await reason_of(request), by))
+
+    @routes.delete("/{name}/pause")
+    async def resume(name: str) -> ConsumerLine:
+        """Let a paused consumer go on, with all that its replicas lack. Needs role admin."""
+        return _line(await brake.release(name, author()))
+
+    @routes.delete("/{name}/replicas/{replica}", status_code=204)
+    async def forget_replica(name: str, replica: str) -> None:
+        """Forget a replica that is away: no lag counts it any more. Needs role admin."""
+        await removals.forget_replica(name, replica, author())
+
+    return routes
+
+
+def _line(consumer: Consumer) -> ConsumerLine:
+    fleet = consumer.fleet
+    connected = sum(replica.stream is not None for replica in fleet)
+    policy = consumer.policy.as_dict()
+    paused = consumer.pause.words if consumer.pause else ""
+    return ConsumerLine(consumer.name, consumer.model, len(fleet), connected, policy, paused)
+
+
+def _is_owned(owners: Owners, model: str) -> bool:
+    try:
+        owners.check(model)
+    except NotOwner:
+        return False
+    return True
+
+
+async def new_consumer(request: Request) -> tuple[str, str, Policy]:
+    """Name, model and policy of the consumer in a body; without a policy, the default one.
+
+    Raises:
+        InvalidInput: the body describes no consumer.
+    """
+    described = await json_object(request, ("name", "model", "policy"))
+    options = ConsumerOptions.described(
+        text_of(described, "name"), described.get("model"), described.get("policy", {})
+    )
+    return options.name, options.model, options.policy or Policy()
+
+
+async def consumer_of(name: str, request: Request) -> ConsumerOptions:
+    """The consumer in a body `{"model": ..., "policy": {...}}`; without a policy, with the default one.
+
+    Raises:
+        InvalidInput: the body describes no consumer.
+    """
+    described = await json_object(request, ("model", "policy"))
+    return ConsumerOptions.described(name, described.get("model"), described.get("policy", {}))
+
+
+async def policy_of(request: Request) -> Policy:
+    """The policy in a body.
+
+    Raises:
+        InvalidInput: the body describes no policy.
+    """
+    return Policy.from_dict(await json_object(request, tuple(field.name for field in FIELDS)))
+
+
+async def reason_of(request: Request) -> str:
+    """The reason in a body `{"reason": ...}`; empty for an empty body.
+
+    Raises:
+        InvalidInput: the body has something else.
+    """
+    return text_of(await json_object(request, ("reason",), optional=True), "reason", "")
+
 
 _DEFAULT = Policy().as_dict()
 
@@ -46,10 +188,16 @@ def _described(*names: str) -> dict[str, Any]:
 
 _EXAMPLE = {"top_k": 0.1, "value_type": "int8"}
 
+
 # For /docs.
 BODY = _body(_described("model"), {"model": "clicks", "policy": _EXAMPLE})
+
+
 NEW_BODY = _body(_described("name", "model"), {"name": "predictors", "model": "clicks", "policy": _EXAMPLE})
+
+
 POLICY_BODY = _body(_POLICY, _EXAMPLE)
+
 
 PAUSE_BODY: dict[str, Any] = {
     "content": {
@@ -63,139 +211,3 @@ PAUSE_BODY: dict[str, Any] = {
         }
     },
 }
-
-
-async def new_consumer(request: Request) -> tuple[str, str, Policy]:
-    """Name, model and policy of the consumer that a body describes; without a policy, the default one.
-
-    Raises:
-        InvalidInput: it describes none; the message says what is wrong.
-    """
-    described = await json_object(request, ("name", "model", "policy"))
-    wanted = ConsumerOptions.described(
-        text_of(described, "name"), described.get("model"), described.get("policy", {})
-    )
-    return wanted.name, wanted.model, wanted.policy or Policy()
-
-
-async def consumer_of(name: str, request: Request) -> ConsumerOptions:
-    """The consumer that a body `{"model": ..., "policy": {...}}` describes; no policy is the default one.
-
-    Raises:
-        InvalidInput: it describes none; the message says what is wrong.
-    """
-    described = await json_object(request, ("model", "policy"))
-    return ConsumerOptions.described(name, described.get("model"), described.get("policy", {}))
-
-
-async def policy_of(request: Request) -> Policy:
-    """The policy that a body describes.
-
-    Raises:
-        InvalidInput: it describes none; the message says what is wrong.
-    """
-    return Policy.from_dict(await json_object(request, tuple(field.name for field in FIELDS)))
-
-
-async def reason_of(request: Request) -> str:
-    """The reason that a body `{"reason": ...}` gives; an empty body gives none.
-
-    Raises:
-        InvalidInput: it gives something else.
-    """
-    return text_of(await json_object(request, ("reason",), optional=True), "reason", "")
-
-
-@dataclass(frozen=True)
-class ConsumerLine:
-    """A consumer, in a list; `paused` says since when, by whom and why, if it is."""
-
-    consumer: str
-    model: str
-    replicas: int
-    connected: int
-    policy: dict[str, Any]
-    paused: str
-
-
-_MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "description": "It was made."}}
-
-
-def consumer_routes(service: Service) -> APIRouter:
-    """The routes."""
-    routes = APIRouter(prefix="/consumers")
-
-    @routes.get("")
-    async def consumers() -> list[ConsumerLine]:
-        """The consumers of the models that this process owns."""
-        service.check_confirmed()
-        consumers = sorted(service.registry.consumers.items())
-        return [_line(each) for _, each in consumers if _is_owned(service, each.model)]
-
-    @routes.get("/{name}")
-    async def consumer(name: str) -> ConsumerLine:
-        """One consumer."""
-        return _line(service.consumer(name))
-
-    @routes.post("", openapi_extra={"requestBody": NEW_BODY}, responses=_MADE)
-    async def create(request: Request, response: Response) -> ConsumerLine:
-        """Make a consumer. One that is there already stays as it is: 409 where it has another model or policy.
-        Needs role admin.
-        """
-        by = author()
-        name, model, policy = await new_consumer(request)
-        response.status_code = 200 if name in service.registry.consumers else 201
-        return _line(await service.create_consumer(name, model, policy, by))
-
-    @routes.put("/{name}", openapi_extra={"requestBody": BODY}, responses=_MADE)
-    async def put(name: str, request: Request, response: Response) -> ConsumerLine:
-        """Make a consumer, or give the one there is this policy. Needs role admin."""
-        by = author()
-        wanted = await consumer_of(name, request)
-        response.status_code = 200 if name in service.registry.consumers else 201
-        return _line(await service.ensure_consumer(wanted, by))
-
-    @routes.put("/{name}/policy", openapi_extra={"requestBody": POLICY_BODY})
-    async def update(name: str, request: Request) -> ConsumerLine:
-        """Replace a consumer's policy as a whole; its replicas keep their place. Needs role admin."""
-        by = author()
-        return _line(await service.update_consumer(name, await policy_of(request), by))
-
-    @routes.delete("/{name}", status_code=204)
-    async def delete(name: str) -> None:
-        """Forget a consumer and its offsets. Needs role admin."""
-        await service.delete_consumer(name, author())
-
-    @routes.put("/{name}/pause", openapi_extra={"requestBody": PAUSE_BODY})
-    async def pause(name: str, request: Request) -> ConsumerLine:
-        """Hold its replicas at what they have, whatever is published. Needs role admin."""
-        by = author()
-        return _line(await Brake(service).pull(name, await reason_of(request), by))
-
-    @routes.delete("/{name}/pause")
-    async def resume(name: str) -> ConsumerLine:
-        """Let a paused consumer go on, with all that its replicas lack. Needs role admin."""
-        return _line(await Brake(service).release(name, author()))
-
-    @routes.delete("/{name}/replicas/{replica}", status_code=204)
-    async def forget_replica(name: str, replica: str) -> None:
-        """Forget a replica that is away: no lag counts it any more. Needs role admin."""
-        await Removals(service).forget_replica(name, replica, author())
-
-    return routes
-
-
-def _line(consumer: Consumer) -> ConsumerLine:
-    fleet = consumer.fleet
-    connected = sum(replica.stream is not None for replica in fleet)
-    policy = consumer.policy.as_dict()
-    paused = consumer.pause.words if consumer.pause else ""
-    return ConsumerLine(consumer.name, consumer.model, len(fleet), connected, policy, paused)
-
-
-def _is_owned(service: Service, model: str) -> bool:
-    try:
-        service.owners.check(model)
-    except NotOwner:
-        return False
-    return True

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc.aio
@@ -11,66 +10,65 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from google.protobuf.message import DecodeError
-from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 
-from deltasync.access.caller import current_call, may_read
+from deltasync.access.roles import current_call, may_read
 from deltasync.base.errors import DeltasyncError, InvalidInput, NotOwner, StorageFailed
 from deltasync.base.words import printable
-from deltasync.wire.errors import error_metadata, error_name, grpc_code, http_errors, http_status
+from deltasync.wire.errors import error_metadata, error_name, grpc_code, http_status
 
-# gRPC sends all metadata of an answer in at most 8 kB, and what is not ASCII in three bytes for each of its own.
+# gRPC sends the metadata of an answer in at most 8 kB, and three bytes for each that is not ASCII.
 _LONGEST_BYTES = 1_900
 
 
-def told(error: DeltasyncError) -> str:
-    """What whoever calls is told of an error: less than 2 kB, as gRPC and JSON write it."""
+def message_of(error: DeltasyncError) -> str:
+    """The message of an error for the current caller: less than 2 kB, as gRPC and JSON write it."""
     current_call().error = error
     text = printable(str(error) if may_read() else _for_all(error), _LONGEST_BYTES)
     return text if _sent_bytes(text) <= _LONGEST_BYTES else _cut(text)
 
 
 def _for_all(error: DeltasyncError) -> str:
-    """What may be told to those who may not read: of a disk no folder, and no size."""
+    """The text for callers that may not read: without the folder and the size of a disk."""
     return "the service cannot keep this now; its log says why" if isinstance(error, StorageFailed) else error.text
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: DeltasyncError) -> NoReturn:
     """End a call with an error."""
-    await context.abort(grpc_code(error), told(error), error_metadata(error))
+    await context.abort(grpc_code(error), message_of(error), error_metadata(error))
     raise error  # abort() itself raises; this tells the type checker so.
 
 
 def error_response(error: DeltasyncError, path: str = "") -> JSONResponse:
-    """Answer a request with an error. If another process owns what it is about, send the client there.
+    """Answer a request with an error, or send the client to the process that owns the model.
 
     Args:
         error: what to answer.
-        path: path and query of the request, as they came; empty if the client is not to be sent anywhere.
+        path: path and query of the request, as they came; empty = do not send the client anywhere.
     """
     owner = error.owner if isinstance(error, NotOwner) else None
     location = {"Location": owner.http + path} if owner and path else {}
     status = http_status(error) if location or not isinstance(error, NotOwner) else 503
-    return JSONResponse({"error": error_name(error), "message": told(error)}, status, location)
+    return JSONResponse({"error": error_name(error), "message": message_of(error)}, status, location)
 
 
 def as_stream(handler: Any, answer: Callable[..., Awaitable[None]]) -> Any:
-    """A handler that answers a call of any kind as one of streams: it receives a message once it asks for one."""
+    """A handler that answers a call of any kind as a call of streams: it receives a message when it asks for
+    one.
+    """
     kinds = dict.fromkeys(("unary_unary", "unary_stream", "stream_unary"))
     return handler._replace(request_streaming=True, response_streaming=True, stream_stream=answer, **kinds)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Makes bytes that cannot be decoded the sender's fault, wherever the handler takes the next message; gRPC by
-    itself answers UNKNOWN, with a traceback.
-    """
+    """Answers InvalidInput for bytes that cannot be decoded. gRPC by itself answers UNKNOWN, with a traceback."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of a call, with another decoder."""
+        """Give the handler of a call another decoder."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -99,55 +97,16 @@ def _cut(text: str) -> str:
 
 
 def _sent_bytes(text: str) -> int:
-    """How many bytes a text takes at most, where gRPC writes some as %XX, and JSON others with a backslash."""
+    """Upper bound for the bytes of a text: gRPC writes some as %XX, JSON others with a backslash."""
     return sum(1 if 32 <= byte < 127 and byte not in b'%"\\' else 3 for byte in text.encode(errors="replace"))
 
 
-# Of a route, or a method of one, that there is not.
-_OF_ROUTES = {404: "NotFound", 405: "InvalidInput"}
-
-
-@dataclass(frozen=True)
-class ErrorBody:
-    """An error: its name, and what is wrong and what to do, in words."""
-
-    error: str
-    message: str
-
-
-def document_errors(document: dict[str, Any]) -> dict[str, Any]:
-    """An OpenAPI document with the errors that are answered: JSON also where the answer is not, and none of those
-    that FastAPI has of its own.
-
-    Told FastAPI, the errors of each route would be models, which take most of the time in which a service starts.
-    """
-    schemas, errors = document["components"]["schemas"], _errors()
-    schemas["ErrorBody"] = TypeAdapter(ErrorBody).json_schema()
-    for path in document["paths"].values():
-        for operation in path.values():
-            told = operation["responses"]
-            told.pop("422", None)
-            own = {status: _as_json(each) if status >= "400" else each for status, each in told.items()}
-            operation["responses"] = dict(sorted((errors | own).items()))
-    for name in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(name, None)
-    return document
-
-
-def _errors() -> dict[str, Any]:
-    """What any route may answer instead, by status."""
-    named = {405: [_OF_ROUTES[405]]} | http_errors()
-    body = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
-    return {str(status): {"description": " or ".join(names), "content": body} for status, names in named.items()}
-
-
-def _as_json(response: dict[str, Any]) -> dict[str, Any]:
-    content = response.get("content")
-    return response | {"content": {"application/json": next(iter(content.values()))}} if content else response
+# The errors for a route, or a method of a route, that does not exist.
+OF_ROUTES = {404: "NotFound", 405: "InvalidInput"}
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Have an application answer all errors that are raised on purpose."""
+    """Make an application answer our errors."""
 
     @app.exception_handler(DeltasyncError)
     async def on_error(request: Request, error: DeltasyncError) -> JSONResponse:
@@ -162,16 +121,16 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_no_route(_request: Request, error: HTTPException) -> JSONResponse:
-        name = _OF_ROUTES.get(error.status_code, "InvalidInput")
+        name = OF_ROUTES.get(error.status_code, "InvalidInput")
         current_call().error = error
         text = f"{error.detail}: /openapi.json names all routes, and the methods of each"
         return JSONResponse({"error": name, "message": text}, error.status_code, error.headers)
 
 
 async def answer(context: grpc.aio.ServicerContext[Any, Any], responses: AsyncGenerator[Any, None]) -> None:
-    """Send what a stream is to be sent. A peer that goes meanwhile closes `responses`, as one that cancels does.
+    """Send the responses of a stream. If the peer leaves or cancels, this closes `responses`.
 
-    gRPC itself, given the generator, would write its own error with a traceback for who just went.
+    gRPC itself, given the generator, would log an error with a traceback for a peer that left.
     """
     async with aclosing(responses):
         async for response in responses:

@@ -16,11 +16,10 @@ from deltasync.access.tls import HANDSHAKE_SECONDS, CertificateFiles
 from deltasync.api.access import AccessInterceptor
 from deltasync.api.errors import ErrorInterceptor, abort, as_stream
 from deltasync.api.publish import PublishServicer
-from deltasync.api.server_options import ServerOptions
 from deltasync.api.subscribe import SubscribeServicer
 from deltasync.base.addresses import with_port
 from deltasync.base.errors import DeltasyncError, ServiceUnavailable
-from deltasync.base.signals import Signal
+from deltasync.base.waiting import Signal
 from deltasync.service.service import Service
 from deltasync.v1 import (
     publish_pb2,
@@ -29,7 +28,7 @@ from deltasync.v1 import (
     subscribe_pb2_grpc,
 )
 from deltasync.wire.errors import check_protocol
-from deltasync.wire.row_messages import serialized
+from deltasync.wire.row_messages import read_request, serialized
 
 
 def not_bound(option: str, host: str, port: int, error: OSError | None = None) -> str:
@@ -39,16 +38,21 @@ def not_bound(option: str, host: str, port: int, error: OSError | None = None) -
     return f"cannot listen on {host}:{port}: choose another {option}, or 0 for any free one"
 
 
-class WrittenMessages(grpc.aio.ServerInterceptor):
-    """Lets handlers answer with messages that are bytes already."""
+_PUBLISH = f"/{publish_pb2.DESCRIPTOR.services_by_name['PublishService'].full_name}/Publish"
+
+
+class RowMessages(grpc.aio.ServerInterceptor):
+    """Lets handlers answer with messages that are bytes already, and take rows as views of the bytes received."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of a call, whose bytes are sent as they are."""
+        """The handler of a call, with other functions between messages and bytes."""
         handler = await continuation(handler_call_details)
+        if handler and handler_call_details.method == _PUBLISH:
+            handler = handler._replace(request_deserializer=read_request)
         return handler and handler._replace(response_serializer=serialized)
 
 
@@ -162,7 +166,7 @@ class GrpcServer:
 
 
 def bind_grpc(
-    service: Service, options: ServerOptions, access: Access, certificates: CertificateFiles | None
+    service: Service, host: str, port: int, access: Access, certificates: CertificateFiles | None
 ) -> GrpcServer:
     """Take the port.
 
@@ -174,7 +178,7 @@ def bind_grpc(
             AccessInterceptor(access, service.limits),
             ProtocolInterceptor(),
             ErrorInterceptor(),
-            WrittenMessages(),
+            RowMessages(),
         ],
         options=[
             *_limit_options(service.limits.options),
@@ -194,15 +198,15 @@ def bind_grpc(
     healthy = Health(_SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    address = with_port(options.host, options.grpc_port)
+    address = with_port(host, port)
     try:
         if certificates:
-            port = server.add_secure_port(address, certificates.grpc_credentials())
+            bound = server.add_secure_port(address, certificates.grpc_credentials())
         else:
-            port = server.add_insecure_port(address)
+            bound = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ServiceUnavailable(not_bound("--grpc-port", options.host, options.grpc_port)) from error
-    return GrpcServer(server, healthy, port)
+        raise ServiceUnavailable(not_bound("--grpc-port", host, port)) from error
+    return GrpcServer(server, healthy, bound)
 
 
 def _limit_options(limits: LimitOptions) -> list[tuple[str, int]]:

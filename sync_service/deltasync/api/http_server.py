@@ -1,4 +1,4 @@
-"""Connections of HTTP: how they are made, how many there may be, and when a silent one ends."""
+"""HTTP connections: how they begin, how many there may be, and when a silent one ends."""
 
 import asyncio
 import contextlib
@@ -24,8 +24,8 @@ CERTIFICATE_NAMES = "certificate_names"
 
 
 class HttpProtocol(H11Protocol):
-    """Tells the application which names are in the certificate of whoever asks; and others, for how long that peer
-    has been silent.
+    """Passes the names in the client's certificate to the application, and knows how long the client has been
+    silent.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -34,12 +34,12 @@ class HttpProtocol(H11Protocol):
         self._turn_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take over a connection whose handshake, if it has one, is done."""
+        """Begin a connection, after the handshake if there is one."""
         super().connection_made(transport)
         self.app_state: dict[str, Any] = {**self.app_state, CERTIFICATE_NAMES: _names(transport)}
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP. The application can no longer answer a request that they are part of."""
+        """Refuse bytes that are not HTTP. The application can no longer answer their request."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:  # An answer was begun.
@@ -49,8 +49,8 @@ class HttpProtocol(H11Protocol):
             self.cycle.message_event.set()
 
     def silent_seconds(self, now: float) -> float:
-        """For how long, by `time.monotonic`, it has been seen to be the peer's turn, to send the rest of the same
-        request or to read the same answer; 0 while the service is at work.
+        """Seconds for which the peer has neither sent the rest of a request nor read an answer; 0 while it is the
+        service's turn. `now` is of `time.monotonic`.
         """
         cycle = self.cycle
         to_send = cycle is None or cycle.response_complete or cycle.more_body
@@ -65,7 +65,7 @@ def _names(transport: asyncio.BaseTransport) -> tuple[str, ...]:
     return names_of_certificate(tls.getpeercert()) if tls else ()
 
 
-# After so many refusals in a row others have their turn.
+# After this many refusals in a row, other tasks have their turn.
 _REFUSALS_AT_ONCE = 64
 _WATCH_SECONDS = 1.0
 # Seconds of silence before the kernel probes a peer, seconds between probes, and how many may fail.
@@ -74,12 +74,12 @@ _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 class HttpListener(socket.socket):
-    """A socket that accepts as many connections as the limits say, in all and of one peer. Further ones are closed
-    at once, and counted; so are those for which there is no descriptor.
+    """A socket that accepts as many connections as the limits allow, in all and per peer. It closes others at
+    once, and those for which there is no descriptor, and counts them.
     """
 
     def __init__(self, listener: socket.socket, limits: Limits) -> None:
-        """Take over a socket that listens."""
+        """Take over a listening socket."""
         super().__init__(fileno=listener.detach())
         # Connections inherit this: a request may take hours, and its client may vanish without a word.
         self.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -90,15 +90,15 @@ class HttpListener(socket.socket):
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         super().close()
         self._give_spare()
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection that may be, and its peer's address.
+        """The next connection within the limits, and its peer's address.
 
         Raises:
-            BlockingIOError: nobody waits who may be let in.
+            BlockingIOError: no such connection waits.
         """
         for _ in range(_REFUSALS_AT_ONCE):
             accepted, address = self._take()
@@ -118,7 +118,7 @@ class HttpListener(socket.socket):
         raise BlockingIOError
 
     def _refuse_one(self) -> None:
-        """Without a descriptor the connection would wait, and wake the loop again and again."""
+        """Close a connection without a descriptor: otherwise it would wait, and wake the loop again and again."""
         self._limits.refused["http_connections"] += 1
         self._give_spare()
         with contextlib.suppress(OSError):
@@ -132,22 +132,21 @@ class HttpListener(socket.socket):
         self._spare = None
 
     def _counted(self, accepted: socket.socket, peer: str) -> socket.socket:
-        taken = self._limits.taken
-        self._limits.check("http_connections", taken["http_connections"] + 1)
+        self._limits.check_more("http_connections")
         self._limits.check("http_connections_per_peer", self._of_peer[peer] + 1)
-        taken["http_connections"] += 1
+        self._limits.add("http_connections")
         self._of_peer[peer] += 1
         return _Connection(accepted, lambda: self._forget(peer))
 
     def _forget(self, peer: str) -> None:
-        self._limits.taken["http_connections"] -= 1
+        self._limits.add("http_connections", -1)
         self._of_peer[peer] -= 1
         if not self._of_peer[peer]:
             del self._of_peer[peer]
 
 
 class _Connection(socket.socket):
-    """A connection that tells when it is closed."""
+    """A connection that calls a function when it is closed."""
 
     def __init__(self, accepted: socket.socket, when_closed: Callable[[], None]) -> None:
         super().__init__(fileno=accepted.detach())

@@ -7,18 +7,19 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 
-from deltasync.access.caller import author
+from deltasync.access.roles import author
 from deltasync.api.requests import json_object
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import InvalidInput, NotFound
 from deltasync.core.seal import KEPT_CUTS
-from deltasync.cuts.sealing import Refusal
-from deltasync.service.operators import Removals
-from deltasync.service.options import PendingDelete
-from deltasync.service.service import Service
+from deltasync.cuts.coordinator import CutCoordinator
+from deltasync.cuts.sealing import CutRefusal
+from deltasync.model.model import Model
+from deltasync.service.models import Models
+from deltasync.service.operators import PendingDelete, Removals
 from deltasync.status.answers import Answers
 from deltasync.status.lag import ConsumerLag, TableLag
-from deltasync.status.trainers import TrainerLine, VersionLine, last_cuts, trainer_lines, version_lines
+from deltasync.status.overview import TrainerLine, VersionLine, last_cuts, trainer_lines, version_lines
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class RankLine:
 
     Attributes:
         rank: its number.
-        connected: whether it is there.
-        finished: whether it has said goodbye. A rank that has not, and is not connected, is lost.
-        since_seconds: for how long it has been there, or away.
-        left: why its last stream ended; empty while it is there.
+        connected: whether it is connected.
+        finished: whether it has said goodbye. A rank that has neither said goodbye nor is connected is lost.
+        since_seconds: seconds since it connected, or left.
+        left: why its last stream ended; empty while it is connected.
     """
 
     rank: int
@@ -42,7 +43,7 @@ class RankLine:
 
 @dataclass(frozen=True)
 class RefusalLine:
-    """That the last cut was refused for what was in it: how long ago, and why."""
+    """How long ago the last cut was refused for its rows, and why."""
 
     seconds_ago: float
     reason: str
@@ -50,7 +51,7 @@ class RefusalLine:
 
 @dataclass(frozen=True)
 class ModelLine:
-    """A model, its newest version, and the run that publishes it with those of its ranks that have come since the
+    """A model, its newest version, and the run that publishes it, with the ranks that have connected since the
     service started; `run` is empty before the first one.
     """
 
@@ -62,15 +63,15 @@ class ModelLine:
     quarantine: str
 
 
-def model_routes(service: Service) -> APIRouter:
+def model_routes(models: Models, removals: Removals) -> APIRouter:
     """The routes."""
-    router, removals = APIRouter(), Removals(service)
+    router = APIRouter()
 
-    @router.get("/models")
-    async def models() -> list[ModelLine]:
+    @router.get("/models", name="models")
+    async def all_models() -> list[ModelLine]:
         """The models of this process, and who publishes them."""
-        service.check_confirmed()
-        return [_model_line(service, name) for name in sorted(service.models)]
+        models.check_confirmed()
+        return [_model_line(each, models.coordinators.get(name)) for name, each in sorted(models.items())]
 
     @router.delete("/models/{name}", status_code=204)
     async def delete_model(name: str) -> None:
@@ -85,17 +86,19 @@ def model_routes(service: Service) -> APIRouter:
     return router
 
 
-def _model_line(service: Service, name: str) -> ModelLine:
-    coordinator, now = service.coordinators[name], steady_ns()
+def _model_line(model: Model, coordinator: CutCoordinator | None) -> ModelLine:
+    head = model.seals.newest_version
+    if coordinator is None:
+        return ModelLine(model.name, head, run="", ranks=[], refused=None, quarantine="")
+    sealer, now = coordinator.sealer, steady_ns()
     ranks = [
         RankLine(rank, not each.ended, each.finished, round((now - each.since_ns) / 1e9, 3), each.left)
         for rank, each in sorted(coordinator.sessions.items())
     ]
-    head, sealer = service.models[name].seals.newest_version, coordinator.sealer
-    return ModelLine(name, head, coordinator.run_id, ranks, _refused(sealer.refusal), sealer.quarantine)
+    return ModelLine(model.name, head, coordinator.run_id, ranks, _refused(sealer.refusal), sealer.quarantine)
 
 
-def _refused(refusal: Refusal | None) -> RefusalLine | None:
+def _refused(refusal: CutRefusal | None) -> RefusalLine | None:
     if refusal is None:
         return None
     return RefusalLine(round((steady_ns() - refusal.at_ns) / 1e9, 3), refusal.reason)
@@ -105,8 +108,9 @@ def _refused(refusal: Refusal | None) -> RefusalLine | None:
 class TableLine:
     """A table, in a list.
 
-    `bytes` are those of its values. `ranks_differ` says that ranks of the trainer have different rows of it, as of
-    a buffer: those of the first are published. `refused` says why the last cut was, if it was for rows of it.
+    `bytes` are those of its values. `ranks_differ` is true if ranks of the trainer have different rows of it, for
+    example of a buffer: the service keeps those of the first. `refused` says why the last cut was refused, if that
+    was for rows of this table.
     """
 
     model: str
@@ -138,23 +142,23 @@ class TableDetail:
     consumers: list[FollowedTable]
 
 
-def table_routes(service: Service, answers: Answers) -> APIRouter:
+def table_routes(models: Models, answers: Answers) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
     @router.get("/tables")
     async def tables() -> list[TableLine]:
         """The tables of this process's models."""
-        service.check_confirmed()
-        return [line for name in sorted(service.models) for line in _lines(service, name)]
+        models.check_confirmed()
+        return [line for name in sorted(models) for line in _lines(models, name)]
 
     @router.get("/tables/{name:path}")
     async def table(name: str) -> list[TableDetail]:
         """The tables of that name, one of each of this process's models that has one, and how far consumers are
         behind in them.
         """
-        service.check_confirmed()
-        lines = [line for model in sorted(service.models) for line in _lines(service, model, name)]
+        models.check_confirmed()
+        lines = [line for model in sorted(models) for line in _lines(models, model, name)]
         if not lines:
             raise NotFound(f"no table {name!r}", detail=" in this process; GET /tables names its tables")
         lags = await answers.lags({line.model for line in lines})
@@ -163,21 +167,13 @@ def table_routes(service: Service, answers: Answers) -> APIRouter:
     return router
 
 
-def _followed(line: TableLine, lags: Iterable[ConsumerLag]) -> list[FollowedTable]:
-    return [
-        FollowedTable(lag.consumer, lag.state, each)
-        for lag in lags
-        if lag.model == line.model
-        for each in lag.tables
-        if each.table == line.table
-    ]
-
-
-def _lines(service: Service, name: str, table: str | None = None) -> Iterable[TableLine]:
+def _lines(models: Models, name: str, table: str | None = None) -> Iterable[TableLine]:
     """The tables of a model, or the one of a name."""
-    model, differing = service.models[name], service.coordinators[name].differing
-    sealer = service.coordinators[name].sealer
-    reasons = [sealer.refusal.reason if sealer.refusal else "", sealer.quarantine]
+    model, coordinator = models[name], models.coordinators.get(name)
+    differing, reasons = set[str](), list[str]()
+    if coordinator:
+        sealer, differing = coordinator.sealer, set(coordinator.differing)
+        reasons = [sealer.refusal.reason if sealer.refusal else "", sealer.quarantine]
     return [
         TableLine(
             model=name,
@@ -196,35 +192,50 @@ def _lines(service: Service, name: str, table: str | None = None) -> Iterable[Ta
     ]
 
 
-# 100,000 ids of 13 digits take 1.5 MB.
-_MAX_BODY_BYTES = 2 << 20
-_LARGEST_ID = 2**63 - 1
+def _followed(line: TableLine, lags: Iterable[ConsumerLag]) -> list[FollowedTable]:
+    return [
+        FollowedTable(lag.consumer, lag.state, each)
+        for lag in lags
+        if lag.model == line.model
+        for each in lag.tables
+        if each.table == line.table
+    ]
 
-_KEYS = {
-    "model": {"type": "string"},
-    "table": {"type": "string"},
-    "ids": {"type": "array", "items": {"type": "integer"}, "description": "Global row ids, in any order."},
-}
-# For /docs.
-_BODY: dict[str, Any] = {
-    "required": True,
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "properties": _KEYS,
-                "required": list(_KEYS),
-                "additionalProperties": False,
-            },
-            "example": {"model": "clicks", "table": "sparse.embedding_bags.user", "ids": [4711]},
-        }
-    },
-}
+
+_Model = Annotated[str | None, Query(description="Only those of this model.")]
+
+
+_Last = Annotated[int, Query(ge=1, le=KEPT_CUTS, description="How many of each model, at most.")]
+
+
+def trainer_routes(models: Models) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.get("/trainers")
+    async def trainers() -> list[TrainerLine]:
+        """The ranks that publish this process's models, or have published them since it started."""
+        models.check_confirmed()
+        return trainer_lines(models.coordinators)
+
+    @router.get("/versions")
+    async def versions(model: _Model = None, last: _Last = 20) -> list[VersionLine]:
+        """The last versions of this process's models, the newest first: since it started, 200 of each at most.
+
+        `seconds` says how long each part of the way took: gather (reading the changed rows), send, seal (checks,
+        and waiting for the version before), log (until it was durable), apply, release (until it was sent), ack.
+        """
+        models.check_confirmed()
+        every = [each for _, each in sorted(models.items())] if model is None else [models.model(model)]
+        cuts = [cut for each in every for cut in last_cuts([each], last)]
+        return await asyncio.to_thread(version_lines, cuts)
+
+    return router
 
 
 @dataclass(frozen=True)
 class DeleteLine:
-    """A delete that is asked for and not done; `asked_unix_ns` tells it from others of its model."""
+    """A delete that is not done yet; `asked_unix_ns` tells it from other deletes of its model."""
 
     model: str
     table: str
@@ -233,26 +244,26 @@ class DeleteLine:
     reason: str
 
 
-def delete_routes(service: Service) -> APIRouter:
+def delete_routes(models: Models, removals: Removals) -> APIRouter:
     """The routes."""
     routes = APIRouter(prefix="/deletes")
 
     @routes.get("")
     async def deletes() -> list[DeleteLine]:
         """The deletes of this process's models that are not done, and what each waits for."""
-        service.check_confirmed()
-        return [_delete_line(pending) for pending in service.pending_deletes()]
+        models.check_confirmed()
+        return [_delete_line(pending) for pending in removals.pending_deletes()]
 
     @routes.post("", status_code=202, openapi_extra={"requestBody": _BODY})
     async def delete(request: Request) -> DeleteLine:
         """Ask a model's trainer to delete rows. Needs role admin."""
         by = author()
-        return _delete_line(await service.delete_rows(*await _wanted(request), by))
+        return _delete_line(await removals.delete_rows(*await _rows_of(request), by))
 
     return routes
 
 
-async def _wanted(request: Request) -> tuple[str, str, list[int]]:
+async def _rows_of(request: Request) -> tuple[str, str, list[int]]:
     """Model, table and ids that the body `{"model": ..., "table": ..., "ids": [...]}` names.
 
     Raises:
@@ -273,30 +284,32 @@ def _delete_line(pending: PendingDelete) -> DeleteLine:
     return DeleteLine(pending.model, request.table, len(request.ids), request.number, pending.reason)
 
 
-_Model = Annotated[str | None, Query(description="Only those of this model.")]
-_Last = Annotated[int, Query(ge=1, le=KEPT_CUTS, description="How many of each model, at most.")]
+# 100,000 ids of 13 digits take 1.5 MB.
+_MAX_BODY_BYTES = 2 << 20
 
 
-def trainer_routes(service: Service) -> APIRouter:
-    """The routes."""
-    router = APIRouter()
+_LARGEST_ID = 2**63 - 1
 
-    @router.get("/trainers")
-    async def trainers() -> list[TrainerLine]:
-        """The ranks that publish this process's models, or have published them since it started."""
-        service.check_confirmed()
-        return trainer_lines(service)
 
-    @router.get("/versions")
-    async def versions(model: _Model = None, last: _Last = 20) -> list[VersionLine]:
-        """The last versions of this process's models, the newest first: since it started, 200 of each at most.
+_KEYS = {
+    "model": {"type": "string"},
+    "table": {"type": "string"},
+    "ids": {"type": "array", "items": {"type": "integer"}, "description": "Global row ids, in any order."},
+}
 
-        `seconds` says how long each part of the way took: gather (reading the changed rows), send, seal (checks,
-        and waiting for the version before), log (until it was durable), apply, release (until it was sent), ack.
-        """
-        service.check_confirmed()
-        found = [each for _, each in sorted(service.models.items())] if model is None else [service.model(model)]
-        cuts = [cut for each in found for cut in last_cuts([each], last)]
-        return await asyncio.to_thread(version_lines, cuts)
 
-    return router
+# For /docs.
+_BODY: dict[str, Any] = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": _KEYS,
+                "required": list(_KEYS),
+                "additionalProperties": False,
+            },
+            "example": {"model": "clicks", "table": "sparse.embedding_bags.user", "ids": [4711]},
+        }
+    },
+}

@@ -1,43 +1,45 @@
-"""What takes a service long, over HTTP: checkpoints, backups, verifying, moving models between processes."""
+"""Long operations over HTTP: checkpoints, backups, verifying, moving models between processes."""
 
+import asyncio
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from deltasync.access.caller import author
+from deltasync.access.roles import author
 from deltasync.api.requests import json_object, text_of, while_wanted
+from deltasync.base.events import Events
+from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.verified import VerifiedLine
+from deltasync.model.model import Model
 from deltasync.service.backup import Backups
+from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.fsck import Checked, check_service
 from deltasync.service.hosting import drain_process
+from deltasync.service.models import Models
 from deltasync.service.operators import verify_replica
-from deltasync.service.service import Service
 from deltasync.status.overview import unowned_models
+from deltasync.views.registry import ViewRegistry
 
 
-def _body(key: str, words: str, example: str, *, required: bool) -> dict[str, Any]:
-    """For /docs: a body with one text."""
-    schema = {
-        "type": "object",
-        "properties": {key: {"type": "string", "description": words}},
-        "required": [key] if required else [],
-        "additionalProperties": False,
-    }
-    content = {"application/json": {"schema": schema, "example": {key: example}}}
-    return {"requestBody": {"required": required, "content": content}}
+@dataclass(frozen=True, kw_only=True)
+class Collaborators:
+    """What the routes of long operations work on; `draining` is set once the service is to end."""
 
-
-_PLACE = "A folder, as an absolute path on the service's machine, or a URL; new or empty."
-_BACKUP = _body("url", _PLACE, "s3://bucket/backups/monday", required=True)
-_MOVE = _body("process", "The process that is to own the model.", "sync-1", required=True)
-_DRAIN = _body("process", "The process to drain; this one unless given.", "sync-0", required=False)
+    models: Models
+    registry: ConsumerRegistry
+    views: ViewRegistry
+    checkpoints: Checkpoints
+    data_dir: Path
+    events: Events
+    draining: asyncio.Event
 
 
 @dataclass(frozen=True)
 class BackupLine:
-    """A backup that is complete: how many files it has, and how many bytes."""
+    """A complete backup: its files and bytes."""
 
     files: int
     bytes: int
@@ -45,7 +47,7 @@ class BackupLine:
 
 @dataclass(frozen=True)
 class MadeCheckpoint:
-    """A complete checkpoint: its version, its bytes, and those that the checkpoint before it does not have."""
+    """A complete checkpoint: its version, its bytes, and those of them that the checkpoint before it lacks."""
 
     version: int
     bytes: int
@@ -67,46 +69,49 @@ class DrainedProcess:
     models: list[str]
 
 
-def operation_routes(service: Service) -> APIRouter:
+def operation_routes(on: Collaborators) -> APIRouter:
     """The routes. A request stays open until the work is done; a client that hangs up cancels it."""
-    router, backups = APIRouter(), Backups(service)
+    router, models, draining = APIRouter(), on.models, on.draining
+    backups = Backups(models, on.checkpoints, on.data_dir, on.events, draining)
 
     @router.post("/fsck")
     async def fsck(request: Request) -> list[Checked]:
         """Read everything that this process keeps, and report what is damaged. Needs role admin."""
-        return await while_wanted(request, service, check_service(service, author()))
+        checking = check_service(models, on.registry, on.views, on.data_dir, on.events, author())
+        return await while_wanted(request, draining, checking)
 
     @router.post("/backup", openapi_extra=_BACKUP)
     async def backup(request: Request) -> BackupLine:
         """Copy everything that the service keeps to a new or empty folder or URL. Needs role admin."""
         url = text_of(await json_object(request, ("url",)), "url")
-        made = await while_wanted(request, service, backups.make(url, author()))
+        made = await while_wanted(request, draining, backups.make(url, author()))
         return BackupLine(made.files, made.bytes)
 
     @router.post("/drain", openapi_extra=_DRAIN)
     async def drain(request: Request) -> DrainedProcess:
         """Give all models of a process to others. It takes none until it is started again. Needs role admin."""
         process = text_of(await json_object(request, ("process",), optional=True), "process", "")
-        return DrainedProcess(await while_wanted(request, service, drain_process(service, process)))
+        return DrainedProcess(await while_wanted(request, draining, drain_process(models, process)))
 
     @router.post("/models/{name}/checkpoint")
     async def checkpoint(name: str, request: Request) -> MadeCheckpoint:
         """Write a checkpoint of a model now. Needs role admin."""
-        made = await while_wanted(request, service, service.checkpoints.make(name))
+        made = await while_wanted(request, draining, on.checkpoints.make(name))
         return MadeCheckpoint(made.version, made.bytes, made.new_bytes)
 
     @router.post("/models/{name}/move", status_code=204, openapi_extra=_MOVE)
     async def move(name: str, request: Request) -> None:
         """Give a model to another process, after a checkpoint of it. Needs role admin."""
         process = text_of(await json_object(request, ("process",)), "process")
-        service.model(name)
-        await while_wanted(request, service, service.owners.move(name, process))
+        models.model(name)
+        await while_wanted(request, draining, models.owners.move(name, process))
 
     @router.post("/consumers/{name}/replicas/{replica}/verify")
     async def verify(name: str, replica: str, request: Request) -> VerifiedReplica:
         """Have a replica read all its rows again, and compare them with what it was sent. Needs role admin."""
-        found = await while_wanted(request, service, verify_replica(service, name, replica, author()))
-        return VerifiedReplica(found.version, [VerifiedLine.of(each) for each in found.tables])
+        verifying = verify_replica(on.registry, on.events, draining, name, replica, author())
+        verified = await while_wanted(request, draining, verifying)
+        return VerifiedReplica(verified.version, [VerifiedLine.of(each) for each in verified.tables])
 
     return router
 
@@ -131,22 +136,21 @@ class CheckpointLine:
     reason: str
 
 
-def checkpoint_routes(service: Service) -> APIRouter:
+def checkpoint_routes(models: Models, checkpoints: Checkpoints) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
-    @router.get("/checkpoints")
-    async def checkpoints() -> list[CheckpointLine]:
+    @router.get("/checkpoints", name="checkpoints")
+    async def newest_checkpoints() -> list[CheckpointLine]:
         """The newest checkpoint of each of this process's models."""
-        service.check_confirmed()
-        return [_line(service, name) for name in sorted(service.models)]
+        models.check_confirmed()
+        return [_line(each, checkpoints.failure(name)) for name, each in sorted(models.items())]
 
     return router
 
 
-def _line(service: Service, name: str) -> CheckpointLine:
-    model = service.models[name]
-    newest, head, reason = model.checkpointed, model.seals.newest_version, service.checkpoints.failure(name)
+def _line(model: Model, reason: str) -> CheckpointLine:
+    name, newest, head = model.name, model.checkpointed, model.seals.newest_version
     copied = model.checkpoints.copied_version
     if newest is None:
         return CheckpointLine(name, 0, head, None, 0, 0, copied, reason)
@@ -177,12 +181,24 @@ class ProcessLine:
     started_unix_ns: int
 
 
-def process_lines(service: Service) -> list[ProcessLine]:
+def process_routes(models: Models) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.get("/processes")
+    async def processes() -> list[ProcessLine]:
+        """All processes of the service, where each answers, and the models that each owns."""
+        return process_lines(models)
+
+    return router
+
+
+def process_lines(models: Models) -> list[ProcessLine]:
     """The processes of the service, as this one sees them: those that are alive first."""
-    owners = service.owners
-    names = sorted({*owners.models(), *service.models})
+    owners = models.owners
+    names = sorted({*owners.models(), *models})
     owned = {name: owner.process for name in names if (owner := owners.owner_of(name))}
-    alive, unowned = owners.processes(), unowned_models(service)
+    alive, unowned = owners.processes(), unowned_models(models)
     return [
         ProcessLine(
             process=each.name,
@@ -200,13 +216,25 @@ def process_lines(service: Service) -> list[ProcessLine]:
     ]
 
 
-def process_routes(service: Service) -> APIRouter:
-    """The routes."""
-    router = APIRouter()
+def _body(key: str, words: str, example: str, *, required: bool) -> dict[str, Any]:
+    """For /docs: a body with one text."""
+    schema = {
+        "type": "object",
+        "properties": {key: {"type": "string", "description": words}},
+        "required": [key] if required else [],
+        "additionalProperties": False,
+    }
+    content = {"application/json": {"schema": schema, "example": {key: example}}}
+    return {"requestBody": {"required": required, "content": content}}
 
-    @router.get("/processes")
-    async def processes() -> list[ProcessLine]:
-        """All processes of the service, where each answers, and the models that each owns."""
-        return process_lines(service)
 
-    return router
+_PLACE = "A folder, as an absolute path on the service's machine, or a URL; new or empty."
+
+
+_BACKUP = _body("url", _PLACE, "s3://bucket/backups/monday", required=True)
+
+
+_MOVE = _body("process", "The process that is to own the model.", "sync-1", required=True)
+
+
+_DRAIN = _body("process", "The process to drain; this one unless given.", "sync-0", required=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc.aio
 
-from deltasync.access.caller import caller, current_call
+from deltasync.access.roles import caller, current_call
 from deltasync.api.errors import abort, answer
 from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.events import EventKind
@@ -16,6 +16,9 @@ from deltasync.cuts.session import PublishSession, check_counts, check_open, ope
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 from deltasync.wire.messages import changed_to_messages, position_to_message
+from deltasync.wire.row_messages import PublishRequest, ReceivedRows
+
+_ORDER = "a stream begins with one open message; chunks, parts and a goodbye follow"
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
@@ -26,7 +29,7 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
 
     async def Publish(  # type: ignore[override]  # gRPC takes this kind of handler, too
         self,
-        request_iterator: AsyncIterator[publish_pb2.PublishRequest],
+        request_iterator: AsyncIterator[PublishRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         """Answer one rank's stream."""
@@ -50,35 +53,35 @@ class _RankStream:
         self._model = ""
 
     async def answers(
-        self, requests: AsyncIterator[publish_pb2.PublishRequest]
+        self, requests: AsyncIterator[PublishRequest]
     ) -> AsyncGenerator[publish_pb2.PublishResponse, None]:
         """What there is to answer."""
+        first = await anext(requests, None)
+        if first is None:
+            return
+        if isinstance(first, ReceivedRows) or not first.HasField("open"):
+            raise InvalidInput(_ORDER)
+        session = await self._open(first.open)
+        yield _opened(session)
+        for message in _changed(session):
+            yield message
         async for request in requests:
-            kind = request.WhichOneof("message")
-            if (kind == "open") != (self._session is None) or kind is None:
-                raise InvalidInput("a stream begins with one open message; chunks, parts and a goodbye follow")
-            if self._session is None:
-                session = await self._open(request.open)
-                yield _opened(session)
-                for message in _changed(session):
-                    yield message
-            elif kind == "chunk":
-                await self._session.add(request.chunk.step, request.chunk.rows)
-            elif kind == "part":
-                position = await self._session.take(request.part)
-                yield _sealed(self._session, request.part.close.step, position)
-            elif kind == "goodbye":
-                self._session.finish()
+            if isinstance(request, ReceivedRows):
+                if position := await session.take(request):
+                    yield _sealed(session, request.step, position)
+            elif request.HasField("close"):
+                yield _sealed(session, request.close.step, await session.close(request.close))
+            elif request.HasField("goodbye"):
+                session.finish()
                 return
             else:
-                position = await self._session.close(request.close)
-                yield _sealed(self._session, request.close.step, position)
+                raise InvalidInput(_ORDER)
             del request  # Or it would stay until the next one has come.
 
     def end(self, refusal: DeltasyncError | None) -> None:
         """Tell that the rank has left, or was refused; whoever went before it was let in was neither."""
         if self._coordinator:
-            self._service.unpublished.leave(self._coordinator)
+            self._service.publishing.leave(self._coordinator)
         if self._session:
             self._session.end(str(refusal or current_call().error or ""), refusal)
         elif refusal:
@@ -89,7 +92,7 @@ class _RankStream:
         check_counts(message, self._service.limits)
         opening = await asyncio.to_thread(check_open, message, caller().name)
         self._service.limits.check("rows_per_table", max(table.rows for table in opening.tables))
-        self._coordinator = await self._service.open_model(message.model)
+        self._coordinator = await self._service.publishing.open(message.model)
         self._session = await open_session(self._coordinator, opening)
         return self._session
 

@@ -1,48 +1,27 @@
-"""What a request says in its path, its query and its body, and requests that take long."""
+"""Inputs of HTTP requests: path, query and body; and requests that take long."""
 
 import asyncio
 import json
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
-from urllib.parse import quote, unquote, unquote_to_bytes
+from urllib.parse import unquote
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from deltasync.access.access import need_of_request
 from deltasync.base.errors import InvalidInput, ServiceUnavailable
 from deltasync.base.words import listed
-from deltasync.service.service import Service
-
-# What a part of a path has unencoded: RFC 3986, "pchar".
-_PLAIN = "-._~!$&'()*+,;=:@"
-
-
-class EncodedPathMiddleware:
-    """Matches routes against the path as it is encoded.
-
-    A decoded name may contain a slash or a line break, which a route would take for its own or not match at all.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
-        if scope["type"] == "http":
-            parts = scope["raw_path"].split(b"/")
-            scope = {**scope, "path": "/".join(quote(unquote_to_bytes(each), safe=_PLAIN) for each in parts)}
-        await self._app(scope, receive, send)
 
 
 def take_inputs(routes: Iterable[BaseRoute]) -> None:
     """Decode the names in the path of each route, and refuse query parameters that the route does not have.
 
-    What anyone may ask for takes any: monitors add some to a probe, links to a page.
+    Routes that anyone may ask accept any: monitors add some to a probe, links to a page.
     """
     for route in routes:
         if isinstance(route, Route):
@@ -74,14 +53,14 @@ class _Inputs:
 
 
 MOST_BYTES = 64 << 10
-# Characters on each side of one that is not right.
+# Characters that an error shows on each side of a bad one.
 _SHOWN = 40
 
 
 async def json_object(
     request: Request, keys: tuple[str, ...], most_bytes: int = MOST_BYTES, *, optional: bool = False
 ) -> dict[str, Any]:
-    """The object that a request's body is, whatever content type it names.
+    """Read a request's body, which is a JSON object, whatever content type the request names.
 
     Args:
         request: the request.
@@ -90,7 +69,7 @@ async def json_object(
         optional: take an empty body for an empty object.
 
     Raises:
-        InvalidInput: it is none, has other keys, or is larger than `most_bytes`; the message says what is wrong.
+        InvalidInput: it is no object, has other keys, or is larger than `most_bytes`.
     """
     body = await _body(request, most_bytes)
     if optional and not body:
@@ -104,10 +83,10 @@ async def json_object(
 
 
 def text_of(described: dict[str, Any], key: str, default: str | None = None) -> str:
-    """The text that a body has under a key, or the default.
+    """The text under a key of a body, or the default.
 
     Raises:
-        InvalidInput: it has none and there is no default, or it has something else.
+        InvalidInput: the key is missing and there is no default, or its value is no text.
     """
     text = described.get(key, default)
     if not isinstance(text, str):
@@ -129,35 +108,35 @@ async def _body(request: Request, most_bytes: int) -> bytes:
 
 def _parsed(body: bytes) -> Any:
     try:
-        found = json.loads(body.decode("utf-8-sig"))
+        parsed = json.loads(body.decode("utf-8-sig"))
         if b"\\ud" in body.lower():
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(parsed, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # JSON can name half of a character, which nothing could store or send.
         around = error.object[max(0, error.start - _SHOWN) : error.end + _SHOWN]
         raise InvalidInput(f"body: {around!r} has half of a character, a lone surrogate") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"body: no JSON in UTF-8: {error}") from error
-    return found
+    return parsed
 
 
 T = TypeVar("T")
 
 
-async def while_wanted(request: Request, service: Service, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work of a request whose body was read. Cancel it if the client hangs up or the service shuts down.
+async def while_wanted(request: Request, draining: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work of a request whose body was read. Cancel it if the client hangs up or `draining` is set.
 
     Raises:
         ServiceUnavailable: one of both has happened.
     """
     working = asyncio.create_task(work)
-    gone, draining = asyncio.create_task(_gone(request)), asyncio.create_task(service.draining.wait())
+    gone, ending = asyncio.create_task(_gone(request)), asyncio.create_task(draining.wait())
     try:
-        await asyncio.wait({working, gone, draining}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, gone, ending}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         left = gone.done()
     finally:
-        for each in (working, gone, draining):
+        for each in (working, gone, ending):
             each.cancel()
         await asyncio.gather(working, return_exceptions=True)
     raise ServiceUnavailable("the client has hung up" if left else "the service is shutting down; ask again")

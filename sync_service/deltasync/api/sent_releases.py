@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import InvalidInput
-from deltasync.base.signals import Signal
-from deltasync.consumers.consumer import Replica, Verification, Verified
+from deltasync.base.waiting import Signal
+from deltasync.consumers.consumer import Replica, ReplicaVerification, Verified
 from deltasync.core.delivery import Delivery
 from deltasync.core.verified import VerifiedStatus, VerifiedTable
 from deltasync.model.releases import NO_TABLES, FrozenRelease, Head
 from deltasync.v1 import subscribe_pb2
 
-# So many are sent ahead. What changes until the first is acknowledged comes in one: a replica that applies slowly
-# is sent each row once, however often that has changed, and is not further behind with each release.
+# Releases sent ahead of acks. What changes until the first ack comes in one release: a replica that applies slowly
+# gets each row once, however often the row has changed, and falls no further behind with each release.
 AHEAD = 4
 
 
@@ -40,57 +40,80 @@ class SentRelease:
     sent_ns: int
 
 
-class SentReleases:
-    """What is under way to one replica: sent, and not acknowledged yet.
+@dataclass(frozen=True)
+class Acked:
+    """What an ack says of what was sent.
 
     Attributes:
-        acknowledged: the last that was acknowledged; None before the first.
+        sent: the release that it is the first ack of; None if it repeats an earlier one.
+        compared: whether what the replica holds could be compared with what it was sent.
+        wrong: slots of the tables of which it holds other rows: they are sent again, whole.
+    """
+
+    sent: SentRelease | None
+    compared: bool = False
+    wrong: frozenset[int] = NO_TABLES
+
+
+# The pause after a repair that did not help; it grows by as much with each further one.
+_PAUSE_SECONDS = 5.0
+
+
+class SentReleases:
+    """What is under way to one replica: sent, and not acknowledged yet; and what is to be sent again.
+
+    Attributes:
+        damaged: slots of the tables that are to be sent again, whole.
     """
 
     def __init__(self, replica: Replica) -> None:
-        self.acknowledged: SentRelease | None = None
+        self.damaged = NO_TABLES
         self._replica = replica
         self._room = Signal()
         self._sent = deque[SentRelease]()
+        self._acknowledged: SentRelease | None = None  # The last one.
+        self._wrong = NO_TABLES  # By the last ack that could be compared.
+        self._repairs = 0
+        self._repaired_at = -math.inf
         self._note_unacked()
-
-    def __len__(self) -> int:
-        return len(self._sent)
 
     @property
     def full(self) -> bool:
-        """Whether the replica has as many to apply as are sent ahead."""
+        """Whether the replica has `AHEAD` releases to apply."""
         return len(self._sent) >= AHEAD
 
     def room(self) -> Awaitable[object]:
-        """To be awaited: that it has not as many any more, from this call on."""
+        """Await this: the replica has fewer than `AHEAD` releases to apply, from this call on."""
         return self._room.changed()
 
     @property
-    def whole(self) -> frozenset[int]:
-        """Slots of the tables of which all rows are under way."""
-        return frozenset[int]().union(*(each.whole for each in self._sent))
-
-    @property
     def checksums(self) -> tuple[int, ...]:
-        """Those of what was sent last, by slot."""
-        last = self._sent[-1] if self._sent else self.acknowledged
+        """The checksums of the release that was sent last, by slot."""
+        last = self._sent[-1] if self._sent else self._acknowledged
         return last.checksums if last else ()
 
-    def note(self, release: FrozenRelease, head: Head, end_bytes: int) -> None:
-        """Note that a release was sent, with which the stream has carried so many bytes."""
+    def due(self, now: float) -> frozenset[int]:
+        """Slots of the tables to send whole with the next release.
+
+        Empty during the pause after a repair that did not help. `now` is in seconds, by any clock.
+        """
+        return NO_TABLES if now < self._repaired_at + _PAUSE_SECONDS * self._repairs else self.damaged
+
+    def note(self, release: FrozenRelease, head: Head, end_bytes: int, now: float) -> None:
+        """Note that a release was sent, after which the stream has carried `end_bytes`; `now` as in `due`."""
         sent = SentRelease(head.number, head.version, release.checksums, release.whole, end_bytes, steady_ns())
         self._sent.append(sent)
         self._replica.sent_number = head.number
         self._note_unacked()
+        if self.damaged & release.whole:
+            self.damaged -= release.whole
+            self._repairs, self._repaired_at = self._repairs + 1, now
 
-    def take(self, number: int, received_bytes: int) -> SentRelease | None:
-        """Match an ack to the last release of that number within the bytes that were received.
+    def take(self, number: int, received_bytes: int, checksums: Mapping[int, int]) -> Acked:
+        """Match an ack to the last release of that number within the bytes that were received, and compare.
 
-        That release, and all that were sent before it, are no longer under way.
-
-        Returns:
-            The release; None if it was acknowledged before.
+        That release, and all that were sent before it, are no longer under way. A table that is on its way whole
+        is not sent again for releases that were sent before. `checksums` are of the replica's tables, by slot.
         """
         taken, full = None, self.full
         while self._sent and _reaches(self._sent[0], number, received_bytes):
@@ -98,10 +121,25 @@ class SentReleases:
         self._note_unacked()
         if full and not self.full:
             self._room.wake()
-        if taken is None or taken.number != number:
-            return None
-        self.acknowledged = taken
-        return taken
+        repairing = frozenset[int]().union(*(each.whole for each in self._sent))
+        sent = expected = taken if taken and taken.number == number else None
+        if sent:
+            self._acknowledged = sent
+        elif pending := (self.damaged | repairing) & self._wrong:
+            return Acked(None, wrong=pending)
+        elif checksums and not self._sent and (last := self._acknowledged) and last.number == number:
+            expected = last  # The replica has read its rows again.
+        if expected is None:
+            return Acked(None)
+        wrong = frozenset(
+            slot for slot, checksum in checksums.items() if checksum != _at(expected.checksums, slot)
+        )
+        # A later release may have had the damaged rows.
+        self.damaged = (self.damaged - frozenset(checksums) | wrong) - repairing
+        self._wrong = wrong
+        if checksums and not wrong:
+            self._repairs = 0
+        return Acked(sent, compared=True, wrong=wrong)
 
     def _note_unacked(self) -> None:
         self._replica.unacked = len(self._sent)
@@ -111,6 +149,11 @@ class SentReleases:
 def _reaches(sent: SentRelease, number: int, received_bytes: int) -> bool:
     """Whether an ack of that number is of this release or of a later one."""
     return sent.number < number or (sent.number == number and sent.end_bytes <= received_bytes)
+
+
+def _at(checksums: tuple[int, ...], slot: int) -> int:
+    """0 for a table that was added after the release was frozen: it has no rows there."""
+    return checksums[slot] if slot < len(checksums) else 0
 
 
 def check_ack(ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> None:
@@ -135,76 +178,10 @@ def unbound(ack: subscribe_pb2.Ack, deliveries: Sequence[Delivery]) -> tuple[str
     return tuple(deliveries[slot].spec.name for slot in sorted(lacking))
 
 
-# The pause after a repair that did not help; it grows by as much with each further one.
-_PAUSE_SECONDS = 5.0
-
-
-class ReplicaAudit:
-    """What a replica says that it holds after each release that it was sent on one stream.
-
-    Attributes:
-        damaged: slots of the tables that are to be sent again, whole.
-        compared: whether the last ack was of a release that it could be compared with.
-    """
-
-    def __init__(self, under_way: SentReleases) -> None:
-        self.damaged = NO_TABLES
-        self.compared = False
-        self._under_way = under_way
-        self._wrong = NO_TABLES  # By the last ack that could be compared.
-        self._repairs = 0
-        self._repaired_at = -math.inf
-
-    def due(self, now: float) -> frozenset[int]:
-        """Slots of the tables to send whole with the next release: they are due until they were sent.
-
-        None during the pause after a repair that did not help. `now` is in seconds, by any clock.
-        """
-        return NO_TABLES if now < self._repaired_at + _PAUSE_SECONDS * self._repairs else self.damaged
-
-    def note_sent(self, whole: frozenset[int], now: float) -> None:
-        """Note that tables were sent whole. `now` is of the same clock."""
-        if self.damaged & whole:
-            self.damaged -= whole
-            self._repairs, self._repaired_at = self._repairs + 1, now
-
-    def check(self, applied: int, sent: SentRelease | None, checksums: Mapping[int, int]) -> frozenset[int]:
-        """Slots of the tables that differ in a replica that has applied up to the number `applied`.
-
-        A table that is on its way whole is not sent again for releases that were sent before. `sent` is what the
-        ack is of, None if that was acknowledged before.
-        """
-        repairing = self._under_way.whole
-        if sent is None:
-            if pending := (self.damaged | repairing) & self._wrong:
-                return pending
-            sent = self._again(applied) if checksums and not self._under_way else None
-        self.compared = sent is not None
-        if sent is None:
-            return NO_TABLES
-        wrong = frozenset(slot for slot, checksum in checksums.items() if checksum != _at(sent.checksums, slot))
-        # A later release may have had the damaged rows.
-        self.damaged = (self.damaged - frozenset(checksums) | wrong) - repairing
-        self._wrong = wrong
-        if checksums and not wrong:
-            self._repairs = 0
-        return wrong
-
-    def _again(self, applied: int) -> SentRelease | None:
-        """The last release acknowledged, if it is of that number: the replica has looked at its rows again."""
-        last = self._under_way.acknowledged
-        return last if last and last.number == applied else None
-
-
-def _at(checksums: tuple[int, ...], slot: int) -> int:
-    """0 for a table that was added after the release was frozen: it has no rows there."""
-    return checksums[slot] if slot < len(checksums) else 0
-
-
 class ReadingAgain:
     """One stream's part in a replica's verification."""
 
-    def __init__(self, verification: Verification) -> None:
+    def __init__(self, verification: ReplicaVerification) -> None:
         self._verification = verification
         self._told = 0  # The last question that the replica was asked here.
         self._goes_on = False

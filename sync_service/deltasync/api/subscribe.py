@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from deltasync.access.caller import caller, current_call
+from deltasync.access.roles import caller, current_call
 from deltasync.api.errors import abort, answer
-from deltasync.api.sent_releases import ReadingAgain, ReplicaAudit, SentRelease, SentReleases, check_ack, unbound
+from deltasync.api.sent_releases import ReadingAgain, SentRelease, SentReleases, check_ack, unbound
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import (
@@ -24,8 +24,8 @@ from deltasync.base.errors import (
     ServiceUnavailable,
     Superseded,
 )
-from deltasync.base.events import EventKind, described
-from deltasync.base.signals import Signal, first_of
+from deltasync.base.events import EventKind, error_text
+from deltasync.base.waiting import Signal, first_of
 from deltasync.base.words import printable
 from deltasync.consumers.consumer import Consumer, Replica, Rewind
 from deltasync.core.delivery import Delivery
@@ -171,7 +171,7 @@ def departure(
         return Departure(EventKind.REPLICA_LEFT, "its stream has ended")
     if isinstance(error, GeneratorExit | asyncio.CancelledError):
         return Departure(EventKind.REPLICA_LOST, "its connection is lost")
-    reason = described(error) if isinstance(error, Exception) else str(error)
+    reason = error_text(error) if isinstance(error, Exception) else str(error)
     return Departure(EventKind.REPLICA_LEFT, reason, expected=not isinstance(error, _OF_PEERS))
 
 
@@ -316,7 +316,6 @@ class ReplicaStream:
         )
         self._replica.guest = message.guest
         self._under_way = SentReleases(self._replica)
-        self._audit = ReplicaAudit(self._under_way)
         self._times = DeliveryTimes(self._consumer, guest=message.guest)
         self._token = 0  # The newest that the replica has sent.
         budget = message.max_outstanding_bytes or _DEFAULT_OUTSTANDING_BYTES
@@ -396,11 +395,11 @@ class ReplicaStream:
                 if self._holds_back:
                     yield self._no_news()
                 continue
-            whole = self._audit.due(time.monotonic())
+            whole = self._under_way.due(time.monotonic())
             if self._feed.position == self._sent and not whole and self._asked:
                 asked = self._replica.verification.signal.changed()
                 await self._wait(acks, self._feed.changed(), self._damaged.wait(), asked)
-                if self._feed.position == self._sent and not (self._audit.damaged or self._reading_again.due):
+                if self._feed.position == self._sent and not (self._under_way.damaged or self._reading_again.due):
                     yield self._no_news()
                 continue
             async for response in self._send(self._feed.release(self._sent.number, whole), acks):
@@ -427,15 +426,15 @@ class ReplicaStream:
 
     def _ready_feed(self) -> Feed | None:
         """What the consumer is fed from, once there is something to send; or to hold, while it is paused."""
-        feed = self._service.feed(self._consumer)
+        feed = self._service.consumers.feed(self._consumer)
         if feed and self._consumer.pause and feed.deliveries:
             return feed
         return feed if feed and feed.may_serve(self._consumer.policy) else None
 
     def _preparation(self) -> Awaitable[object]:
         """To be awaited: what may make it ready, from this call on."""
-        feed = self._service.feed(self._consumer)
-        return feed.changed() if feed else self._service.model_added.changed()
+        feed = self._service.consumers.feed(self._consumer)
+        return feed.changed() if feed else self._service.models.added.changed()
 
     def _opened(self) -> subscribe_pb2.SubscribeResponse:
         self._check_current()  # It may have been replaced while the progress before was being sent.
@@ -491,7 +490,7 @@ class ReplicaStream:
             if release.head and goes_whole(release, self._credit.budget):
                 await self._take_credit(release.nbytes, release, acks)
                 end = self._end(release, release.head)
-                yield whole_release([chunk.message for chunk in release.chunks], end)
+                yield whole_release([(chunk.slot, chunk.rows) for chunk in release.chunks], end)
                 return
             for chunk in release.chunks:
                 await self._take_credit(chunk.nbytes, release, acks)
@@ -531,8 +530,7 @@ class ReplicaStream:
     def _end(self, release: FrozenRelease, head: Head) -> subscribe_pb2.ReleaseEnd:
         """The end of a release whose rows are sent, or are sent with it."""
         self._sent = Position(self._feed.history, head.number, head.seal)
-        self._under_way.note(release, head, self._credit.sent_bytes)
-        self._audit.note_sent(release.whole, time.monotonic())
+        self._under_way.note(release, head, self._credit.sent_bytes, time.monotonic())
         self._consumer.released_rows += release.rows
         return release_end(self._feed, self._consumer, release, head, self._token)
 
@@ -568,15 +566,19 @@ class ReplicaStream:
         if self._replica.stream is not self._ended or applied.number < self._replica.applied.number:
             return
         checksums = {each.slot: each.sum for each in ack.sums}
-        sent = self._under_way.take(applied.number, self._credit.taken_bytes)
-        damaged = self._audit.check(applied.number, sent, checksums)
-        if damaged:
-            self._report(damaged, helpless=bool(sent and damaged & sent.whole))
+        acked = self._under_way.take(applied.number, self._credit.taken_bytes, checksums)
+        sent = acked.sent
+        if acked.wrong:
+            self._report(acked.wrong, helpless=bool(sent and acked.wrong & sent.whole))
             return
         if sent and (model := self._service.models.get(self._consumer.model)):
             self._times.note_held(sent, model)
-        if self._audit.compared:
-            self._note_shown(ack)
+        if acked.compared:  # It holds nothing else than it was sent.
+            if self._replica.damaged and ack.sums:
+                names = ", ".join(self._replica.damaged)
+                self._say(EventKind.REPLICA_REPAIRED, f"holds what it was sent in {names}")
+                self._replica.damaged = ()
+            self._replica.checked, self._replica.unbound = bool(ack.sums), unbound(ack, self._deliveries)
         elif applied.number > self._replica.applied.number:
             self._replica.checked = False
         if applied.number:
@@ -584,13 +586,6 @@ class ReplicaStream:
         # With the seal that this history has, whatever the replica says.
         sealed = Position(applied.history, applied.number, self._feed.seal_of(applied.number))
         self._registry.acknowledge(self._consumer, self._replica, sealed)
-
-    def _note_shown(self, ack: subscribe_pb2.Ack) -> None:
-        """Note what a replica has shown that it holds: nothing else than it was sent."""
-        if self._replica.damaged and ack.sums:
-            self._say(EventKind.REPLICA_REPAIRED, f"holds what it was sent in {', '.join(self._replica.damaged)}")
-            self._replica.damaged = ()
-        self._replica.checked, self._replica.unbound = bool(ack.sums), unbound(ack, self._deliveries)
 
     def _report(self, damaged: frozenset[int], *, helpless: bool) -> None:
         """Have damaged tables sent again. They are told of once, and each time that this did not help."""
@@ -638,8 +633,8 @@ class ReplicaStream:
     def _check_fed(self) -> None:
         """Check that this stream is still the replica's, and fed from what the consumer is fed from."""
         self._check_current()
-        self._service.reloading.check(self._consumer.model)
-        if self._service.feed(self._consumer) is not self._feed:
+        self._service.models.check_reloaded(self._consumer.model)
+        if self._service.consumers.feed(self._consumer) is not self._feed:
             raise Superseded(f"consumer {self._consumer.name!r} has a policy now; reconnect")
 
     def _check_running(self, release: Release) -> None:

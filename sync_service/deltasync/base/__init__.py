@@ -1,1 +1,1 @@
-"""Errors, events, clocks, threads and words: what everything else stands on."""
+"""Errors, events, clocks, threads and words: the base of everything else."""

@@ -1,10 +1,8 @@
-"""Addresses of hosts and ports, and which of them others can reach."""
+"""Addresses of hosts and ports, and whether a service may listen on one."""
 
 import ipaddress
 import re
-import stat
 import urllib.parse
-from pathlib import Path
 
 from deltasync.base.decision import Decision
 from deltasync.base.errors import InvalidInput
@@ -14,27 +12,11 @@ MAX_PORT = 65_535
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
-def listening_host(host: str) -> str:
-    """The host of `--host` as all servers take it: an IPv6 address without brackets, `localhost` as 127.0.0.1.
-
-    Each server would resolve `localhost` by itself, and some listen on ::1 then, others not.
-    """
-    host = host.strip()
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    return "127.0.0.1" if host == "localhost" else host
-
-
-def with_port(host: str, port: int) -> str:
-    """A host and a port: `127.0.0.1:8080`, or `[::1]:8080` of IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def host_and_port(address: str) -> tuple[str, int]:
     """The host, without brackets, and the port of HOST:PORT.
 
     Raises:
-        InvalidInput: it is something else; the message says what is wrong and what it should be.
+        InvalidInput: it has another form; the message says which form is expected.
     """
     text = address.strip()
     scheme, separator, rest = text.rpartition("://")
@@ -53,12 +35,28 @@ def host_and_port(address: str) -> tuple[str, int]:
     return bare or host, int(port)
 
 
+def listening_host(host: str) -> str:
+    """The host of `--host` as all servers need it: an IPv6 address without brackets, 127.0.0.1 for `localhost`.
+
+    Servers resolve `localhost` differently: only some listen on ::1.
+    """
+    host = host.strip()
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    return "127.0.0.1" if host == "localhost" else host
+
+
+def with_port(host: str, port: int) -> str:
+    """A host and a port: `127.0.0.1:8080`, or `[::1]:8080` of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_url(address: str) -> bool:
-    """Whether an address is one of HTTP: http://HOST:PORT or https://HOST:PORT."""
+    """Whether an address is a URL of HTTP: http://HOST:PORT or https://HOST:PORT."""
     try:
         url = urllib.parse.urlsplit(address)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and not url.username
-    except ValueError:  # Say, half of the brackets of IPv6, or a port that is none.
+    except ValueError:  # For example, one bracket of IPv6, or a port that is no number.
         return False
 
 
@@ -70,8 +68,9 @@ def _is_ipv6(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address: 127.0.0.0/8, ::1 and `localhost`; no other name, for who says
-    where that leads, may change it.
+    """Whether only this machine reaches an address: 127.0.0.0/8, ::1 and `localhost`.
+
+    Other names may lead elsewhere tomorrow.
     """
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -80,13 +79,13 @@ def is_loopback(host: str) -> bool:
 
 
 def may_listen(host: str, *, tls: bool, roles: bool, insecure: bool) -> Decision:
-    """Whether a service may listen on an address with what protects it, and why; with a yes that is a warning.
+    """Whether a service may listen on an address. The reason of a yes is a warning, if there is one.
 
     Args:
         host: the address.
         tls: whether connections are encrypted, and the service shows a certificate.
-        roles: whether callers have to show who they are.
-        insecure: whether somebody has said that it may, whatever it lacks.
+        roles: whether callers have to show their rights.
+        insecure: whether the operator allows it without TLS and roles.
     """
     lacks = " and without ".join([*([] if tls else ["TLS"]), *([] if roles else ["roles"])])
     if is_loopback(host) or not lacks:
@@ -102,15 +101,3 @@ def may_listen(host: str, *, tls: bool, roles: bool, insecure: bool) -> Decision
         f"{text}: {harm}. Give it --tls-cert, --tls-key and --roles, have it listen on 127.0.0.1, or say "
         "--insecure where something else keeps others out",
     )
-
-
-def readable_by_all(path: Path) -> bool:
-    """Whether every user of the machine may read a file.
-
-    Raises:
-        InvalidInput: it is not there: just now it was.
-    """
-    try:
-        return bool(path.stat().st_mode & stat.S_IROTH)
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Checks of arguments and of names, in one wording."""
+"""Checks of arguments and names, in one wording."""
 
 import os
 import re
@@ -12,30 +12,30 @@ def check_type(call: str, name: str, value: object, *kinds: type, remedy: str = 
     """Check the type of an argument.
 
     Args:
-        call: the call as it should be written: `Subscriber(options, target)`.
-        name: the argument's.
-        value: what was passed.
+        call: the call in its right form: `Subscriber(options, target)`.
+        name: name of the argument.
+        value: the argument.
         kinds: the types that it may have.
-        remedy: what else to do.
+        remedy: what to do instead.
 
     Raises:
         TypeError: it has none of these types.
     """
     if not isinstance(value, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{call}: {name} is {described(value)}, expected {expected}{remedy and f': {remedy}'}")
+        raise TypeError(f"{call}: {name} is {type_in_words(value)}, expected {expected}{remedy and f': {remedy}'}")
 
 
 def check_items(call: str, name: str, values: object, kind: type) -> None:
-    """Check that an argument is several things of one type, see `check_type`."""
+    """Check that an argument is a list of items of one type, see `check_type`."""
     if not isinstance(values, Iterable):
-        raise TypeError(f"{call}: {name} is {described(values)}, expected a list of {kind.__name__}")
+        raise TypeError(f"{call}: {name} is {type_in_words(values)}, expected a list of {kind.__name__}")
     for each in values:
         check_type(call, f"an item of {name}", each, kind)
 
 
-def described(value: object) -> str:
-    """What an argument is, for an error."""
+def type_in_words(value: object) -> str:
+    """The type of an argument, for an error."""
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
     return "None" if value is None else f"of type {type(value).__name__}"
@@ -53,7 +53,7 @@ def check_name(what: str, name: str) -> str:
         InvalidInput: it is empty, longer than 128 characters, or holds others than letters, digits, `._-`.
     """
     if not isinstance(name, str):
-        raise TypeError(f"{what} name is {described(name)}, expected str")
+        raise TypeError(f"{what} name is {type_in_words(name)}, expected str")
     if not _NAME.fullmatch(name):
         raise InvalidInput(
             f"{what} name {name!r}: use 1 to 128 of letters, digits, '.', '_' and '-', not starting with '.'"
@@ -62,6 +62,6 @@ def check_name(what: str, name: str) -> str:
 
 
 def guest_name(verb: str) -> str:
-    """The name of a replica that a command is while it runs: with its verb, the host and the process."""
+    """A name for a command that is a replica while it runs: its verb, the host and the process."""
     host = re.sub("[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0])[:64]
     return f"{verb}-{host}-{os.getpid()}"

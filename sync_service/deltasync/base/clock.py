@@ -1,28 +1,33 @@
-"""A clock that nobody sets, and how long ago something was by it."""
+"""When and how long: a clock that nobody sets, ages measured by it, and histograms of durations."""
 
+import threading
 import time
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Longer ago than anybody knows.
+# An age that is not known.
 FOREVER_NS = 2**62
 
-# Of so many newest numbers, or more, it is known when they were the newest.
+# A `Succession` remembers the times of this many newest numbers, or more.
 _REMEMBERED = 10_000
 
-# Goes on while the machine sleeps, where there is such a clock.
+# Also runs while the machine sleeps, if the system has such a clock.
 _CLOCK: int | None = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
 
 
 def steady_ns() -> int:
-    """Nanoseconds since some time in the past that is another on every machine."""
+    """Nanoseconds since a time in the past that differs between machines."""
     return time.monotonic_ns() if _CLOCK is None else time.clock_gettime_ns(_CLOCK)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A time by two clocks: nanoseconds since 1970, which may be set, and by `steady_ns`, None if that was before
-    this process began.
+    """A time by two clocks.
+
+    Attributes:
+        unix_ns: nanoseconds since 1970, by a clock that may be set.
+        steady_ns: by `steady_ns`; None for a time before the process began.
     """
 
     unix_ns: int
@@ -30,27 +35,27 @@ class Moment:
 
     @classmethod
     def now(cls) -> "Moment":
-        """This one."""
+        """The current moment."""
         return cls(time.time_ns(), steady_ns())
 
     def after_ns(self, earlier: "Moment") -> int:
-        """For how long it comes after another one, whatever was set in between, if both are of this process."""
+        """Nanoseconds since an earlier moment. If both are of this process, setting the clock does not matter."""
         if self.steady_ns is None or earlier.steady_ns is None:
             return self.unix_ns - earlier.unix_ns
         return self.steady_ns - earlier.steady_ns
 
 
 class Succession:
-    """When each number of a history became its newest. Added to by one call at a time, read on any thread."""
+    """When each number of a history became its newest. One call at a time adds; any thread reads."""
 
     def __init__(self) -> None:
-        # Only appended to, or replaced: who has it may search it meanwhile.
+        # Only appended to, or replaced: other threads may search it meanwhile.
         self._times: list[tuple[int, int]] = []
-        self._found: int | None = None
+        self._first: int | None = None
 
     def find(self, number: int, at_ns: int) -> None:
-        """Note which number is the newest to begin with: it has been for longer than `at_ns` says."""
-        self._found = number
+        """Note the number that is the newest at the start: it became so at an unknown time before `at_ns`."""
+        self._first = number
         self.add(number, at_ns)
 
     def add(self, number: int, at_ns: int) -> None:
@@ -62,32 +67,63 @@ class Succession:
         self._times.append((number, at_ns))
 
     def since_ns(self, number: int) -> int | None:
-        """When a number became the newest, by `steady_ns`; None if that is not known."""
+        """When a number became the newest, by `steady_ns`; None if it is not known."""
         times = self._times
         upto = bisect_left(times, number, key=_number)
-        known = upto < len(times) and times[upto][0] == number != self._found
-        return times[upto][1] if known and times[upto][1] > -FOREVER_NS else None
+        remembered = upto < len(times) and times[upto][0] == number != self._first
+        return times[upto][1] if remembered and times[upto][1] > -FOREVER_NS else None
 
     def age_ns(self, number: int, now_ns: int) -> int:
-        """How long ago a number became the newest; `FOREVER_NS` if that is not known."""
+        """Nanoseconds since a number became the newest; `FOREVER_NS` if it is not known."""
         times = self._times
         upto = bisect_right(times, number, key=_number)
         return now_ns - times[upto - 1][1] if upto and times[upto - 1][0] == number else FOREVER_NS
 
     def seconds_since(self, number: int, now_ns: int) -> float | None:
-        """How long ago a number became the newest, 0 if that is later than `now_ns`; None if it is not known."""
+        """Seconds since a number became the newest, at least 0; None if it is not known."""
         since_ns = self.since_ns(number)
         return None if since_ns is None else round(max(0, now_ns - since_ns) / 1e9, 3)
 
     def behind_ns(self, number: int, now_ns: int) -> int:
-        """For how long a number has not been the newest any more: 0 if it is, `FOREVER_NS` where nobody knows."""
+        """Nanoseconds since a later number became the newest: 0 if none is later, `FOREVER_NS` if not known."""
         times = self._times
         upto = bisect_right(times, number, key=_number)
         if upto == len(times):
             return 0
-        # Before the first that is known there may have been others that were later than this one.
+        # Before the first remembered number there may have been others after this one.
         return now_ns - times[upto][1] if upto else FOREVER_NS
 
 
 def _number(entry: tuple[int, int]) -> int:
     return entry[0]
+
+
+# Bounds of histograms, in seconds.
+BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+# For what a policy or an outage may delay.
+LONG_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+
+class Durations:
+    """Histogram of durations. Any thread.
+
+    Attributes:
+        bounds: seconds, ascending.
+    """
+
+    def __init__(self, bounds: Sequence[float] = BOUNDS) -> None:
+        self.bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        with self._lock:
+            self._counts[bisect_left(self.bounds, seconds)] += 1
+            self._seconds += seconds
+
+    def read(self) -> tuple[Sequence[int], float]:
+        """Return the count of each bucket, the last without a bound, and the sum of all durations in seconds."""
+        with self._lock:
+            return tuple(self._counts), self._seconds

@@ -1,4 +1,4 @@
-"""What a pure decision returns: yes or no, and why."""
+"""The result of a decision."""
 
 from dataclasses import dataclass
 

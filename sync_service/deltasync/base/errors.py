@@ -5,13 +5,13 @@
     ├── NotFound            a name that does not exist; the message lists those that do
     ├── Contradiction       right in itself, but not with what the service holds
     ├── Superseded          a newer stream, run or cut has taken this one's place
-    ├── NotPermitted        whoever calls lacks the role, or the token, that is needed
+    ├── NotPermitted        the caller lacks the role, or the token, that is needed
     ├── LimitReached        more than the service lets peers take; the message names the limit
-    ├── Damaged             rows are not those of which their digests were made; nothing was changed
-    ├── StorageFailed       files or the log could not be written, or not be read back whole
+    ├── Damaged             rows do not fit their digests; nothing was changed
+    ├── StorageFailed       files or the log could not be written or read
     ├── ServiceFailed       (client) the service met an error of its own; its log says more
     ├── ServiceUnavailable  the service cannot be reached, or is draining; try again
-    │   └── NotOwner        this process does not own the model; the error says who does, where that is known
+    │   └── NotOwner        this process does not own the model; the error names the owner if it is known
     └── ResyncRequired      the service does not hold what this run builds on: publish every row
 
 `deltasync.wire.errors` maps them to gRPC codes and HTTP statuses, and back.
@@ -30,8 +30,8 @@ class DeltasyncError(Exception):
     """Base of all errors raised on purpose.
 
     Attributes:
-        detail: what the text goes on with for those who may read what the service knows: names, runs, counts.
-            Peers who may not are told the text without it.
+        detail: the rest of the text, with names, runs and counts, for callers with role `read`. Others get the
+            text without it.
     """
 
     def __init__(self, *text: object, detail: str = "") -> None:
@@ -43,7 +43,7 @@ class DeltasyncError(Exception):
 
     @property
     def text(self) -> str:
-        """What everybody may be told."""
+        """The text for callers without role `read`."""
         return super().__str__()
 
 
@@ -64,7 +64,7 @@ class Superseded(DeltasyncError):
 
 
 class NotPermitted(DeltasyncError):
-    """Whoever calls lacks the role, or the token, that is needed."""
+    """The caller lacks the role, or the token, that is needed."""
 
 
 class LimitReached(DeltasyncError):
@@ -72,11 +72,11 @@ class LimitReached(DeltasyncError):
 
 
 class Damaged(DeltasyncError):
-    """Rows are not those of which their digests were made; nothing was changed."""
+    """Rows do not fit their digests; nothing was changed."""
 
 
 class StorageFailed(DeltasyncError):
-    """Files or the log could not be written, or not be read back whole."""
+    """Files or the log could not be written or read."""
 
 
 class ServiceFailed(DeltasyncError):
@@ -91,7 +91,7 @@ class NotOwner(ServiceUnavailable):
     """This process of the service does not own the model.
 
     Attributes:
-        owner: who does, or is to; None where nobody is known.
+        owner: the owner, or the next one; None if neither is known.
     """
 
     def __init__(self, *text: object, detail: str = "", owner: "Owner | None" = None) -> None:
@@ -100,14 +100,14 @@ class NotOwner(ServiceUnavailable):
 
 
 class ResyncRequired(DeltasyncError):
-    """The service does not hold what this run builds on: publish every row, or less where that is known.
+    """The service does not hold what this run builds on: publish every row, or fewer if one of these is given.
 
     Attributes:
-        head: the newest position of the service, where it has told it. Whoever held that, by its seal, may go on
-            from there: with a publisher that `continues` it, and all that has changed since.
-        changed: where the service holds what this run builds on, and more: names of tables, each once, and ids
-            ([n] int64, ascending) of the rows of this rank that were published after it. The next part is to have
-            them as they are now, with what has changed. None where every row is to be published.
+        head: the newest position of the service, or None. If this run held it, by its seal, open a new publisher
+            with `continues=head` and publish all that has changed since.
+        changed: the rows of this rank that were published after what this run builds on: names of tables, each
+            once, and ids ([n] int64, ascending). The next part must have their current values, beside what has
+            changed. None if every row must be published.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class Owner:
 
     Attributes:
         process: its name among the processes of the service.
-        grpc: where it answers gRPC, HOST:PORT.
-        http: where it answers HTTP, a URL.
-        epoch: grows with every change of owners: of two, the later one counts.
-        share: which share of the model's rows it owns, from 0.
-        shares: how many there are: one, as long as a model is owned whole.
+        grpc: its address of gRPC, HOST:PORT.
+        http: its URL of HTTP.
+        epoch: grows with every change of owner; the owner with the later epoch counts.
+        share: number of its share of the model's rows, from 0.
+        shares: number of shares: 1 while models are owned whole.
     """
 
     process: str

@@ -1,4 +1,4 @@
-"""What happens to a service: events in its log, and the last ones for those who look later."""
+"""The events of a service: one place to emit them, the log that writes them, and the last ones for readers."""
 
 import logging
 import re
@@ -8,18 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import takewhile
-from typing import TypeAlias
 
 from deltasync.base.errors import DeltasyncError
 from deltasync.base.logs import FIELDS
-from deltasync.base.signals import Signal
+from deltasync.base.waiting import Signal
 from deltasync.base.words import printable
 
 logger = logging.getLogger("deltasync.events")
 
 
 class EventKind(Enum):
-    """What can happen. The value is its name for logs and metrics, the level how loud the log says it."""
+    """Kinds of events. The value is the name in logs and metrics, `level` the level of the log."""
 
     RANK_JOINED = "rank_joined", logging.INFO
     RANK_LEFT = "rank_left", logging.INFO
@@ -50,7 +49,7 @@ class EventKind(Enum):
     ROLES_RELOADED = "roles_reloaded", logging.INFO
     ROLES_REFUSED = "roles_refused", logging.ERROR
     LOG_LEVEL_CHANGED = "log_level_changed", logging.INFO
-    # Written down by the audit, in a log of its own.
+    # The audit writes it, in a log of its own.
     CALL_REFUSED = "call_refused", logging.WARNING
     CUT_REFUSED = "cut_refused", logging.ERROR
     CUT_QUARANTINED = "cut_quarantined", logging.ERROR
@@ -85,32 +84,15 @@ class EventKind(Enum):
     level: int
 
 
-# Those that come again and again while a volume refuses writes; of these the ones that say where a rank is.
-_OF_AN_OUTAGE = frozenset(
-    {EventKind.RANK_JOINED, EventKind.RANK_LEFT, EventKind.PUBLISHER_REFUSED, EventKind.FAILED}
-)
-_OF_RANKS = frozenset({EventKind.RANK_JOINED, EventKind.RANK_LEFT})
-# Those of peers that come again by themselves; how often the log repeats one, and how many lines it remembers.
-_TRIED_AGAIN = frozenset(
-    {EventKind.PUBLISHER_REFUSED, EventKind.REPLICA_REFUSED, EventKind.CUT_REFUSED, EventKind.FAILED}
-)
-_REPEAT_SECONDS = 60.0
-# In an error numbers may differ with each try: bytes that are free, say.
-_NUMBER = re.compile("[0-9]+")
-_LINES = 1000
-# Those that another log has.
-_AUDITED = frozenset({EventKind.CALL_REFUSED})
-
-
 @dataclass(frozen=True)
 class Event:
-    """Something that has happened.
+    """An event.
 
     Attributes:
-        kind: what.
-        subject: to whom: model, consumer, replica, rank, version and the like, by name.
-        text: why, or what came of it, in words; may hold what a peer has said.
-        error: what has failed.
+        kind: its kind.
+        subject: model, consumer, replica, rank, version and the like, by name.
+        text: reason or result in words; may contain the words of a peer.
+        error: the error behind it.
     """
 
     kind: EventKind
@@ -119,64 +101,161 @@ class Event:
     error: Exception | None = None
 
 
-Listener = Callable[[Event], None]
-
-
-# Keeps an event that is written down, and how often more it was since the one before that says the same.
-Keep = Callable[[Event, int], None]
-
-
-@dataclass
-class _Line:
-    """A line of the log that may come again.
-
-    Attributes:
-        event: what it says.
-        written: when it was written last.
-        repeats: how often it was not since.
-    """
-
-    event: Event
-    written: float
-    repeats: int = 0
-
-    def is_over(self, now: float) -> bool:
-        """Whether it may be written again."""
-        return now - self.written >= _REPEAT_SECONDS
-
-
 class Events:
-    """The one place. Used in the event loop."""
+    """The one place where events are emitted. Used in the event loop."""
 
-    def __init__(self, *listeners: Listener) -> None:
+    def __init__(self, *listeners: Callable[[Event], None]) -> None:
         self._listeners = listeners
 
-    def listen(self, listener: Listener) -> None:
-        """Have somebody else told, too."""
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        """Add a listener."""
         self._listeners += (listener,)
 
     def emit(self, kind: EventKind, text: str = "", error: Exception | None = None, **subject: object) -> None:
-        """Tell all listeners of something that has just happened."""
+        """Pass an event to all listeners."""
         event = Event(kind, subject, text, error)
         for listener in self._listeners:
             listener(event)
 
 
-_Key: TypeAlias = tuple[object, ...]
+# Kinds that peers repeat while a volume refuses writes, and those of them that tell where a rank is.
+_OF_AN_OUTAGE = frozenset(
+    {EventKind.RANK_JOINED, EventKind.RANK_LEFT, EventKind.PUBLISHER_REFUSED, EventKind.FAILED}
+)
+_OF_RANKS = frozenset({EventKind.RANK_JOINED, EventKind.RANK_LEFT})
+# Kinds that peers repeat because they try again, how often the log repeats a line, and how many it remembers.
+_TRIED_AGAIN = frozenset(
+    {EventKind.PUBLISHER_REFUSED, EventKind.REPLICA_REFUSED, EventKind.CUT_REFUSED, EventKind.FAILED}
+)
+_REPEAT_SECONDS = 60.0
+# Numbers in an error may differ with each try: free bytes, for example.
+_NUMBER = re.compile("[0-9]+")
+_LINES = 1000
+# Kinds that are in the audit's log.
+_AUDITED = frozenset({EventKind.CALL_REFUSED})
+
+
+class EventLog:
+    """A listener that writes each event into the log as one line, and an unexpected error with its traceback.
+
+    Repeated refusals of a peer, repeated failures and quarantined versions of a model are written once a minute,
+    with their number. While a volume refuses writes, a repeated event of its peers is written once.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        keep: Callable[[Event, int], None] | None = None,
+    ) -> None:
+        """`keep` gets each event above level debug that is written, and the number of its repeats since."""
+        self._now, self._keep = now, keep or _keep_nothing
+        self._lines = dict[str, _Line]()  # The one with the earliest time first.
+        self._outage = _Outage()
+
+    def __call__(self, event: Event) -> None:
+        """Write an event."""
+        for each in self._outage.due(event):
+            self._write(each)
+
+    def tell_repeats(self) -> None:
+        """Write the repeats of lines that are older than a minute, and forget the others. Called now and then: the
+        event may never come again.
+        """
+        now = self._now()
+        for key in list(takewhile(lambda key: self._lines[key].is_over(now), self._lines)):
+            self._renew(key, now)
+
+    def _write(self, event: Event) -> None:
+        if event.kind in _AUDITED:
+            if event.subject:  # Others are only counted.
+                self._keep(event, 0)
+        elif (key := _repeated(event)) is None:
+            self._write_line(event)
+        else:
+            self._repeat(key, event, self._now())
+
+    def _repeat(self, key: str, event: Event, now: float) -> None:
+        # Without its error, whose traceback keeps the frames of a call.
+        kept = replace(event, text=event_text(event), error=None)
+        if line := self._lines.get(key):
+            line.event, line.repeats = kept, line.repeats + 1
+            if line.is_over(now):
+                self._renew(key, now)
+            return
+        self._lines[key] = _Line(kept, now)
+        self._write_line(event)
+        if len(self._lines) > _LINES:
+            self._forget(next(iter(self._lines)))
+
+    def _renew(self, key: str, now: float) -> None:
+        if line := self._forget(key):
+            self._lines[key] = _Line(line.event, now)
+
+    def _forget(self, key: str) -> "_Line | None":
+        """Forget a line. If it has repeats, write them and return it."""
+        line = self._lines.pop(key)
+        if not line.repeats:
+            return None
+        self._write_line(line.event, line.repeats - 1)
+        return line
+
+    def _write_line(self, event: Event, repeats: int = 0) -> None:
+        kept = event.kind.level > logging.DEBUG
+        if not kept and not logger.isEnabledFor(event.kind.level):
+            return
+        if kept:
+            self._keep(event, repeats)
+        more = f" ({repeats} more like it since the last one)" if repeats else ""
+        unforeseen = None if isinstance(event.error, DeltasyncError) else event.error
+        fields = {"event": event.kind.value, **event.subject, "text": event_text(event)}
+        fields |= {"repeats": repeats} if repeats else {}
+        logger.log(event.kind.level, "%s", event_line(event) + more, exc_info=unforeseen, extra={FIELDS: fields})
+
+
+def _keep_nothing(_event: Event, _repeats: int) -> None:
+    """For a log that nobody reads events from."""
+
+
+def _repeated(event: Event) -> str | None:
+    """The key by which an event counts as a repeat; None if every one is logged."""
+    if event.kind is EventKind.CUT_QUARANTINED:  # Each is another version; lag has their number.
+        return f"{event.kind.value} {event.subject.get('model')}"
+    if event.kind not in _TRIED_AGAIN:
+        return None
+    return event_line(replace(event, error=None)) + _NUMBER.sub("0", printable(str(event.error)))
+
+
+def event_line(event: Event) -> str:
+    """An event as one line: `replica joined: consumer=c replica=r the replica holds nothing`."""
+    subject = [f"{name}={value}" for name, value in event.subject.items()]
+    words = " ".join([*subject, _words(event)])
+    return f"{event.kind.value.replace('_', ' ')}: {printable(words.strip())}"
+
+
+def event_text(event: Event) -> str:
+    """Reason or result of an event, on one line of bounded length."""
+    return printable(_words(event))
+
+
+def _words(event: Event) -> str:
+    return ": ".join(filter(None, [event.text, error_text(event.error) if event.error else ""]))
+
+
+def error_text(error: Exception) -> str:
+    """An error in words; an unexpected one with its type."""
+    return str(error) if isinstance(error, DeltasyncError) else f"{type(error).__name__}: {error}"
 
 
 class _Outage:
-    """While a volume refuses writes: what its peers, who try again and again, have been told."""
+    """What the log has about peers that try again while a volume refuses writes."""
 
     def __init__(self) -> None:
         self._volumes = set[object]()
-        self._said = set[_Key]()
-        self._ranks = dict[_Key, tuple[EventKind, Event]]()  # What was said of each last, and what happened last.
+        self._logged = set[tuple[object, ...]]()
+        self._ranks = dict[tuple[object, ...], tuple[EventKind, Event]]()  # The last one logged, and the last one.
 
     def due(self, event: Event) -> list[Event]:
-        """What is to be said now that an event has happened: itself, unless the same was said since the volume
-        failed. Once it takes writes again, where ranks have come to by then.
-        """
+        """Events to log now: repeats are dropped during an outage, ranks' final states follow at its end."""
         if event.kind is EventKind.VOLUME_FAILED:
             self._volumes.add(event.subject.get("volume"))
         elif event.kind is EventKind.VOLUME_RECOVERED:
@@ -189,9 +268,9 @@ class _Outage:
     def _is_new(self, event: Event) -> bool:
         subject = tuple(event.subject.items())
         key = event.kind, subject, event.text, type(event.error)
-        new = key not in self._said
-        if new and len(self._said) < _LINES:  # Of more, all is said.
-            self._said.add(key)
+        new = key not in self._logged
+        if new and len(self._logged) < _LINES:  # Beyond it, everything is logged.
+            self._logged.add(key)
             if event.kind in _OF_RANKS:
                 self._ranks[subject] = event.kind, event
         elif not new and subject in self._ranks:
@@ -199,120 +278,33 @@ class _Outage:
         return new
 
     def _end(self) -> list[Event]:
-        changed = [event for said, event in self._ranks.values() if event.kind is not said]
-        self._said.clear()
+        changed = [event for logged, event in self._ranks.values() if event.kind is not logged]
+        self._logged.clear()
         self._ranks.clear()
         return changed
 
 
-class EventLog:
-    """Writes events into the log, each as one line; an error that was not foreseen with its traceback. A listener.
+@dataclass
+class _Line:
+    """A line of the log that may repeat.
 
-    What a peer that tries again and again is refused for, is written down once a minute, with how often it was
-    since; and so is what fails again and again, and that versions of a model are put in quarantine. What a volume
-    that refuses writes brings again and again is, once.
+    Attributes:
+        event: its event.
+        written: when it was written last.
+        repeats: number of events since then that would have been the same line.
     """
 
-    def __init__(
-        self, now: Callable[[], float] = time.monotonic, keep: Keep = lambda _event, _repeats: None
-    ) -> None:
-        """`keep` is given what is written down, but for what is only there to find faults."""
-        self._now, self._keep = now, keep
-        self._lines = dict[str, _Line]()  # The one that was written longest ago first.
-        self._outage = _Outage()
+    event: Event
+    written: float
+    repeats: int = 0
 
-    def __call__(self, event: Event) -> None:
-        """Write an event."""
-        for each in self._outage.due(event):
-            self._write(each)
-
-    def tell_repeats(self) -> None:
-        """Write what has come again since it was written, a while ago; and forget what has not. To be called now
-        and then: who waited for it to come once more might wait for ever.
-        """
-        now = self._now()
-        for key in list(takewhile(lambda key: self._lines[key].is_over(now), self._lines)):
-            self._renew(key, now)
-
-    def _write(self, event: Event) -> None:
-        if event.kind in _AUDITED:
-            if event.subject:  # The others are counted alone.
-                self._keep(event, 0)
-        elif (key := _repeated(event)) is None:
-            self._say(event)
-        else:
-            self._repeat(key, event, self._now())
-
-    def _repeat(self, key: str, event: Event, now: float) -> None:
-        # Without its error, whose traceback holds what a call has held.
-        kept = replace(event, text=text_of(event), error=None)
-        if line := self._lines.get(key):
-            line.event, line.repeats = kept, line.repeats + 1
-            if line.is_over(now):
-                self._renew(key, now)
-            return
-        self._lines[key] = _Line(kept, now)
-        self._say(event)
-        if len(self._lines) > _LINES:
-            self._forget(next(iter(self._lines)))
-
-    def _renew(self, key: str, now: float) -> None:
-        if line := self._forget(key):
-            self._lines[key] = _Line(line.event, now)
-
-    def _forget(self, key: str) -> _Line | None:
-        """Forget a line; it, where it has come again since it was written, which is said then."""
-        line = self._lines.pop(key)
-        if not line.repeats:
-            return None
-        self._say(line.event, line.repeats - 1)
-        return line
-
-    def _say(self, event: Event, repeats: int = 0) -> None:
-        kept = event.kind.level > logging.DEBUG
-        if not kept and not logger.isEnabledFor(event.kind.level):
-            return
-        if kept:
-            self._keep(event, repeats)
-        more = f" ({repeats} more like it since the last one)" if repeats else ""
-        unforeseen = None if isinstance(event.error, DeltasyncError) else event.error
-        fields = {"event": event.kind.value, **event.subject, "text": text_of(event)}
-        fields |= {"repeats": repeats} if repeats else {}
-        logger.log(event.kind.level, "%s", line_of(event) + more, exc_info=unforeseen, extra={FIELDS: fields})
-
-
-def _repeated(event: Event) -> str | None:
-    """What the log says again after a while only; None if it is said each time."""
-    if event.kind is EventKind.CUT_QUARANTINED:  # Each is another version; lag says how many there are.
-        return f"{event.kind.value} {event.subject.get('model')}"
-    if event.kind not in _TRIED_AGAIN:
-        return None
-    return line_of(replace(event, error=None)) + _NUMBER.sub("0", printable(str(event.error)))
-
-
-def line_of(event: Event) -> str:
-    """An event as one line: `replica joined: consumer=c replica=r the replica holds nothing`."""
-    subject = [f"{name}={value}" for name, value in event.subject.items()]
-    words = " ".join([*subject, _words(event)])
-    return f"{event.kind.value.replace('_', ' ')}: {printable(words.strip())}"
-
-
-def text_of(event: Event) -> str:
-    """Why an event has happened, or what came of it, on one line of bounded length."""
-    return printable(_words(event))
-
-
-def _words(event: Event) -> str:
-    return ": ".join(filter(None, [event.text, described(event.error) if event.error else ""]))
-
-
-def described(error: Exception) -> str:
-    """An error in words; of one that was not foreseen its type too."""
-    return str(error) if isinstance(error, DeltasyncError) else f"{type(error).__name__}: {error}"
+    def is_over(self, now: float) -> bool:
+        """Whether it may be written again."""
+        return now - self.written >= _REPEAT_SECONDS
 
 
 class EventCounts(Counter[EventKind]):
-    """How often each kind of event has happened; a listener."""
+    """A listener that counts each kind of event."""
 
     def __call__(self, event: Event) -> None:
         """Count an event."""
@@ -325,17 +317,17 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class RecentEvent:
-    """Something that has happened.
+    """An event as readers get it.
 
     Attributes:
-        process: where; empty of what happened before it had a name.
-        number: tells it from others there, and is greater than that of any before, also of those before a restart.
+        process: name of the process in which it happened; empty before the process has one.
+        number: grows with every event of the process, also over a restart.
         unix_ns: when it happened, nanoseconds since 1970.
-        event: what, as in `deltasync_events_total`.
-        level: how loud the log says it: info, warning or error.
-        subject: to whom: model, consumer, replica, rank and the like, by name.
-        text: why, or what came of it.
-        repeats: how often it was since the one before that says the same, and was not told.
+        event: name of its kind, as in `deltasync_events_total`.
+        level: its level in the log: info, warning or error.
+        subject: model, consumer, replica, rank and the like, by name.
+        text: reason or result.
+        repeats: number of events of the same text since the last one that was logged.
     """
 
     process: str
@@ -352,41 +344,42 @@ class RecentEvents:
     """The last events. Added to in the event loop.
 
     Attributes:
-        signal: wakes who waits for the next one.
+        signal: wakes tasks that wait for the next one.
+        process: the name of the process in which they happen; empty if it is alone.
         last: the number of the last one; 0 before there is one.
     """
 
-    def __init__(self, process: Callable[[], str], now_unix_ns: Callable[[], int] = time.time_ns) -> None:
-        self.signal, self._process = Signal(), process
+    def __init__(self, process: str = "", now_unix_ns: Callable[[], int] = time.time_ns) -> None:
+        self.signal, self.process = Signal(), process
         self._now, self.last, self._lost = now_unix_ns, 0, 0
         self._events = deque[RecentEvent](maxlen=KEPT_EVENTS)
 
     def add(self, event: Event, repeats: int = 0) -> None:
-        """Have one more, and how often it was since the one before that says the same."""
+        """Add an event with the number of its repeats."""
         now = self._now()
-        # Where the clock was set back, numbers go on all the same.
+        # Numbers grow even if the clock was set back.
         self.last = max(self.last + 1, now // 1000)
         subject = {name: printable(str(value), _LONGEST_NAME) for name, value in event.subject.items()}
         level = logging.getLevelName(event.kind.level).lower()
-        kind, text = event.kind.value, text_of(event)
+        kind, text = event.kind.value, event_text(event)
         if len(self._events) == KEPT_EVENTS:
             self._lost = self._events[0].number
-        self._events.append(RecentEvent(self._process(), self.last, now, kind, level, subject, text, repeats))
+        self._events.append(RecentEvent(self.process, self.last, now, kind, level, subject, text, repeats))
         self.signal.wake()
 
     def lacks(self, number: int) -> bool:
-        """Whether others have come after the event of that number which are not kept any more."""
+        """Whether later events than that of this number are not kept any more."""
         return number < self._lost
 
     def newest(self, count: int) -> list[RecentEvent]:
-        """The last ones, the oldest of them first."""
+        """The last `count` events, the oldest first."""
         return list(self._events)[-count:] if count else []
 
     def before(self, count: int) -> int:
-        """The number after which so many of the last ones come."""
-        found = self.newest(count)
-        return found[0].number - 1 if found else self.last
+        """The number after which the last `count` events come."""
+        events = self.newest(count)
+        return events[0].number - 1 if events else self.last
 
     def after(self, number: int) -> list[RecentEvent]:
-        """Those with greater numbers, the oldest first."""
+        """The events with greater numbers, the oldest first."""
         return [each for each in self._events if each.number > number]

@@ -1,4 +1,4 @@
-"""What our own processes write of themselves: lines on a terminal, JSON elsewhere."""
+"""The logs of our own processes: lines on a terminal, JSON elsewhere."""
 
 import logging
 import os
@@ -11,25 +11,26 @@ from deltasync.base.words import printable
 
 FORMATS = ("auto", "text", "json")
 LEVELS = ("debug", "info", "warning", "error")
-# The attribute of a log record that has what its message is made of, by name.
+# The attribute of a log record with the parts of its message, by name.
 FIELDS = "deltasync_fields"
-# Of a message, and of a line of a traceback; and of a traceback as a whole.
+# Characters of a message or of a line of a traceback, and of a whole traceback.
 _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 2_000, 20_000
 _OURS = "deltasync"
-# They write what any peer sends, as it is, and a line for each message that makes no sense.
+# These write the bytes of any peer, and a line for each message that makes no sense.
 _LOUD = {"uvicorn.error": logging.ERROR}
 
 
 def log_to_stderr(form: str = "", levels: str = "") -> None:
-    """Log our own messages from INFO on, and warnings of other packages; of gRPC's core and of uvicorn no more
-    than failures. Call it before gRPC is used.
+    """Log our own messages from INFO on, warnings of other packages, and only failures of gRPC's core and uvicorn.
+
+    Call it before gRPC is used.
 
     Args:
-        form: one of `FORMATS`; empty = that of DELTASYNC_LOG_FORMAT, or auto: text on a terminal, JSON elsewhere.
-        levels: as of `set_levels`; empty = those of DELTASYNC_LOG_LEVEL, if there are any.
+        form: one of `FORMATS`; empty = DELTASYNC_LOG_FORMAT, or auto: text on a terminal, JSON elsewhere.
+        levels: see `set_levels`; empty = DELTASYNC_LOG_LEVEL.
 
     Raises:
-        InvalidInput: one of them is something else.
+        InvalidInput: one of them has another form.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for name, level in _LOUD.items():
@@ -44,39 +45,39 @@ def log_to_stderr(form: str = "", levels: str = "") -> None:
     else:
         handler = _Handler()
         handler.setFormatter(formatter)
-        logging.basicConfig(handlers=[handler])  # Which leaves those alone that somebody else has made.
+        logging.basicConfig(handlers=[handler])  # It keeps the handlers of others.
     logging.getLogger(_OURS).setLevel(logging.INFO)
-    if wanted := levels or os.environ.get("DELTASYNC_LOG_LEVEL", ""):
-        set_levels(wanted)
+    if levels := levels or os.environ.get("DELTASYNC_LOG_LEVEL", ""):
+        set_levels(levels)
 
 
-def set_levels(wanted: str) -> None:
-    """Say from which level on messages are written: `debug`, or of some loggers `info,deltasync.api=debug`.
+def set_levels(text: str) -> None:
+    """Set the lowest levels to log: `debug`, or with single loggers `info,deltasync.api=debug`.
 
     Raises:
-        InvalidInput: it is something else; nothing has changed.
+        InvalidInput: it has another form; nothing has changed.
     """
-    for name, level in parse_levels(wanted).items():
+    for name, level in parse_levels(text).items():
         logging.getLogger(name).setLevel(level)
 
 
-def parse_levels(wanted: str) -> dict[str, int]:
-    """The levels of loggers that a text names.
+def parse_levels(text: str) -> dict[str, int]:
+    """The levels of loggers in a text as of `set_levels`.
 
     Raises:
-        InvalidInput: it names something else.
+        InvalidInput: it has another form.
     """
-    found = dict[str, int]()
-    for each in wanted.split(","):
+    parsed = dict[str, int]()
+    for each in text.split(","):
         name, equals, level = each.strip().rpartition("=")
         if level not in LEVELS or (equals and name.partition(".")[0] != _OURS):
             raise InvalidInput(f"log level {each!r}: expected one of {', '.join(LEVELS)}, or {_OURS}.NAME=LEVEL")
-        found[name or _OURS] = logging.getLevelNamesMapping()[level.upper()]
-    return found
+        parsed[name or _OURS] = logging.getLevelNamesMapping()[level.upper()]
+    return parsed
 
 
 def levels() -> dict[str, str]:
-    """The levels of our loggers that have one of their own, by their names."""
+    """The levels that were set for our loggers, by name."""
     loggers = {_OURS: logging.getLogger(_OURS), **logging.root.manager.loggerDict}
     return {
         name: logging.getLevelName(each.level).lower()
@@ -86,12 +87,13 @@ def levels() -> dict[str, str]:
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """The one that this module has made."""
+    """The handler of this module."""
 
 
 class _Lines(logging.Formatter):
-    """Formats messages as one line each, of bounded length: what others have said cannot look like another line.
-    The lines of a traceback are indented, and no others.
+    """Formats each message as one line of bounded length: the text of a peer cannot look like another line.
+
+    Only the lines of a traceback are indented.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # as in logging
@@ -104,7 +106,7 @@ class _Lines(logging.Formatter):
 
 
 def _json_lines() -> logging.Formatter:
-    import structlog  # Not where only the client is installed: whose logs are its own process's.
+    import structlog  # Part of the service; the client leaves logs to its process.
 
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[
@@ -118,7 +120,7 @@ def _json_lines() -> logging.Formatter:
 
 
 def _fields(_logger: Any, _name: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """One line's keys: always the same ones, and those of what it concerns."""
+    """The keys of a line: the common ones, and those of its event."""
     fields: Mapping[str, Any] = getattr(said["_record"], FIELDS, {})
     line = {name: said[name] for name in ("time", "level", "logger")}
     line["event"] = fields.get("event", "message")

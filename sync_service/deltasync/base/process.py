@@ -1,11 +1,17 @@
-"""Setting up our own processes: logs, memory, and the sockets that they listen on."""
+"""This process: its memory, limits and sockets, and the deltasync that it runs."""
 
 import ctypes
 import gc
+import json
 import os
 import resource
+import shutil
 import socket
+import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
@@ -13,12 +19,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 def keep_freed_memory() -> bool:
     """Let malloc keep blocks of up to 32 MiB, and 512 MiB at the heap's end, instead of returning them.
 
-    Messages of 1 MiB are otherwise mapped and unmapped one by one, which costs more than half of a gRPC
-    stream's throughput. All threads have one heap: others than the first end every 64 MiB, and what is freed there
-    is returned whatever was said. It changes the whole process, so that only our own processes call it.
+    Otherwise malloc maps and unmaps each message of 1 MiB, which costs a gRPC stream more than half of its
+    throughput. All threads share one heap: malloc returns what is freed in any other, whatever the settings. Only
+    our own processes call this, since it changes the whole process.
 
     Returns:
-        Whether the C library took it; one that is not glibc is left as it is.
+        Whether the C library took the settings; only glibc does.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -29,10 +35,9 @@ def keep_freed_memory() -> bool:
 
 
 def write_no_core() -> None:
-    """Have the kernel write no core file of this process, nor hand one to a program: tokens are in it.
+    """Keep the kernel from writing a core file of this process, which would contain tokens.
 
-    Of 1 byte, for that is what keeps it from handing one to a program; 0 does not. Where not even that may be
-    asked for, none is what was asked for already.
+    The limit is 1 byte: 0 would not keep the kernel from piping the file to a program. A lower hard limit stays.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     most = 1 if hard == resource.RLIM_INFINITY else min(hard, 1)
@@ -40,7 +45,7 @@ def write_no_core() -> None:
 
 
 class _Mallinfo(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h; `fordblks` are the bytes that are free and kept."""
+    """`struct mallinfo2` of malloc.h; `fordblks` are free bytes that malloc keeps."""
 
     _fields_ = [
         *((f"other_{number}", ctypes.c_size_t) for number in range(8)),
@@ -50,30 +55,30 @@ class _Mallinfo(ctypes.Structure):
 
 
 def give_back_memory() -> None:
-    """Return freed memory to the system, wherever in the heap it is; nothing where the C library is not glibc.
+    """Return freed memory anywhere in the heap to the system; does nothing without glibc.
 
-    While that lasts, whoever allocates waits.
+    Allocations wait meanwhile.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(ctypes.c_size_t(0))
 
 
 class FreedMemory:
-    """What malloc keeps of the memory that was freed: no more than so many bytes, wherever in the heap they are.
+    """Bounds the freed memory that malloc keeps anywhere in the heap.
 
-    What is above `most` is returned to the system, once: malloc counts it as free from then on too, so what counts
-    is how much memory the process has.
+    malloc counts memory as free even after it was returned to the system. So the memory of the process decides
+    whether there is more than `most` to return.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._least = 0  # That the process had since it was last returned.
+        self._least = 0  # The process's least memory since the last return.
 
     def give_back(self) -> bool:
-        """Return it, if it is too much. While that lasts, whoever allocates waits. Any thread, one at a time.
+        """Return freed memory if it is too much; allocations wait meanwhile. Any thread, one at a time.
 
         Returns:
-            Whether it was too much; never where the C library is not glibc.
+            Whether it was too much; without glibc always False.
         """
         libc = ctypes.CDLL(None)
         mallinfo = getattr(libc, "mallinfo2", None)
@@ -94,39 +99,39 @@ def _private_bytes() -> int:
 
 
 def spare_imports() -> None:
-    """Let garbage collection pass over the objects there are: for the most part modules, which are never freed.
+    """Exclude all present objects from garbage collection: mostly modules, which are never freed.
 
-    Every thread stands still while it looks at all objects, for 25 ms if all that the service imports is among
-    them. It changes the whole process, so that only our own processes call it, at their start.
+    A collection stops every thread, for 25 ms if it visits all that the service imports. Only our own processes
+    call this, at their start, since it changes the whole process.
     """
     gc.collect()
     gc.freeze()
 
 
 def raise_descriptor_limit() -> int:
-    """Take as many file descriptors as this process may have; how many those are."""
+    """Raise the limit of file descriptors as far as this process may, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def this_process() -> str:
-    """This process in words, for people at another machine."""
+    """This process in words, for a reader on another machine."""
     return f"process {os.getpid()} of {socket.gethostname()[:100]}"
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A TCP socket that listens already: whoever is told of it can connect at once.
+    """A TCP socket that listens: peers can connect at once.
 
     Args:
-        host: an address, of IPv4 or IPv6.
-        port: 0 = one that is free.
+        host: an address of IPv4 or IPv6.
+        port: 0 = any free port.
 
     Raises:
         OSError: there is no such address here, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named: asyncio switches Nagle's algorithm off only for sockets that say TCP.
+    # asyncio switches Nagle's algorithm off only for sockets whose protocol is named.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -136,3 +141,46 @@ def listening_socket(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+_PACKAGE = "deltasync"
+
+
+@cache
+def built_version() -> str:
+    """The version of the package; empty if it is not installed."""
+    try:
+        return version(_PACKAGE)
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
+def built_commit() -> str:
+    """The commit of the package or checkout; empty if it is not known.
+
+    Images set DELTASYNC_COMMIT, and pip records the commit of what it fetches with git. In a checkout that is used
+    in place, git is asked once a process. The answer ends in `-dirty` if files have changed since the commit.
+    """
+    if commit := os.environ.get("DELTASYNC_COMMIT"):
+        return commit
+    try:
+        text = distribution(_PACKAGE).read_text("direct_url.json")
+    except PackageNotFoundError:
+        return ""
+    origin = json.loads(text) if text else {}
+    if origin.get("dir_info", {}).get("editable"):
+        return _commit_of_checkout(Path(unquote(urlsplit(origin["url"]).path)))
+    return str(origin.get("vcs_info", {}).get("commit_id", ""))
+
+
+def _commit_of_checkout(folder: Path) -> str:
+    git = shutil.which("git")
+    if git is None or not (folder / ".git").exists():
+        return ""
+    command = [git, "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # For example, git refuses a folder of another user.
+        return ""
+    return done.stdout.strip()

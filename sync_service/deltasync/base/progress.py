@@ -1,4 +1,4 @@
-"""How far something has come that takes long, in the log and for whoever asks."""
+"""How far long work is, for the log and for status."""
 
 import logging
 import threading
@@ -12,13 +12,12 @@ _SOON_SECONDS = 1.0
 
 
 class Progress:
-    """Tells every few seconds how far something has come; nothing of what is through before. As long as somebody
-    has it, `under_way` knows of it.
+    """Logs every few seconds how far work is, and lists it in `under_way` while this object is used.
 
     Args:
-        what: what is done to the rows, as in "consumer 'top': comparing table 'user'".
-        total: how many there are.
-        unit: what they are, if not rows.
+        what: the work, such as "consumer 'top': comparing table 'user'".
+        total: number of rows.
+        unit: the unit, if not rows.
     """
 
     def __init__(self, what: str, total: int, unit: str = "rows") -> None:
@@ -27,50 +26,37 @@ class Progress:
         self._unit = unit
         self._begun = time.monotonic()
         self._due = self._begun + _EVERY_SECONDS
-        self._told = False
+        self._logged = False
         self._rows = 0
-        _under_way.add(self)
+        with _lock:
+            _all.add(self)
 
     def add(self, rows: int) -> None:
-        """So many more rows are through."""
+        """Note that more rows are done."""
         self.at(self._rows + rows)
 
     def at(self, rows: int) -> None:
-        """So many rows are through."""
+        """Note how many rows are done."""
         self._rows, now = rows, time.monotonic()
-        if now >= self._due or (self._told and rows >= self._total):
+        if now >= self._due or (self._logged and rows >= self._total):
             logger.info("%s", self.words)
-            self._due, self._told = now + _EVERY_SECONDS, True
+            self._due, self._logged = now + _EVERY_SECONDS, True
 
     @property
     def words(self) -> str:
-        """How far it is."""
+        """The work and its progress."""
         return f"{self._what}: {self._rows} of {self._total} {self._unit}"
 
     @property
     def takes_long(self) -> bool:
-        """Whether it goes on, and has for a while."""
+        """Whether the work has gone on for a while and is not done."""
         return self._rows < self._total and time.monotonic() >= self._begun + _SOON_SECONDS
 
 
-class _UnderWay:
-    """All that there is in this process, in any thread."""
-
-    def __init__(self) -> None:
-        self._all, self._lock = WeakSet[Progress](), threading.Lock()
-
-    def add(self, progress: Progress) -> None:
-        with self._lock:
-            self._all.add(progress)
-
-    def long(self) -> list[Progress]:
-        with self._lock:
-            return [each for each in self._all if each.takes_long]
-
-
-_under_way = _UnderWay()
+_all, _lock = WeakSet[Progress](), threading.Lock()
 
 
 def under_way() -> list[str]:
-    """What takes long in this process just now, and how far it is."""
-    return sorted(each.words for each in _under_way.long())
+    """The long work of this process, and its progress."""
+    with _lock:
+        return sorted(each.words for each in _all if each.takes_long)

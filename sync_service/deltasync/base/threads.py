@@ -1,12 +1,16 @@
-"""Which thread may touch what: said beside each attribute, and checked where DELTASYNC_CHECK_THREADS is set."""
+"""Threads: which may touch what, work that follows other work, and work in shares on several cores.
+
+A class names the owner of its attributes with `confined`; DELTASYNC_CHECK_THREADS has each access checked.
+"""
 
 import asyncio
 import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -14,8 +18,8 @@ from weakref import WeakSet
 C = TypeVar("C", bound=type[Any])
 
 CHECKED = bool(os.environ.get("DELTASYNC_CHECK_THREADS"))
-_NAME_LENGTH = 15  # That Linux takes.
-# How the threads of models are named.
+_NAME_LENGTH = 15  # Linux takes no more.
+# Begins the names of the threads of models.
 MODEL_PREFIX = "model-"
 
 _exempt = threading.local()
@@ -23,12 +27,15 @@ _named: "WeakSet[threading.Thread]" = WeakSet()
 
 
 class WrongThread(RuntimeError):
-    """A mistake of ours: something was touched by a thread that it does not belong to."""
+    """A bug: a thread touched an attribute of another one."""
 
 
 @dataclass(frozen=True)
-class Owner:
-    """Who an attribute belongs to, and whether others may read it: what is replaced whole, and never changed."""
+class ThreadOwner:
+    """The thread that owns an attribute.
+
+    `read_by_all`: other threads may read the attribute, since it is replaced whole and never changed.
+    """
 
     name: str
     is_here: Callable[[], bool]
@@ -43,14 +50,14 @@ def _in_model_thread() -> bool:
     return threading.current_thread().name.startswith(MODEL_PREFIX)
 
 
-EVENT_LOOP = Owner("the event loop", _in_event_loop)
-SET_BY_EVENT_LOOP = Owner("the event loop", _in_event_loop, read_by_all=True)
-MODEL_THREAD = Owner("the model's thread", _in_model_thread)
+EVENT_LOOP = ThreadOwner("the event loop", _in_event_loop)
+SET_BY_EVENT_LOOP = ThreadOwner("the event loop", _in_event_loop, read_by_all=True)
+MODEL_THREAD = ThreadOwner("the model's thread", _in_model_thread)
 
 
 @contextlib.contextmanager
 def not_shared_yet() -> Iterator[None]:
-    """What this thread touches inside was made by it, and nobody else has it so far."""
+    """Inside the block, this thread may touch attributes of any owner: it made the object, and no other has it."""
     before = _is_exempt()
     _exempt.now = True
     try:
@@ -59,8 +66,8 @@ def not_shared_yet() -> Iterator[None]:
         _exempt.now = before
 
 
-def confined(**owners: Owner) -> Callable[[C], C]:
-    """Class decorator: these attributes belong to these threads, from the end of the constructor on."""
+def confined(**owners: ThreadOwner) -> Callable[[C], C]:
+    """Class decorator: the owners of attributes, from the end of the constructor on."""
 
     def decorate(kind: C) -> C:
         if CHECKED:
@@ -74,7 +81,7 @@ def _is_exempt() -> bool:
     return getattr(_exempt, "now", False)
 
 
-def _guard(kind: Any, owners: dict[str, Owner]) -> None:
+def _guard(kind: Any, owners: dict[str, ThreadOwner]) -> None:
     construct, read, write = kind.__init__, kind.__getattribute__, kind.__setattr__
 
     def checked_init(self: Any, *arguments: Any, **named: Any) -> None:
@@ -94,18 +101,16 @@ def _guard(kind: Any, owners: dict[str, Owner]) -> None:
     kind.__init__, kind.__getattribute__, kind.__setattr__ = checked_init, checked_read, checked_write
 
 
-def _check(kind: type[Any], name: str, owner: Owner) -> None:
+def _check(kind: type[Any], name: str, owner: ThreadOwner) -> None:
     if not owner.is_here() and not _is_exempt():
         here = threading.current_thread().name
         raise WrongThread(f"{kind.__name__}.{name} belongs to {owner.name}, touched by thread {here}")
 
 
 def name_threads() -> None:
-    """Tell the system what the threads are called, so that `top -H` shows it; but for the main one, whose name is
-    the process's.
-    """
+    """Give the system the names of all threads, for `top -H`, except the main one: its name is the process's."""
     for thread in set(threading.enumerate()) - set(_named) - {threading.main_thread()}:
-        with contextlib.suppress(OSError):  # Linux only; or it has ended meanwhile.
+        with contextlib.suppress(OSError):  # Linux only; or the thread has ended.
             Path(f"/proc/self/task/{thread.native_id}/comm").write_text(thread.name[:_NAME_LENGTH])
         _named.add(thread)
 
@@ -114,10 +119,9 @@ T = TypeVar("T")
 
 
 def after(first: "Future[Any]", executor: Executor, function: Callable[[], T]) -> "Future[T]":
-    """What `function` returns, or raises, called by `executor` as soon as `first` is done.
+    """Call `function` in `executor` as soon as `first` is done, and return the future of its result.
 
-    It is not called where `first` has failed, and the future is cancelled then; nor by an executor that has ended.
-    Who waited for `first` before is told of that before.
+    If `first` fails, the future is cancelled. Callbacks that `first` already has are called earlier.
     """
     following: Future[T] = Future()
 
@@ -138,5 +142,40 @@ def _fulfil(future: "Future[T]", function: Callable[[], T]) -> None:
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  # handed over to whoever waits for it
+        except BaseException as error:  # noqa: BLE001  # it goes to the waiter
             future.set_exception(error)
+
+
+# Memory limits work on many rows: more cores do not read it faster.
+_MOST_SHARES = 4
+# With fewer rows, waking a thread takes longer than it saves.
+_LEAST_ROWS = 1 << 16
+
+
+def in_shares(work: Callable[[slice], None], rows: int) -> None:
+    """Split rows into shares and work on them on several cores; return when all are done. Any thread.
+
+    `work` must release the interpreter's lock for most of its time.
+
+    Raises:
+        the error of the first share that failed; other shares may be done.
+    """
+    count = max(1, min(rows // _LEAST_ROWS, _cores(), _MOST_SHARES))
+    first, *others = (slice(rows * share // count, rows * (share + 1) // count) for share in range(count))
+    futures = [_threads().submit(work, share) for share in others]
+    try:
+        work(first)
+    finally:
+        errors = [future.exception() for future in futures]
+    for error in errors:
+        if error:
+            raise error
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@lru_cache(1)
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_MOST_SHARES, thread_name_prefix="rows")

@@ -1,14 +1,14 @@
-"""Numbers, times, names and what others have said, as people read them."""
+"""Numbers, times, names and texts of peers, as people read them."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-# Of what somebody says, characters.
+# Longest text of a peer, in characters.
 LONGEST_TEXT = 400
 
 
 def counted(number: int, noun: str) -> str:
-    """So many of something whose plural ends in -s: `1 row`, `2 rows`."""
+    """A number and a noun whose plural ends in -s: `1 row`, `2 rows`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -18,7 +18,7 @@ def are(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """So long: `0.3 ms`, `41 ms`, `2.5 s`, `3 min`, `2.1 h`."""
+    """A duration: `0.3 ms`, `41 ms`, `2.5 s`, `3 min`, `2.1 h`."""
     for limit, factor, unit in (
         (0.0995, 1000, "ms"),
         (120, 1, "s"),
@@ -36,13 +36,13 @@ def utc(unix_ns: int) -> str:
 
 
 def listed(names: Iterable[str], most: int = 10) -> str:
-    """Names in order, of many the first: `a, b, c ... and 390 more`; empty without any."""
-    found = sorted(names)
-    left = f" ... and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + left
+    """Names in order, at most `most` of them: `a, b, c ... and 390 more`; empty without any."""
+    ordered = sorted(names)
+    more = f" ... and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + more
 
 
 def printable(text: str, longest: int = LONGEST_TEXT) -> str:
-    """What somebody has said, on one line: of at most so many characters, with those escaped that do not print."""
+    """The text of a peer on one line, of at most `longest` characters; those that do not print are escaped."""
     shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[: longest + 1])
     return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."

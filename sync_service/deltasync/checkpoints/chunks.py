@@ -147,11 +147,13 @@ class ChunkFile:
         Raises:
             DamagedRows: some do not fit their digests; nothing was added.
         """
-        run = contiguous(ids)
-        where = ids if run is None else run
+        slots = table.locate(ids)
+        run = contiguous(slots)
+        where = slots if run is None else run
         if deleted:
             return self.add_stamps(slot, ids, table.stamps[where])
-        flags, width = 0 if run is None else _RUN, table.spec.dim * table.spec.dtype.itemsize
+        flags = 0 if contiguous(ids) is None else _RUN
+        width = table.spec.dim * table.spec.dtype.itemsize
         if (chunk := self._room_for(flags, slot, width, len(ids), int(ids[0]))) is None:
             return False
         own_ids, stamps, digests, values = _arrays(chunk, flags, len(ids), width)

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +31,8 @@ from deltasync.checkpoints.manifest import (
     unpack_manifest,
 )
 from deltasync.checkpoints.place import UNFINISHED, Place, PlaceFailed, Stored
-from deltasync.checkpoints.writing import CheckpointWriter, LayerFiles, Run, Source
+from deltasync.checkpoints.writing import CheckpointWriter, LayerFiles, Subject
 from deltasync.core.changes import Stamps
-from deltasync.core.position import Position
 from deltasync.core.rows import Ids
 from deltasync.core.stamps import StampedTable
 
@@ -338,33 +337,17 @@ class CheckpointStore:
 
     def write(
         self,
-        run: Run,
-        sources: Callable[[], Sequence[Source]],
+        subject: Subject,
         previous: Manifest | None,
-        version: Callable[[], Position],
-        small: Callable[[], Mapping[str, bytes]],
-        records: Callable[[Manifest | None], Iterable[LogRecord]],
         limit: int,
-        in_haste: Callable[[], bool] = lambda: True,
-        check: Callable[[], None] = lambda: None,
     ) -> Manifest:
         """Write a checkpoint to the local place while cuts go on: what has changed since the previous one, or a
         new base.
 
-        `sources` and `version` are called on the model's thread, several times, and may raise to break off.
-
         Args:
-            run: runs a function on the model's thread.
-            sources: the model, and the views that it has at that moment.
+            subject: the model and its views.
             previous: the checkpoint that the tables were loaded from or that was written last; None = a new base.
-            version: the version that the tables are at.
-            small: reads small records of the log that are needed to start elsewhere. Called before the version is
-                known, so that none is newer.
-            records: reads the log's records, those that a checkpoint does not have, or all, where there is none.
             limit: bytes that are copied in one turn at the end.
-            in_haste: whether the writer should take all it can get of processor and disk, rather than leave most
-                of both to the cuts that go on.
-            check: called often; raises to break off.
 
         Raises:
             DamagedRows: rows do not fit their digests.
@@ -375,9 +358,9 @@ class CheckpointStore:
             with self._local.using([new]), self._using(*([previous] if previous else [])):
                 base = previous if previous and self._whole(self._local).issuperset(previous.files) else None
                 files = LayerFiles(self._local, f"{self._model}/{DATA}/{new}-")
-                writer = CheckpointWriter(files, sources, base, version, limit, in_haste)
+                writer = CheckpointWriter(files, subject, base, limit)
                 try:
-                    manifest = writer.write(self._model, new, run, small, records, check)
+                    manifest = writer.write(self._model, new)
                     self._local.put(manifest.name, pack_manifest(manifest))
                 except BaseException:
                     # The manifest first: the files that it names must not be missing.

@@ -86,11 +86,32 @@ class Source(Protocol):
         """What else it needs, as JSON, to go on from its tables as they are; None = it cannot say now."""
 
 
-class Run(Protocol):
-    """Runs a function on the model's thread, waits for it, and returns its result."""
+class Subject(Protocol):
+    """A model and its views, of which a checkpoint is written. Used on the thread that writes, or as stated."""
 
-    def __call__(self, function: Callable[[], T], /) -> T:
-        """Run it."""
+    def run(self, function: Callable[[], T], /) -> T:
+        """Run a function on the model's thread, wait for it, and return its result."""
+
+    def position(self) -> Position:
+        """The version that the tables are at. On the model's thread; may raise to break off."""
+
+    def sources(self) -> Sequence[Source]:
+        """The model, and the views that it has at this moment. On the model's thread; may raise to break off."""
+
+    def small_records(self) -> Mapping[str, bytes]:
+        """Read the small records of the log that a start elsewhere needs.
+
+        Called before the version of the checkpoint is known, so that none is newer.
+        """
+
+    def log_records(self, before: Manifest | None) -> Iterable[LogRecord]:
+        """Read the log's records that a checkpoint does not have; all if it is None."""
+
+    def in_haste(self) -> bool:
+        """Whether to write as fast as possible, rather than leave most of processor and disk to cuts."""
+
+    def check(self) -> None:
+        """Raise to break off. Called often."""
 
 
 @dataclass(frozen=True)
@@ -176,54 +197,49 @@ class CheckpointWriter:
     def __init__(
         self,
         files: LayerFiles,
-        sources: Callable[[], Sequence[Source]],
+        subject: Subject,
         previous: Manifest | None,
-        version: Callable[[], Position],
         limit: int,
-        in_haste: Callable[[], bool],
     ) -> None:
         """See `CheckpointStore.write`."""
         self._files = files
-        self._sources, self._version, self._limit, self._in_haste = sources, version, limit, in_haste
+        self._subject = subject
         self._previous = previous
-        self._before, self._slots = dict[_Which, TableEntry](), 0
+        self._limit = limit
+        self._before = dict[_Which, TableEntry]()
+        self._slots = 0
         # The tables that are being copied, by their numbers in chunks.
-        self._slot_of, self._following = dict[_Which, int](), dict[int, StampedTable]()
+        self._slot_of = dict[_Which, int]()
+        self._following = dict[int, StampedTable]()
         self._copies = list[_Copy]()
         self._unended = list[_Copy]()  # Those that have not yet said that another round would not help.
         self._newest = 0, -1  # Table and row of the newest block's end: within a round they ascend.
         self._waited = 0.0
 
-    def write(
-        self,
-        model: str,
-        id: str,  # noqa: A002
-        run: Run,
-        small: Callable[[], Mapping[str, bytes]],
-        records: Callable[[Manifest | None], Iterable[LogRecord]],
-        check: Callable[[], None],
-    ) -> Manifest:
-        """Write all but the manifest, which is returned. See `CheckpointStore.write`; `id` is the new one's."""
+    def write(self, model: str, id: str) -> Manifest:  # noqa: A002
+        """Write all but the manifest of the checkpoint `id`, and return that."""
+        run = self._subject.run
         unhurried = run(self._begin)
         progress = Progress(f"model {model!r}: writing a checkpoint", unhurried, "bytes")
         kept: Mapping[str, bytes] | None = None
         while not isinstance(done := run(partial(self._turn, last=kept is not None)), _Moment):
-            check()
+            self._subject.check()
             began = time.monotonic()
             stored = self._files.store()
             if done:
                 progress.add(done)
                 unhurried -= done
                 # Rows that change meanwhile are copied without a rest: they could change faster than with rests.
-                if stored and unhurried > 0 and not self._in_haste():
+                if stored and unhurried > 0 and not self._subject.in_haste():
                     time.sleep(min(_REST * (time.monotonic() - began), _LONGEST_REST_SECONDS))
             elif kept is None:
-                kept = small()  # Before the last turn: nothing that they name is newer than the checkpoint.
+                # Before the last turn: nothing that they name is newer than the checkpoint.
+                kept = self._subject.small_records()
             else:
                 time.sleep(_PAUSE_SECONDS)
                 self._waited += _PAUSE_SECONDS
         rounds = self._files.end()
-        for packed in packed_records(records(self._previous)):
+        for packed in packed_records(self._subject.log_records(self._previous)):
             self._files.add(partial(ChunkFile.add_records, packed=packed))
             self._files.store()
         others = [file for files in self._files.end() for file in files]
@@ -253,7 +269,7 @@ class CheckpointWriter:
 
     def _begin(self) -> int:
         """Decide between a base and a release; returns about how many bytes are to be copied."""
-        position, tables = self._version(), self._tables()
+        position, tables = self._subject.position(), self._tables()
         if self._previous and not self._goes_on_from(self._previous, position, tables):
             self._previous = None
         if self._previous:
@@ -275,7 +291,7 @@ class CheckpointWriter:
         return len(previous.layers) < _MOST_LAYERS and sum(releases) + new <= base * _RELEASES_SHARE
 
     def _tables(self) -> dict[_Which, SourceTable]:
-        sources = self._sources()
+        sources = self._subject.sources()
         return {(source.history, each.key): each for source in sources for each in source.checkpoint_tables()}
 
     def _follow(self, tables: Mapping[_Which, SourceTable]) -> None:
@@ -303,10 +319,10 @@ class CheckpointWriter:
         Returns:
             How many bytes were copied; 0 = only the rest is left. Or, after the last turn, the tables.
         """
-        position = self._version()
+        position = self._subject.position()
         if copied := self._copy_blocks(self._unended):
             return copied
-        sources, tables = self._sources(), self._tables()
+        sources, tables = self._subject.sources(), self._tables()
         self._follow(tables)
         if (copied := self._copy_blocks(self._unended)) or not last:
             return copied

@@ -1,1 +1,1 @@
-"""The `deltasync` command: one verb per file. Internal."""
+"""The `deltasync` command: a verb in the file of its name, or in that of its subject. Internal."""

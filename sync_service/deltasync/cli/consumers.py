@@ -1,4 +1,4 @@
-"""`deltasync consumers`."""
+"""`deltasync consumers` and `replicas`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -8,8 +8,8 @@ import click
 from deltasync.base.errors import InvalidInput
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import operator_options, suggested
-from deltasync.cli.output import json_lines, json_option, say, show, text_table
-from deltasync.client.admin import Admin, EachProcess, known
+from deltasync.cli.output import json_lines, json_option, say, seconds, show, text_table, watch_option
+from deltasync.client.admin import Admin, EachProcess, fetch_lag, owners_lines
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.policy import FIELDS, Amount, Bytes, Flag, Kind, OneOf, Patterns, Policy, PolicyField
 
@@ -103,7 +103,7 @@ def list_consumers(service: Endpoint, as_json: bool) -> None:
 
     def shown(processes: EachProcess) -> list[str]:
         lines = processes.lines("/consumers", "consumer")
-        return json_lines(lines) if as_json else _table(lines, known(processes.answers("/lag"), "consumer"))
+        return json_lines(lines) if as_json else _table(lines, owners_lines(processes.answers("/lag"), "consumer"))
 
     show(shown, service)
 
@@ -187,3 +187,68 @@ def delete_consumer(name: str, service: Endpoint) -> None:
     """Forget consumer NAME and its offsets. Replicas that are connected stop, with what they hold."""
     Admin(service).delete_consumer(name)
     say(f"consumer {name} deleted")
+
+
+@click.group()
+def replicas() -> None:
+    """List replicas, and forget those that do not come back."""
+
+
+@replicas.command("list", context_settings=CONTEXT)
+@click.argument("consumers", nargs=-1, metavar="[CONSUMER]...")
+@watch_option
+@json_option
+@operator_options()
+def list_replicas(consumers: tuple[str, ...], service: Endpoint, watch: bool, as_json: bool) -> None:
+    """List the replicas of each CONSUMER, or of all.
+
+    \b
+    state     connected; or away, damaged, rewound (it came with rows of a discarded past), waiting (for room on
+              disk), late (it lacks what is 10 seconds old), partial (it lacks tables); a guest only looks, and
+              counts nowhere
+    since     for how long it has been connected, or away
+    offset    the version that it has acknowledged last or, of a consumer with a policy, the release
+    versions  sealed versions that it has not applied
+    seconds   for how long the oldest of these is lacking
+    checked   whether it has shown by checksums that it holds the right rows
+    why       what is wrong with it, in words
+    """
+
+    def shown(processes: EachProcess) -> list[str]:
+        names = consumers or [each["consumer"] for each in processes.lines("/consumers", "consumer")]
+        lags = [fetch_lag(service, name) for name in names]
+        if as_json:
+            return json_lines([{"consumer": lag["consumer"], **each} for lag in lags for each in lag["replicas"]])
+        rows = [_replica_row(lag["consumer"], each) for lag in lags for each in lag["replicas"]]
+        titles = ("consumer", "replica", "state", "since", "offset", "versions", "seconds", "checked", "why")
+        return text_table(titles, rows) if rows else ["no replicas"]
+
+    show(shown, service, watch=watch)
+
+
+def _replica_row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
+    lag = replica["lag"]
+    return (
+        consumer,
+        replica["replica"],
+        replica["state"],
+        seconds(replica["since_seconds"]),
+        replica["offset"],
+        lag["versions"],
+        lag["seconds"],
+        "yes" if replica["checked"] else "no",
+        replica["reason"],
+    )
+
+
+@replicas.command("forget", context_settings=CONTEXT)
+@click.argument("consumer")
+@click.argument("replica")
+@operator_options(changes=True)
+def forget_replica(consumer: str, replica: str, service: Endpoint) -> None:
+    """Forget REPLICA of CONSUMER, which is away: no lag counts it any more. `deltasync lag` names them.
+
+    One that comes back under its name goes on from what it holds.
+    """
+    Admin(service).forget_replica(consumer, replica)
+    say(f"replica {replica} of consumer {consumer} is forgotten")

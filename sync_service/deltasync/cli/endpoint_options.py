@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from deltasync.base.build import built_commit, built_version
 from deltasync.base.errors import (
     DeltasyncError,
     InvalidInput,
@@ -23,6 +22,7 @@ from deltasync.base.errors import (
     ServiceFailed,
     ServiceUnavailable,
 )
+from deltasync.base.process import built_commit, built_version
 from deltasync.client.endpoint import Endpoint, endpoint_settings
 
 # What a service answers that lacks a route, a key or a parameter, or has another meaning for it.
@@ -64,7 +64,7 @@ def _hint(error: DeltasyncError, service: Endpoint) -> str:
 def _difference(service: Endpoint) -> str:
     """How the service's version differs, and what to do; empty where it does not, or does not say which it has."""
     try:
-        said = replace(Endpoint.of_http(service).alone()[0], timeout_seconds=_SECONDS).get_json("/version")
+        said = replace(Endpoint.of_http(service).alone()[0], timeout_seconds=_SECONDS).ask("GET", "/version")
         version, commit = str(said["version"]), str(said.get("commit") or "")
     except (DeltasyncError, AttributeError, LookupError, TypeError):
         return ""

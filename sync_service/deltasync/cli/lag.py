@@ -21,21 +21,16 @@ from deltasync.cli.output import (
     urgency,
     watch_option,
 )
-from deltasync.client.admin import EachProcess, fetch_lag, known
+from deltasync.client.admin import EachProcess, fetch_lag, owners_lines
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.policy import Policy
 
-Lag = dict[str, Any]
-Line = tuple[Any, ...]
-
 # States of fleets that hold what they were given, or are about to.
 _HOLDING = frozenset({"in sync", "current", "delivered", "partial", "behind", "paused"})
+# The exit status of a command whose answer is bad news.
 BEHIND = 3
-# So many replicas are named with the reason; all are in `replicas list`.
+# Replicas that are named with the reason; `replicas list` shows all.
 _MOST_WRONG = 10
-
-_TITLES = ("", "offset", "versions", "rows", "bytes", "seconds")
-_UNSENT_TITLES = ("unsent norm", "unsent share")
 
 
 @click.command(context_settings=CONTEXT)
@@ -76,7 +71,7 @@ def lag(
         answers[:] = (
             [fetch_lag(service, name) for name in consumers]
             if consumers
-            else known(processes.answers("/lag"), "consumer")
+            else owners_lines(processes.answers("/lag"), "consumer")
         )
         if as_json:
             return json_lines(answers[0] if len(consumers) == 1 else answers)
@@ -94,9 +89,19 @@ def lag(
 
 
 def too_far(answer: dict[str, Any], most: float) -> bool:
-    """Whether a consumer is further behind than so many seconds, or nobody can say."""
+    """Whether a consumer is more than `most` seconds behind, or its lag is not known."""
     behind = answer["lag"]["seconds"] if "lag" in answer else answer["seconds"]
     return answer["state"] not in _HOLDING or behind is None or behind > most
+
+
+# A line of a table.
+Row = tuple[Any, ...]
+
+
+_TITLES = ("", "offset", "versions", "rows", "bytes", "seconds")
+
+
+_UNSENT_TITLES = ("unsent norm", "unsent share")
 
 
 def consumer_lines(lines: list[dict[str, Any]]) -> list[str]:
@@ -135,13 +140,13 @@ def _line(line: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def lag_lines(answer: Lag) -> list[str]:
+def lag_lines(answer: dict[str, Any]) -> list[str]:
     """What the answer says: the state, the last release where there is one, and a table of replicas and tables."""
     head = f"consumer {answer['consumer']}  model {answer['model']}  head {answer['head']}  {answer['state']}"
     return [head, answer["reason"], *_aligned(_facts(answer)), "", *_table(answer)]
 
 
-def _facts(answer: Lag) -> list[tuple[str, str]]:
+def _facts(answer: dict[str, Any]) -> list[tuple[str, str]]:
     facts = [("policy", Policy.from_dict(answer["policy"]).words)]
     facts += _release_facts(answer, answer["release"]) if answer["release"] else []
     if (behind := answer["head_seconds_behind_events"]) is not None:
@@ -157,7 +162,7 @@ def _events(held: float | None, head: float) -> str:
     return f"newest in the newest version: {head} seconds ago; in what the last replica holds: {holds}"
 
 
-def _release_facts(answer: Lag, release: Lag) -> list[tuple[str, str]]:
+def _release_facts(answer: dict[str, Any], release: dict[str, Any]) -> list[tuple[str, str]]:
     lag = answer["lag"]
     known = lag["unsent_norm"] is not None
     # All hold it after a restart, or while no replica is connected.
@@ -184,9 +189,9 @@ def _aligned(facts: list[tuple[str, str]]) -> list[str]:
     return [f"{name:<{width}}{text}" for name, text in shown]
 
 
-def _table(answer: Lag) -> list[str]:
+def _table(answer: dict[str, Any]) -> list[str]:
     ranked = answer["release"] is not None
-    lines: list[Line] = [(*_TITLES, *_UNSENT_TITLES)]
+    lines: list[Row] = [(*_TITLES, *_UNSENT_TITLES)]
     lines.append(("all replicas", answer["offset"], *_numbers(answer["lag"])))
     lines += [(_name(replica), replica["offset"], *_numbers(replica["lag"])) for replica in answer["replicas"]]
     for table in answer["tables"]:
@@ -195,7 +200,7 @@ def _table(answer: Lag) -> list[str]:
     return _columns(lines if ranked else [line[: len(_TITLES)] for line in lines])
 
 
-def _columns(lines: list[Line]) -> list[str]:
+def _columns(lines: list[Row]) -> list[str]:
     names = [one_line(line[0]) for line in lines]
     width = max(map(len, names))
     return [
@@ -204,18 +209,18 @@ def _columns(lines: list[Line]) -> list[str]:
     ]
 
 
-def _name(replica: Lag) -> str:
+def _name(replica: dict[str, Any]) -> str:
     name, state = replica["replica"], replica["state"]
     return f"{name}" if state == "connected" else f"{name} ({state})"
 
 
-def _numbers(lag: Lag) -> Line:
+def _numbers(lag: dict[str, Any]) -> Row:
     return lag["versions"], lag["rows"], lag["bytes"], lag["seconds"], _norm(lag), _share(lag)
 
 
-def _norm(lag: Lag) -> str:
+def _norm(lag: dict[str, Any]) -> str:
     return "" if lag["unsent_norm"] is None else f"{lag['unsent_norm']:.4g}"
 
 
-def _share(lag: Lag) -> str:
+def _share(lag: dict[str, Any]) -> str:
     return "" if lag["unsent_share"] is None else f"{100 * lag['unsent_share']:.3g} %"

@@ -8,9 +8,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
 import click
+from click.shell_completion import get_completion_class
 
 from deltasync.base.errors import DeltasyncError, NotPermitted
 from deltasync.base.logs import log_to_stderr
+from deltasync.cli.config import CONTEXT
 from deltasync.cli.output import say
 
 E = TypeVar("E", bound=BaseException)
@@ -116,3 +118,15 @@ def _leaves(group: BaseExceptionGroup[E]) -> list[E]:
     for error in group.exceptions:
         found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
     return found
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print what makes SHELL complete commands and options: eval "$(deltasync completion bash)"."""
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise click.ClickException(f"nothing is known of {shell}")
+    script = kind(ctx.find_root().command, {}, "deltasync", "_DELTASYNC_COMPLETE")
+    click.echo(script.source())

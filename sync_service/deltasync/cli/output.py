@@ -14,7 +14,7 @@ import click
 
 from deltasync.base.errors import DeltasyncError, ServiceUnavailable
 from deltasync.base.words import duration, printable
-from deltasync.client.admin import EachProcess, joined, known
+from deltasync.client.admin import EachProcess, joined, owners_lines
 from deltasync.client.endpoint import Endpoint
 
 _STATES = (
@@ -167,9 +167,9 @@ def overview(processes: EachProcess) -> dict[str, Any]:
     return {
         **answers[0],
         "processes": _of(answers, "processes", "process"),
-        "models": known((each["models"] for each in answers), "model"),
+        "models": owners_lines((each["models"] for each in answers), "model"),
         "trainers": _of(answers, "trainers", "model", "rank"),
-        "consumers": known((each["consumers"] for each in answers), "consumer"),
+        "consumers": owners_lines((each["consumers"] for each in answers), "consumer"),
         "cuts": cuts[:_CUTS],
         "events": events[-_EVENTS:],
         "missing": sorted(processes.missing),

@@ -13,7 +13,7 @@ import click
 import numpy as np
 
 from deltasync.base.errors import DeltasyncError, InvalidInput, ServiceUnavailable
-from deltasync.base.events import described
+from deltasync.base.events import error_text
 from deltasync.client import (
     Connection,
     Endpoint,
@@ -147,7 +147,7 @@ class Probe:
             logger.warning(
                 "the probe's row did not come back, which is tried again: %s", error, exc_info=unforeseen
             )
-        self.status.note_failure(described(error))
+        self.status.note_failure(error_text(error))
         self._disconnect()
 
     def _disconnect(self) -> None:

@@ -20,7 +20,7 @@ def processes(service: Endpoint, as_json: bool) -> None:
 
     One that is gone has ended without a goodbye: others take its models.
     """
-    lines = Route(service).get_json("/processes")
+    lines = Route(service).ask("GET", "/processes")
     if as_json:
         say(*json_lines(lines))
         return

@@ -1,6 +1,5 @@
-"""What operators read and change from a program, and what each process of a service answers."""
+"""What operators read and change from a program, over HTTP."""
 
-import urllib.parse
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,115 +9,7 @@ from deltasync.base.errors import InvalidInput, Owner, ServiceUnavailable
 from deltasync.client.endpoint import Endpoint, Route
 from deltasync.core.policy import Policy
 
-Line = dict[str, Any]
-
-
-class EachProcess:
-    """Asks each process of a service over HTTP, all at once. The first one that answers names the others.
-
-    Attributes:
-        http: where some of them, or one, are reached.
-        missing: why a process has not answered, by its name; empty where all have.
-        unowned: the models that no process has: no answer is about them.
-    """
-
-    def __init__(self, http: Endpoint) -> None:
-        self.http = http
-        self.missing, self.unowned = dict[str, str](), list[str]()
-        self._processes: dict[str, Endpoint] | None = None
-
-    def answers(self, path: str, method: str = "GET", patience_seconds: float | None = None) -> list[Any]:
-        """The JSON answers of all processes to a request, but for those that cannot be reached.
-
-        Raises:
-            DeltasyncError: a process refuses to answer, or none can be reached.
-        """
-        processes = self._found()
-        with ThreadPoolExecutor(len(processes), thread_name_prefix="each-process") as threads:
-            asked = {
-                name: threads.submit(each.ask, method, path, None, patience_seconds)
-                for name, each in processes.items()
-            }
-        found, errors = list[Any](), list[ServiceUnavailable]()
-        for name, answer in asked.items():
-            try:
-                found.append(answer.result())
-            except ServiceUnavailable as error:
-                errors.append(error)
-                self.missing[name] = str(error)
-        if not found:
-            raise errors[0]
-        return found
-
-    def lines(self, path: str, *by: str) -> list[Line]:
-        """The lists of all processes in one, sorted by some keys."""
-        return joined(self.answers(path), *by)
-
-    def _found(self) -> dict[str, Endpoint]:
-        """Where each process that is alive is asked, by its name."""
-        if self._processes is None:
-            answered, lines = self._listed()
-            self.unowned = sorted({model for each in lines for model in each["unowned"]})
-            self._processes = self._named([each for each in lines if each["alive"]], answered)
-        return self._processes
-
-    def _listed(self) -> tuple[Endpoint, list[Line]]:
-        """The processes, as one of them sees them that hears the others; or as any does, where none is such."""
-        found: tuple[Endpoint, list[Line]] | None = None
-        error = ServiceUnavailable()
-        for each in self.http.alone():
-            try:
-                lines = each.get_json("/processes")
-            except ServiceUnavailable as failure:
-                error = failure
-                continue
-            if all(line["confirmed"] for line in lines):
-                return each, lines
-            found = found or (each, lines)
-        if found is None:
-            raise error
-        return found
-
-    def _named(self, lines: list[Line], answered: Endpoint) -> dict[str, Endpoint]:
-        """The one that has answered is asked where it was reached: its own address may be one for others alone."""
-        found = dict[str, Endpoint]()
-        for each in lines:
-            name, http = str(each["process"]), str(each["http"])
-            try:
-                found[name] = answered if each["here"] else answered.at(Owner(name, "", http))
-            except InvalidInput as error:
-                self.missing[name] = str(error)
-        return found or {"": answered}
-
-
-def joined(lists: Iterable[Iterable[Line]], *by: str) -> list[Line]:
-    """Lists of several processes in one, sorted by some keys."""
-    return sorted((line for lines in lists for line in lines), key=lambda line: [line[name] for name in by])
-
-
-def known(lists: Iterable[Iterable[Line]], name: str) -> list[Line]:
-    """Lists of several processes in one, sorted by name, with one line for each name: the one with a head, of the
-    owner, where others only know that there is such a thing.
-    """
-    lines = sorted(joined(lists, name), key=lambda line: line.get("head") is not None)
-    return joined([{line[name]: line for line in lines}.values()], name)
-
-
 __all__ = ["fetch_lag"]
-
-
-def fetch_lag(service: Endpoint | str, consumer: str) -> dict[str, Any]:
-    """The service's answer to GET /consumers/<consumer>/lag.
-
-    Raises:
-        InvalidInput: `service` is not where HTTP is answered.
-        NotFound: no such consumer.
-        ServiceUnavailable: the service does not answer, or not with a lag.
-    """
-    path = f"/consumers/{urllib.parse.quote(consumer, safe='')}/lag"
-    answer: dict[str, Any] = Route(Endpoint.of_http(service)).get_json(path)
-    return answer
-
 
 _DAY_SECONDS, _WEEK_SECONDS = 86_400.0, 7 * 86_400.0
 
@@ -127,15 +18,15 @@ class Admin:
     """Manages the consumers, models, rows and processes of a service over HTTP. Each call connects anew.
 
     Answers are dicts and lists of these, with the keys that the service's /docs describes. Every method raises
-    NotPermitted without the role that it needs, and ServiceUnavailable where the service cannot be reached.
+    NotPermitted without the role that it needs, and ServiceUnavailable if the service cannot be reached.
     """
 
     def __init__(self, service: Endpoint | str) -> None:
         """Ask the service at an endpoint.
 
         Args:
-            service: where it answers HTTP, with a token or a certificate that has role admin; an address alone,
-                http://HOST:PORT, is enough for a list where nobody needs a role for that.
+            service: where it answers HTTP, with a token or a certificate of role admin. An address alone,
+                http://HOST:PORT, is enough for lists that need no role.
 
         Raises:
             InvalidInput: the address is not http://HOST:PORT or https://HOST:PORT.
@@ -146,7 +37,7 @@ class Admin:
         """Make a consumer; making an equal one again changes nothing.
 
         Returns:
-            The consumer: paused, where a version of the model is in quarantine.
+            The consumer: paused if a version of the model is in quarantine.
 
         Raises:
             InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
@@ -159,7 +50,7 @@ class Admin:
         """Give a consumer another policy; its replicas keep their place.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no such consumer.
             InvalidInput: a policy that the model's tables cannot meet.
         """
         return self._object("PUT", f"{_consumer(name)}/policy", policy.as_dict())
@@ -168,7 +59,7 @@ class Admin:
         """A consumer: its model, policy and replicas.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no such consumer.
         """
         return self._object("GET", _consumer(name))
 
@@ -176,29 +67,29 @@ class Admin:
         """Forget a consumer, its offsets and its view.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no such consumer.
         """
         self._ask("DELETE", _consumer(name))
 
     def pause_consumer(self, name: str, reason: str = "") -> None:
-        """Hold a consumer's replicas at what they have, whatever is published, until it is resumed.
+        """Keep a consumer's replicas at their version, whatever is published, until it is resumed.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no such consumer.
             InvalidInput: a reason of more than 400 characters, or of several lines.
         """
         self._ask("PUT", f"{_consumer(name)}/pause", {"reason": reason})
 
     def resume_consumer(self, name: str) -> None:
-        """Let a paused consumer go on, with all that its replicas lack.
+        """Let a paused consumer go on: replicas get the current rows.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no such consumer.
         """
         self._ask("DELETE", f"{_consumer(name)}/pause")
 
     def forget_replica(self, consumer: str, replica: str) -> None:
-        """Forget a replica that is away: no lag counts it any more.
+        """Forget a replica that is away: lag no longer counts it.
 
         Raises:
             NotFound: there is no such consumer, or no such replica of it.
@@ -207,16 +98,16 @@ class Admin:
         self._ask("DELETE", _replica(consumer, replica))
 
     def delete_model(self, name: str) -> None:
-        """Delete a model, with its tables and all that is kept of it.
+        """Delete a model with its tables, log and checkpoints.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no such model.
             Contradiction: a rank publishes it, or a consumer follows it.
         """
         self._ask("DELETE", _model(name))
 
     def delete_table(self, model: str, table: str) -> None:
-        """Delete a table of a model; replicas are not sent it any more.
+        """Delete a table of a model; replicas no longer get it.
 
         Raises:
             NotFound: there is no such model, or no such table in it.
@@ -231,8 +122,8 @@ class Admin:
     def delete_rows(self, model: str, table: str, ids: Iterable[int]) -> dict[str, Any]:
         """Delete rows: of the trainer, of the service and of all replicas.
 
-        The request is durable once this returns. The trainer meets it with one of its next cuts; while there is
-        none that can, it is pending.
+        The request is durable once this returns. The trainer meets it with one of its next cuts. It is pending
+        until a trainer that can meet it publishes.
 
         Args:
             model: the model.
@@ -247,13 +138,13 @@ class Admin:
             InvalidInput: no ids or too many, an id outside of the table, or a table that is none of embeddings.
             Contradiction: too many deletes of the model are pending.
         """
-        wanted = [int(each) for each in ids]
-        if wanted and min(wanted) < 0:
-            raise InvalidInput(f"row {min(wanted)} of table {table!r}: rows count from 0")
-        return self._object("POST", "/deletes", {"model": model, "table": table, "ids": wanted})
+        rows = [int(each) for each in ids]
+        if rows and min(rows) < 0:
+            raise InvalidInput(f"row {min(rows)} of table {table!r}: rows count from 0")
+        return self._object("POST", "/deletes", {"model": model, "table": table, "ids": rows})
 
     def pending_deletes(self) -> list[dict[str, Any]]:
-        """The deletes that are asked for and not done, of all processes; each with what it waits for."""
+        """The pending deletes of all processes; each with what it waits for."""
         return self._lines("/deletes", "model", "asked_unix_ns")
 
     def backup(self, url: str, timeout_seconds: float = _WEEK_SECONDS) -> dict[str, Any]:
@@ -353,11 +244,13 @@ class Admin:
         return models
 
     def _lines(self, path: str, *by: str) -> list[dict[str, Any]]:
-        """A list of all processes: a program is not to take a part of it for everything."""
+        """One list of those of all processes; raises what `_of_each` does."""
         return joined(self._of_each("GET", path), *by)
 
-    def _of_each(self, method: str, path: str, patience_seconds: float | None = None) -> list[list[Line]]:
-        """The lists that all processes answer with. Raises ServiceUnavailable where one does not."""
+    def _of_each(
+        self, method: str, path: str, patience_seconds: float | None = None
+    ) -> list[list[dict[str, Any]]]:
+        """The lists of all processes. Raises ServiceUnavailable if one is missing: a part is not the whole."""
         processes = EachProcess(self._endpoint)
         answers = processes.answers(path, method, patience_seconds)
         for name, why in processes.missing.items():
@@ -376,6 +269,18 @@ class Admin:
         return Route(self._endpoint).ask(method, path, body, patience_seconds)
 
 
+def fetch_lag(service: Endpoint | str, consumer: str) -> dict[str, Any]:
+    """The service's answer to GET /consumers/<consumer>/lag.
+
+    Raises:
+        InvalidInput: `service` is no address of HTTP.
+        NotFound: no such consumer.
+        ServiceUnavailable: the service does not answer, or not with a lag.
+    """
+    lag: dict[str, Any] = Route(Endpoint.of_http(service)).ask("GET", f"{_consumer(consumer)}/lag")
+    return lag
+
+
 def _consumer(name: str) -> str:
     return f"/consumers/{quote(name, safe='')}"
 
@@ -386,3 +291,95 @@ def _replica(consumer: str, replica: str) -> str:
 
 def _model(name: str) -> str:
     return f"/models/{quote(name, safe='')}"
+
+
+class EachProcess:
+    """Asks every process of a service over HTTP, all at once. The first one that answers names the others.
+
+    Attributes:
+        http: the address of a process, or of several.
+        missing: why a process has not answered, by its name; empty if all have.
+        unowned: the models that no process owns: no answer is about them.
+    """
+
+    def __init__(self, http: Endpoint) -> None:
+        self.http = http
+        self.missing, self.unowned = dict[str, str](), list[str]()
+        self._processes: dict[str, Endpoint] | None = None
+
+    def answers(self, path: str, method: str = "GET", patience_seconds: float | None = None) -> list[Any]:
+        """The JSON answers of all processes to a request, except those that cannot be reached.
+
+        Raises:
+            DeltasyncError: a process refuses to answer, or none can be reached.
+        """
+        processes = self._alive()
+        with ThreadPoolExecutor(len(processes), thread_name_prefix="each-process") as threads:
+            asked = {
+                name: threads.submit(each.ask, method, path, None, patience_seconds)
+                for name, each in processes.items()
+            }
+        answers, errors = list[Any](), list[ServiceUnavailable]()
+        for name, answer in asked.items():
+            try:
+                answers.append(answer.result())
+            except ServiceUnavailable as error:
+                errors.append(error)
+                self.missing[name] = str(error)
+        if not answers:
+            raise errors[0]
+        return answers
+
+    def lines(self, path: str, *by: str) -> list[dict[str, Any]]:
+        """The lists of all processes in one, sorted by some keys."""
+        return joined(self.answers(path), *by)
+
+    def _alive(self) -> dict[str, Endpoint]:
+        """The endpoints of the processes that are alive, by name."""
+        if self._processes is None:
+            answered, lines = self._listed()
+            self.unowned = sorted({model for each in lines for model in each["unowned"]})
+            self._processes = self._named([each for each in lines if each["alive"]], answered)
+        return self._processes
+
+    def _listed(self) -> tuple[Endpoint, list[dict[str, Any]]]:
+        """The processes as one reports them that hears the others, or as any does if there is no such one."""
+        report: tuple[Endpoint, list[dict[str, Any]]] | None = None
+        error = ServiceUnavailable()
+        for each in self.http.alone():
+            try:
+                lines = each.ask("GET", "/processes")
+            except ServiceUnavailable as failure:
+                error = failure
+                continue
+            if all(line["confirmed"] for line in lines):
+                return each, lines
+            report = report or (each, lines)
+        if report is None:
+            raise error
+        return report
+
+    def _named(self, lines: list[dict[str, Any]], answered: Endpoint) -> dict[str, Endpoint]:
+        """The endpoints of processes; for the one that answered, the address at which it did."""
+        endpoints = dict[str, Endpoint]()
+        for each in lines:
+            name, http = str(each["process"]), str(each["http"])
+            try:
+                endpoints[name] = answered if each["here"] else answered.at(Owner(name, "", http))
+            except InvalidInput as error:
+                self.missing[name] = str(error)
+        return endpoints or {"": answered}
+
+
+def joined(lists: Iterable[Iterable[dict[str, Any]]], *by: str) -> list[dict[str, Any]]:
+    """One list of those of several processes, sorted by some keys."""
+    return sorted((line for lines in lists for line in lines), key=lambda line: [line[name] for name in by])
+
+
+def owners_lines(lists: Iterable[Iterable[dict[str, Any]]], name: str) -> list[dict[str, Any]]:
+    """One list of those of several processes, sorted by name, with one line for each name.
+
+    Several processes may have a line of that name. The owner's has a head.
+    """
+    lines = sorted(joined(lists, name), key=lambda line: line.get("head") is not None)
+    return joined([{line[name]: line for line in lines}.values()], name)

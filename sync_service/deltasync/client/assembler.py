@@ -91,13 +91,15 @@ class ReleaseAssembler:
         self._shards = [Shard.whole(delivery.wire_spec) for delivery in self._deliveries]
         self._resync, self._in_parts = opened.resync, opened.resync and in_parts
 
-    def add(self, rows: tables_pb2.Rows) -> bool:
+    def add(self, rows: tables_pb2.TableRows) -> bool:
         """Take some rows; returns whether it is time to return credit.
 
         Raises:
             InvalidInput: rows of no known table, or of another size.
+            Damaged: rows do not fit the digests that they came with.
         """
         batch = decode_rows(rows, self._shards)
+        batch.check_digests()
         self._rows.append(_decoded(batch, self._deliveries[rows.slot]))
         self._arrived_rows += len(batch)
         self._waiting_bytes += self._rows[-1].nbytes if _goes_ahead(self._rows[-1]) else 0
@@ -201,4 +203,5 @@ def _decoded(rows: RowBatch, delivery: Delivery) -> RowBatch:
         return rows.with_values(spec, np.empty((len(rows), 0), spec.dtype), norms)
     if rows.deleted:
         return RowBatch.deletes(Shard.whole(spec), rows.ids)
-    return rows.with_values(spec, delivery.held(rows.values))
+    held = rows.with_values(spec, delivery.held(rows.values))
+    return replace(held, digests=rows.digests) if delivery.held_as_encoded else held

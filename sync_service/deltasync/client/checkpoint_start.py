@@ -27,13 +27,13 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CheckpointStart:
-    """Rows of a checkpoint, as of `release.position`.
+    """Rows of a checkpoint, at `release.position`.
 
-    The replica tells the service that it holds this position. What the service sends then goes on top of these
-    rows before any of it is applied.
+    The replica tells the service that it holds this position. The rows of the service's first release then replace
+    those of the checkpoint, before anything is applied.
 
     Attributes:
-        release: all that the checkpoint has for the replica.
+        release: all rows of the checkpoint for the replica.
     """
 
     release: Release
@@ -44,31 +44,37 @@ class CheckpointStart:
         return self.release.position
 
     def completed(self, release: Release) -> Release | None:
-        """A first release, with the rows that it builds on; None if these are of other tables than it has."""
+        """A first release together with the checkpoint's rows; None if its tables are others."""
         if release.resync:
             return release
         tables = {each.name: each for each in release.tables if not release.resets(each)}
         rows = [each for each in self.release.rows if each.table.name in tables]
         if any(not _fits(each.table, tables[each.table.name]) for each in rows):
             return None
-        # Of the tables as they are now: they may have grown.
+        # The tables may have grown.
         rows = [RowBatch.of_table(tables[each.table.name], each.ids, each.values) for each in rows]
         return replace(release, resync=True, whole=frozenset(), rows=latest_rows([*rows, *release.rows]))
 
     def alone(self, tables: Sequence[TableSpec], version: int) -> Release | None:
-        """The same where nothing has changed since, as of the same version or a later one."""
+        """The checkpoint's rows as a release of the same version or a later one, if nothing has changed since."""
         return self.completed(replace(self.release, resync=False, tables=list(tables), rows=[], version=version))
 
 
 def read_start(url: str, consumer: str) -> CheckpointStart | None:
-    """Read what a consumer's replica begins with; None where there is nothing. The log says why.
+    """Read the newest usable checkpoint for a consumer's replica; None if there is none. The log says why.
 
     Raises:
         InvalidInput: there is no file system for such a URL, or what it needs is not installed.
     """
     try:
-        for store, manifest in _found(url, consumer):
-            if start := _start(store, manifest, consumer):
+        for store, manifest in _manifests(url, consumer):
+            try:
+                start = _read(store, manifest, consumer)
+            except StorageFailed as error:
+                logger.warning("passed over: %s", error)
+                continue
+            if start:
+                logger.info("the replica begins with checkpoint %s", manifest.name)
                 return start
     except StorageFailed as error:
         logger.warning("the replica begins with nothing: %s", error)
@@ -78,7 +84,7 @@ def read_start(url: str, consumer: str) -> CheckpointStart | None:
 
 
 def newest_start(url: str, consumer: str) -> tuple[str, CheckpointStart]:
-    """Read the newest checkpoint that has a consumer: its name, and what it has for the consumer's replicas.
+    """Read the newest checkpoint with a consumer: its name, and the rows of the consumer's replicas.
 
     Raises:
         InvalidInput: there is no file system for such a URL, or what it needs is not installed.
@@ -86,15 +92,14 @@ def newest_start(url: str, consumer: str) -> tuple[str, CheckpointStart]:
         StorageFailed: it cannot be read, or is damaged.
         Contradiction: the consumer's replicas are sent ids alone.
     """
-    found = next(_found(url, consumer), None)
-    if found is None:
-        raise NotFound(f"{url} has no checkpoint for consumer {consumer!r}")
-    if start := _read(*found, consumer):
-        return found[1].name, start
-    raise Contradiction(f"consumer {consumer!r} streams ids only: there is nothing to compare")
+    for store, manifest in _manifests(url, consumer):
+        if start := _read(store, manifest, consumer):
+            return manifest.name, start
+        raise Contradiction(f"consumer {consumer!r} streams ids only: there is nothing to compare")
+    raise NotFound(f"{url} has no checkpoint for consumer {consumer!r}")
 
 
-def _found(url: str, consumer: str) -> "Iterator[tuple[CheckpointStore, Manifest]]":
+def _manifests(url: str, consumer: str) -> "Iterator[tuple[CheckpointStore, Manifest]]":
     """The checkpoints of the consumer's model, newest first."""
     try:
         from deltasync.checkpoints.place import Place
@@ -104,35 +109,21 @@ def _found(url: str, consumer: str) -> "Iterator[tuple[CheckpointStore, Manifest
     place = Place(url)
     for model in models_of(place):
         store = CheckpointStore(model, place)
-        found = store.manifests()
-        for problem in (*found.problems, *found.unreachable):
+        listing = store.manifests()
+        for problem in (*listing.problems, *listing.unreachable):
             logger.warning("passed over: %s", problem)
-        yield from ((store, each) for each in found.manifests if f"consumer/{consumer}" in each.small)
-
-
-def _start(store: "CheckpointStore", manifest: "Manifest", consumer: str) -> CheckpointStart | None:
-    """Read a checkpoint; None if the replica cannot begin with it."""
-    try:
-        start = _read(store, manifest, consumer)
-    except StorageFailed as error:
-        logger.warning("passed over: %s", error)
-        return None
-    if start:
-        logger.info("the replica begins with checkpoint %s", manifest.name)
-    return start
+        yield from ((store, each) for each in listing.manifests if f"consumer/{consumer}" in each.small)
 
 
 def _read(store: "CheckpointStore", manifest: "Manifest", consumer: str) -> CheckpointStart | None:
-    """Read what a checkpoint has for a consumer's replicas; None if they hold nothing that one could begin with.
+    """Read the rows of a consumer's replicas from a checkpoint; None if replicas hold ids only.
 
     Raises:
         StorageFailed: it cannot be read.
     """
     try:
         view = manifest.states.get(consumer, {})
-        owner = (
-            consumer if view.get("head") else ""
-        )  # Replicas of a consumer without a view hold the model's tables.
+        owner = consumer if view.get("head") else ""  # Without a view, replicas hold the model's tables.
         deliveries = _of_view(manifest, consumer, view) if owner else _of_model(manifest)
         if any(delivery.mode is Mode.IDS for delivery in deliveries.values()):
             return None
@@ -148,26 +139,26 @@ def _read(store: "CheckpointStore", manifest: "Manifest", consumer: str) -> Chec
 
 
 def _of_model(manifest: "Manifest") -> dict[int, Delivery]:
-    """What replicas hold of each of a model's tables, by the table's slot in the checkpoint."""
+    """The form in which replicas hold each table of a model, by the table's slot in the checkpoint."""
     entries = (each for each in manifest.tables if not each.key.owner)
     return {each.slot: Delivery.unchanged(spec_of_record(each.record)) for each in entries}
 
 
 def _of_view(manifest: "Manifest", consumer: str, view: Mapping[str, Any]) -> dict[int, Delivery]:
-    """The same of the tables of a view."""
+    """The same for the tables of a view."""
     from deltasync.checkpoints.manifest import TableKey
 
     keys = {each.key: each for each in manifest.tables}
-    found = {}
+    deliveries = {}
     for each in view["tables"]:
         source = keys[TableKey("", each["table"], each["source"])]
-        held = keys[TableKey(consumer, each["table"], each["born"])]
-        found[held.slot] = delivery_of_record(each, spec_of_record(source.record))
-    return found
+        own = keys[TableKey(consumer, each["table"], each["born"])]
+        deliveries[own.slot] = delivery_of_record(each, spec_of_record(source.record))
+    return deliveries
 
 
 class _Rows:
-    """The rows of one table, as they are read."""
+    """The rows of one table during reading."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery, spec = delivery, delivery.encoded_spec
@@ -186,7 +177,7 @@ class _Rows:
             self._encoded[ids] = values.view(self._encoded.dtype)
 
     def batches(self) -> Iterator[RowBatch]:
-        """The rows there are, as replicas hold them."""
+        """All rows, as replicas hold them."""
         size = max(1, _BLOCK_BYTES // max(1, self._encoded.itemsize * self._encoded.shape[1]))
         for start in range(0, len(self._there), size):
             ids = start + np.flatnonzero(self._there[start : start + size])
@@ -209,5 +200,5 @@ def _release(model: str, history: str, head: Mapping[str, Any], tables: Sequence
 
 
 def _fits(of_checkpoint: TableSpec, now: TableSpec) -> bool:
-    """Whether a table is the same, or has only grown since."""
+    """Whether a table is the same or has only grown."""
     return replace(of_checkpoint, rows=now.rows) == now and of_checkpoint.rows <= now.rows

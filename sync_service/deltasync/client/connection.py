@@ -1,4 +1,4 @@
-"""Whether a publisher or a subscriber is connected, and what becomes of it in a forked process."""
+"""The state of a publisher's or subscriber's connection, and what a forked process may do."""
 
 import logging
 import os
@@ -13,24 +13,23 @@ from deltasync.base.words import counted
 
 logger = logging.getLogger(__name__)
 
-# Of a service that is away for hours the log has few lines: so long after the last one, at least, where the error
-# is another, where there was a connection since, and else.
+# Least time between lines of the log about failed attempts: with another error, after a connection, and otherwise.
 _NEW_ERROR_SECONDS, _NEW_OUTAGE_SECONDS, _SAME_OUTAGE_SECONDS = 10.0, 60.0, 600.0
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Whether there is a connection to the service, as far as this side knows.
+    """The connection to the service, as far as this side knows.
 
-    A peer that has gone without a word is found out within half a minute.
+    A peer that vanishes is noticed within half a minute.
 
     Attributes:
         connected: the service has answered on a stream that has not ended.
-        since_unix_ns: since when that is so, or is not so, nanoseconds since 1970.
-        seconds: for how long, by a clock that nobody sets.
-        attempts: how many have failed since then; 0 while connected.
-        last_error: what went wrong last, in words, also if that is over; empty if nothing ever did.
-        connections: how many there have been.
+        since_unix_ns: when `connected` changed last, nanoseconds since 1970.
+        seconds: time since then, by a clock that nobody sets.
+        attempts: number of failed attempts since then; 0 while connected.
+        last_error: the last error, even if it is over; empty if there was none.
+        connections: number of connections so far.
     """
 
     connected: bool
@@ -48,52 +47,52 @@ class Connection:
 
 
 class Connectivity:
-    """Notes what becomes of the connections of one client, and tells the log of it. Any thread."""
+    """Follows the connections of one client, and logs them. Any thread."""
 
     def __init__(self, who: str) -> None:
-        """`who` is what the log calls the client."""
+        """`who` names the client in the log."""
         self._who = who
         self._lock = threading.Lock()
         self._connected = False
         self._since_ns, self._since_unix_ns = steady_ns(), time.time_ns()
         self._attempts = self._connections = 0
         self._error = ""
-        self._logged: tuple[str, int] | None = None  # The last line's error, and when it was.
-        self._told = False  # Of the outage that goes on, the log has a line.
+        self._logged: tuple[str, int] | None = None  # Error and time of the last line.
+        self._outage_logged = False  # The log has a line about the current outage.
 
     @property
     def now(self) -> Connection:
-        """How it is now."""
+        """The current state."""
         with self._lock:
             since = self._since_unix_ns, self._seconds
             return Connection(self._connected, *since, self._attempts, self._error, self._connections)
 
     def forked(self, why: str) -> Connection:
-        """The connection in a forked child. Takes no lock: a thread of the parent may have held it at the fork."""
+        """The state in a forked child. Takes no lock: a thread of the parent may have held it at the fork."""
         return Connection(False, self._since_unix_ns, self._seconds, 0, why, self._connections)
 
     def note_connected(self) -> None:
         """Note that the service has answered."""
         with self._lock:
-            if self._told:
+            if self._outage_logged:
                 text = "%s is connected again, after %.1f s and %s"
                 logger.info(text, self._who, self._seconds, counted(self._attempts, "failed attempt"))
-            self._told = False
+            self._outage_logged = False
             self._set(connected=True)
 
     def note_lost(self, error: DeltasyncError) -> None:
-        """Note that the stream has ended, where nobody has tried anew yet."""
+        """Note that the stream has ended, before a new attempt."""
         with self._lock:
             self._set(connected=False)
             self._error = str(error)
 
     def note_failed(self, error: Exception, pause: float | None) -> None:
-        """Note that an attempt has failed; there is another one in so many seconds, unless that is None."""
+        """Note a failed attempt. The next one follows after `pause` seconds; None = there is none."""
         with self._lock:
             self._set(connected=False)
             self._attempts, self._error = self._attempts + 1, str(error)
             if pause is not None and self._should_log():
-                self._logged, self._told = (self._error, steady_ns()), True
+                self._logged, self._outage_logged = (self._error, steady_ns()), True
                 text = "%s has not been connected for %.1f s, %s failed; the next one is in %.2f s: %s"
                 failed = counted(self._attempts, "attempt")
                 logger.warning(text, self._who, self._seconds, failed, pause, self._error)
@@ -107,7 +106,7 @@ class Connectivity:
             return True
         error, at_ns = self._logged
         seconds = (steady_ns() - at_ns) / 1e9
-        return should_log(seconds, new_error=error != self._error, new_outage=not self._told).yes
+        return should_log(seconds, new_error=error != self._error, new_outage=not self._outage_logged).yes
 
     def _set(self, *, connected: bool) -> None:
         if self._connected != connected:
@@ -117,20 +116,20 @@ class Connectivity:
 
 
 def should_log(silent_seconds: float, *, new_error: bool, new_outage: bool) -> Decision:
-    """Whether a failed attempt is worth a line.
+    """Whether to log a failed attempt.
 
     Args:
-        silent_seconds: how long ago the last line was.
-        new_error: whether that had another error.
-        new_outage: whether there was a connection since.
+        silent_seconds: time since the last line.
+        new_error: whether that line had another error.
+        new_outage: whether there was a connection since that line.
     """
     if new_error and silent_seconds >= _NEW_ERROR_SECONDS:
         return Decision(True, "it fails with another error")
     if new_outage and silent_seconds >= _NEW_OUTAGE_SECONDS:
         return Decision(True, "there was a connection since the last line")
     if silent_seconds >= _SAME_OUTAGE_SECONDS:
-        return Decision(True, "nothing was said for long")
-    return Decision(False, "it was said lately")
+        return Decision(True, "the last line is old")
+    return Decision(False, "there was a line lately")
 
 
 _connected_in: int | None = None  # The process that opened this library's first channel.
@@ -138,10 +137,10 @@ _connected_in: int | None = None  # The process that opened this library's first
 
 @dataclass(frozen=True)
 class Home:
-    """The process in which something was made, and works.
+    """The process in which an object works: the one that made it.
 
     Attributes:
-        what: names it in errors.
+        what: names the object in errors.
         process: the process's id.
     """
 
@@ -150,7 +149,7 @@ class Home:
 
     @property
     def left(self) -> str:
-        """Why it does not work here; empty in the process that made it."""
+        """Why the object does not work here; empty in the process that made it."""
         if (here := os.getpid()) == self.process:
             return ""
         return (

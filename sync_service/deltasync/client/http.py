@@ -1,4 +1,4 @@
-"""One HTTP request, whose whole answer comes in time and is not too large, whoever answers."""
+"""One HTTP request with bounds of time and size for the whole answer, and the likely causes of its failure."""
 
 import http.client
 import io
@@ -17,83 +17,13 @@ from deltasync.base.errors import DeltasyncError, NotOwner, Owner, ServiceFailed
 from deltasync.base.words import printable
 from deltasync.wire.errors import error_named
 
-_OTHER_NAME = "its certificate is for another name, which server_name may say"
-_OTHER_HOST = "is the name of its host right, and can this machine look it up?"
-# What gRPC or OpenSSL says of it, and what that means; the first that fits.
-_MEANINGS = {
-    "Hostname Verification Check failed": _OTHER_NAME,
-    "Hostname mismatch": _OTHER_NAME,
-    "IP address mismatch": _OTHER_NAME,
-    "certificate has expired": "its certificate, or its CA's, has expired, or this machine's clock is wrong",
-    "certificate is not yet valid": "its certificate, or its CA's, is of later, or this machine's clock is wrong",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that was given, or, where none was, from "
-    "those of this machine: give its ca",
-    "Connection refused": "nothing listens there: is the service running, and is this its address?",
-    "lookup failed": _OTHER_HOST,
-    "service not known": _OTHER_HOST,
-    "No address associated": _OTHER_HOST,
-    "name resolution": _OTHER_HOST,
-    "no HTTP answer": "perhaps gRPC is answered there: give the service's HTTP address, by default port 8080",
-    "http1.x server": "HTTP is answered there: give the service's gRPC address, by default port 50051",
-    "WRONG_VERSION_NUMBER": "it does not speak TLS there: give no CA, and http://, or the port that does",
-}
-# An alert that the other side has sent.
-_ALERT = "_ALERT_"
-# A handshake that the other side has broken off: gRPC does not tell why.
-_BROKEN_OFF = ("Socket closed", "Connection reset", "Broken pipe")
-_BEFORE_A_CONNECTION = "failed to connect"
-# Likewise, as our service's HTTP does.
-_NO_ANSWER = "Remote end closed connection without response"
-
-
-def meaning(details: str, *, tls: bool, certificate: bool) -> str:
-    """What a failed connection's details mean, in words; empty where they may mean anything.
-
-    Args:
-        details: what gRPC or OpenSSL says.
-        tls: whether the client has tried to speak TLS.
-        certificate: whether it has shown a certificate.
-    """
-    if sign := next((sign for sign in _MEANINGS if sign in details), None):
-        return _MEANINGS[sign]
-    if tls and _ALERT in details:
-        return _certificate_hint(certificate)
-    broken_off = _BEFORE_A_CONNECTION in details and any(sign in details for sign in _BROKEN_OFF)
-    if tls and (broken_off or (certificate and _NO_ANSWER in details)):
-        return _certificate_hint(certificate)
-    if not tls and (broken_off or _NO_ANSWER in details):
-        return "it may speak TLS there: give its CA, and https://"
-    return ""
-
-
-def _certificate_hint(certificate: bool) -> str:
-    if certificate:
-        return "it may refuse this client's certificate: is that of a CA that it knows, and not expired?"
-    return "it may want a certificate of this client: give cert and key"
-
-
-# The lag of a hundred thousand replicas takes less.
+# The lag of a hundred thousand replicas is smaller.
 _MOST_BYTES = 256 << 20
 _MOST_ERROR_BYTES = 16 << 20
 _LONGEST_ERROR, _LONGEST_ADDRESS = 4_000, 300
 # How a peer that has gone without a word is found while an answer takes hours: seconds of silence before the first
 # probe, seconds between probes, and how many may fail. Not every system has all of these options.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-
-
-@dataclass(frozen=True)
-class Tls:
-    """What TLS is spoken with.
-
-    Attributes:
-        context: None = there is to be none.
-        server_name: the name that the service's certificate is for; empty = the host that is asked.
-        certificate: whether the context has one to show.
-    """
-
-    context: ssl.SSLContext | None = None
-    server_name: str = ""
-    certificate: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,8 +35,11 @@ class HttpRequest:
         headers: rights, and who asks.
         timeout_seconds: how long it may take to connect, and after that, until the answer is there as a whole.
         method: GET, PUT, POST or DELETE.
-        body: what is sent as JSON; None = no body.
+        body: sent as JSON; None = no body.
         patience_seconds: how long the answer may take instead, of a request that takes minutes or hours.
+        tls: the context of https://; None = the defaults of this machine.
+        server_name: the name that the service's certificate is for; empty = the host of the URL.
+        certificate: whether the context has a certificate to show.
     """
 
     url: str
@@ -115,38 +48,36 @@ class HttpRequest:
     method: str = "GET"
     body: Any = None
     patience_seconds: float | None = None
-
-    @property
-    def answer_seconds(self) -> float:
-        """How long the answer may take."""
-        return self.timeout_seconds if self.patience_seconds is None else self.patience_seconds
+    tls: ssl.SSLContext | None = None
+    server_name: str = ""
+    certificate: bool = False
 
 
-def json_answer(request: HttpRequest, tls: Tls | None = None) -> Any:
-    """The JSON answer to a request; None where the answer is empty. Redirects are not followed, proxies not used.
+def json_answer(request: HttpRequest) -> Any:
+    """The JSON answer to a request; None if the answer is empty. Follows no redirects and uses no proxy.
 
     Raises:
-        NotOwner: another process of the service is to be asked.
+        NotOwner: another process of the service owns the model.
         DeltasyncError: the error that the service has answered.
         ServiceUnavailable: it does not answer in time, or not with JSON.
     """
-    tls, url = tls or Tls(), request.url
+    url = request.url
     try:
-        status, headers, body = _answer(request, tls)
+        status, headers, body = _answer(request)
         if status < HTTPStatus.MULTIPLE_CHOICES:
             return json.loads(body) if body else None
     except (OSError, http.client.HTTPException, ValueError) as error:
         said = _words(error)
-        means = meaning(said, tls=tls.context is not None, certificate=tls.certificate)
+        means = meaning(said, tls=request.tls is not None, certificate=request.certificate)
         asked = "is the service running, and is this its HTTP address?"
         raise ServiceUnavailable(f"{url}: {said}: {means or asked}") from error
     raise _refused(status, headers, body, url)
 
 
-def _answer(request: HttpRequest, tls: Tls) -> tuple[int, Message, bytes]:
+def _answer(request: HttpRequest) -> tuple[int, Message, bytes]:
     parts = urllib.parse.urlsplit(request.url)
     kind = _Https if parts.scheme == "https" else _Http
-    connection = kind(parts.hostname or "", parts.port, request=request, tls=tls)
+    connection = kind(parts.hostname or "", parts.port, request=request)
     try:
         path = parts.path + (f"?{parts.query}" if parts.query else "")
         body = None if request.body is None else json.dumps(request.body).encode()
@@ -159,12 +90,12 @@ def _answer(request: HttpRequest, tls: Tls) -> tuple[int, Message, bytes]:
         connection.close()
 
 
-class _Pieces(io.RawIOBase):
-    """What a socket receives until a time: its own timeout is for each piece alone, however small that is."""
+class _TimedStream(io.RawIOBase):
+    """The bytes of a socket until a deadline. The socket's own timeout is for each read alone, however small."""
 
-    def __init__(self, connection: socket.socket, pieces: io.RawIOBase) -> None:
+    def __init__(self, connection: socket.socket, stream: io.RawIOBase) -> None:
         self._connection = connection
-        self._pieces = pieces
+        self._stream = stream
         self._ends = time.monotonic() + (connection.gettimeout() or 0.0)
 
     def readable(self) -> bool:
@@ -174,27 +105,27 @@ class _Pieces(io.RawIOBase):
         if (left := self._ends - time.monotonic()) <= 0:
             raise TimeoutError("timed out")
         self._connection.settimeout(left)
-        return self._pieces.readinto(buffer)
+        return self._stream.readinto(buffer)
 
     def close(self) -> None:
-        self._pieces.close()
+        self._stream.close()
         super().close()
 
 
-class _Answer(http.client.HTTPResponse):
-    """An answer of which all has to be there in the time that its connection gives to a piece."""
+class _Response(http.client.HTTPResponse):
+    """A response that has to arrive as a whole within the timeout of its connection."""
 
     def __init__(self, sock: socket.socket, *arguments: Any, **named: Any) -> None:
         super().__init__(sock, *arguments, **named)
-        self.fp = io.BufferedReader(_Pieces(sock, self.fp.detach()))
+        self.fp = io.BufferedReader(_TimedStream(sock, self.fp.detach()))
 
 
 class _Http(http.client.HTTPConnection):
-    response_class = _Answer
+    response_class = _Response
 
-    def __init__(self, host: str, port: int | None, *, request: HttpRequest, tls: Tls) -> None:
+    def __init__(self, host: str, port: int | None, *, request: HttpRequest) -> None:
         super().__init__(host, port, timeout=request.timeout_seconds)
-        self._request, self._tls = request, tls
+        self._request = request
 
     def connect(self) -> None:
         super().connect()
@@ -203,7 +134,8 @@ class _Http(http.client.HTTPConnection):
             if hasattr(socket, name):
                 self.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._secure()
-        self.sock.settimeout(self._request.answer_seconds)
+        patience = self._request.patience_seconds
+        self.sock.settimeout(self._request.timeout_seconds if patience is None else patience)
 
     def _secure(self) -> None:
         pass
@@ -215,8 +147,8 @@ class _Https(_Http):
     default_port = http.client.HTTPS_PORT
 
     def _secure(self) -> None:
-        context = self._tls.context or ssl.create_default_context()
-        self.sock = context.wrap_socket(self.sock, server_hostname=self._tls.server_name or self.host)
+        context = self._request.tls or ssl.create_default_context()
+        self.sock = context.wrap_socket(self.sock, server_hostname=self._request.server_name or self.host)
 
 
 def _body(answer: Any, most: int) -> bytes:
@@ -256,3 +188,58 @@ def _words(error: Exception) -> str:
     """An error's text, unless that holds the raw bytes of an answer that is no HTTP."""
     text = str(error).strip()
     return text if text.isprintable() else f"{type(error).__name__}: no HTTP answer"
+
+
+_OTHER_NAME = "its certificate is for another name, which server_name may say"
+_OTHER_HOST = "is the name of its host right, and can this machine look it up?"
+# Errors of gRPC and OpenSSL, and their causes; the first that fits.
+_MEANINGS = {
+    "Hostname Verification Check failed": _OTHER_NAME,
+    "Hostname mismatch": _OTHER_NAME,
+    "IP address mismatch": _OTHER_NAME,
+    "certificate has expired": "its certificate, or its CA's, has expired, or this machine's clock is wrong",
+    "certificate is not yet valid": "its certificate, or its CA's, is of later, or this machine's clock is wrong",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that was given, or, where none was, from "
+    "those of this machine: give its ca",
+    "Connection refused": "nothing listens there: is the service running, and is this its address?",
+    "lookup failed": _OTHER_HOST,
+    "service not known": _OTHER_HOST,
+    "No address associated": _OTHER_HOST,
+    "name resolution": _OTHER_HOST,
+    "no HTTP answer": "perhaps gRPC is answered there: give the service's HTTP address, by default port 8080",
+    "http1.x server": "HTTP is answered there: give the service's gRPC address, by default port 50051",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS there: give no CA, and http://, or the port that does",
+}
+# An alert of the other side.
+_ALERT = "_ALERT_"
+# The other side broke the handshake off. gRPC does not report why.
+_BROKEN_OFF = ("Socket closed", "Connection reset", "Broken pipe")
+_BEFORE_A_CONNECTION = "failed to connect"
+# The same with the HTTP of our service.
+_NO_ANSWER = "Remote end closed connection without response"
+
+
+def meaning(details: str, *, tls: bool, certificate: bool) -> str:
+    """The likely cause of a failed connection, in words; empty if it may have many.
+
+    Args:
+        details: the error of gRPC or OpenSSL.
+        tls: whether the client tried to speak TLS.
+        certificate: whether the client showed a certificate.
+    """
+    if sign := next((sign for sign in _MEANINGS if sign in details), None):
+        return _MEANINGS[sign]
+    if tls and _ALERT in details:
+        return _certificate_hint(certificate)
+    broken_off = _BEFORE_A_CONNECTION in details and any(sign in details for sign in _BROKEN_OFF)
+    if tls and (broken_off or (certificate and _NO_ANSWER in details)):
+        return _certificate_hint(certificate)
+    if not tls and (broken_off or _NO_ANSWER in details):
+        return "it may speak TLS there: give its CA, and https://"
+    return ""
+
+
+def _certificate_hint(certificate: bool) -> str:
+    if certificate:
+        return "it may refuse this client's certificate: is that of a CA that it knows, and not expired?"
+    return "it may want a certificate of this client: give cert and key"

@@ -14,16 +14,16 @@ from deltasync.core.position import Position
 
 @dataclass(frozen=True, kw_only=True)
 class PublisherOptions:
-    """Which service a rank publishes to, and as what.
+    """The service and the model that a rank publishes to.
 
     Attributes:
         service: where the service answers gRPC; an address alone is HOST:PORT.
-        model: name of the set of tables.
+        model: name of the model.
         run: id shared by all ranks of this training run, and by no other run.
         run_started_unix_ns: when the run began, nanoseconds since 1970, the same on all ranks.
-        rank: this process's number, from 0.
+        rank: number of this process, from 0.
         world_size: number of ranks.
-        continues: the last position whose rows this run is known to hold, from its checkpoint.
+        continues: the last position whose rows this run holds, from its checkpoint.
         takes_deletes: whether this rank meets requests to delete rows (`Publisher.deletes`).
     """
 
@@ -46,22 +46,22 @@ class PublisherOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SubscriberOptions:
-    """Which service a replica subscribes to, and as what.
+    """The service and the consumer that a replica subscribes to.
 
     Attributes:
         service: where the service answers gRPC; an address alone is HOST:PORT.
         consumer: name of an existing consumer.
-        replica: name of this process inside the consumer's fleet; by default one of its own.
-        held: the position the target's rows are at, where they outlived the process.
-        checkpoints: folder or URL of the service's checkpoints. A replica that holds nothing reads the newest, and
-            the service sends only what has changed since. Where none can be used it sends everything.
-        max_outstanding_bytes: bound of the bytes under way to this replica. Of a large first copy four times as
-            many are written at a time, where the target takes parts.
-        guest: whether this replica is only there to look at something: no lag and no state of its consumer counts
-            it, and the service forgets it as soon as it is away, however it has ended.
-        on_readiness: called with each change of `Subscriber.ready`, from a thread for that alone, one call at a
-            time. Of changes during a call only the last is told; what it raises is logged. Never in a process that
-            was forked since, which may share files or probes with its parent: ask `readiness` there.
+        replica: name of this process in the consumer's fleet; by default a unique one.
+        held: the position of the target's rows if they outlived an earlier process.
+        checkpoints: folder or URL of the service's checkpoints. A replica that holds nothing reads the newest one,
+            and the service sends only later changes. It sends everything if no checkpoint can be used.
+        max_outstanding_bytes: bound of the bytes under way to this replica. A target that takes parts writes four
+            times as many of a large first copy at a time.
+        guest: whether this replica only looks: it does not count for lag and state of its consumer, and the
+            service forgets it when it disconnects.
+        on_readiness: called with each change of `Subscriber.ready`, in a thread of its own, one call at a time. Of
+            several changes during a call it gets the last one. Its errors are logged. It is not called in a forked
+            process, which may share files or probes with its parent: ask `readiness` there.
     """
 
     service: Endpoint | str

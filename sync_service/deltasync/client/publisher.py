@@ -13,9 +13,9 @@ import grpc
 import numpy as np
 
 from deltasync.base.arguments import check_items, check_type
-from deltasync.base.backoff import backoff
 from deltasync.base.errors import Damaged, DeltasyncError, InvalidInput, ResyncRequired, ServiceUnavailable
 from deltasync.base.process import this_process
+from deltasync.base.waiting import backoff
 from deltasync.client.connection import Connection, Connectivity, Home, check_process
 from deltasync.client.endpoint import Endpoint, Route
 from deltasync.client.options import PublisherOptions

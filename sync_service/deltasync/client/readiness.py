@@ -19,68 +19,8 @@ from deltasync.base.decision import Decision
 from deltasync.base.words import listed
 
 logger = logging.getLogger(__name__)
-
 # A callback that does not return is told no more than so many changes.
 _MOST_UNTOLD = 1_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What a replica knows of how new its rows are. Times are its own, by `steady_ns`.
-
-    Attributes:
-        started_ns: when its subscriber was made.
-        newest_ns: when what it holds was the newest, or that was later; None = nobody has shown that yet.
-        limit_ns: how long ago that may be; None = as long as it likes, but not before `started_ns`.
-        lacking: what keeps it from showing that what it holds is newer; empty if nothing does.
-        wrong: tables of which it holds other rows than it was sent.
-        ended: why its subscriber has stopped; empty if it has not.
-    """
-
-    started_ns: int
-    newest_ns: int | None = None
-    limit_ns: int | None = None
-    lacking: str = "it has not reached the service yet"
-    wrong: tuple[str, ...] = ()
-    ended: str = ""
-
-    def holding(self, newest_ns: int | None, *, reset: bool = False) -> "Evidence":
-        """The same once the replica holds what was the newest at a time or later; None where nobody knows.
-
-        `reset` says that this does not continue what it held before. Otherwise it is later than that.
-        """
-        before = None if reset else self.newest_ns
-        known = [each for each in (before, newest_ns) if each is not None]
-        lacking = "" if newest_ns is not None else "nobody knows since when there is something newer"
-        return replace(self, newest_ns=max(known, default=None), lacking=lacking)
-
-
-def decide(evidence: Evidence, now_ns: int) -> Decision:
-    """Whether a replica is ready at a time, and why."""
-    if evidence.ended:
-        return Decision(False, evidence.ended)
-    if evidence.wrong:
-        return Decision(False, f"its rows are not those that it was sent in {listed(evidence.wrong)}")
-    if evidence.newest_ns is None:
-        return Decision(False, evidence.lacking)
-    if evidence.limit_ns is None:
-        if evidence.newest_ns >= evidence.started_ns:
-            return Decision(True, "it has held the newest since it was started")
-        return Decision(False, _with("it has not held the newest since it was started", evidence.lacking))
-    ago_ns = max(0, now_ns - evidence.newest_ns)
-    text = f"what it holds was the newest {ago_ns / 1e9:.1f} s ago, the limit is {evidence.limit_ns / 1e9:.15g} s"
-    return Decision(ago_ns <= evidence.limit_ns, _with(text, evidence.lacking))
-
-
-def newest_ns(token_ns: int, behind_ns: int, opened_ns: int) -> int | None:
-    """When what a message names was the newest, or that was later; None if the message does not show it.
-
-    Args:
-        token_ns: the token that came back with it; 0 = none.
-        behind_ns: for how long what it names had not been the newest, as the service says.
-        opened_ns: when its stream was opened: the message was made later.
-    """
-    return None if behind_ns >= FOREVER_NS else (token_ns or opened_ns) - behind_ns
 
 
 class Readiness:
@@ -142,7 +82,7 @@ class Readiness:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _learn(self, learnt: Callable[[Evidence], Evidence]) -> None:
+    def _learn(self, learnt: "Callable[[Evidence], Evidence]") -> None:
         with self._changed:
             self._evidence = learnt(self._evidence)
             self._note()  # However soon it changes again: who is told late is told all the same.
@@ -196,5 +136,64 @@ class Readiness:
             logger.exception("replica %s: on_readiness has failed", self._replica)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What a replica knows of how new its rows are. Times are its own, by `steady_ns`.
+
+    Attributes:
+        started_ns: when its subscriber was made.
+        newest_ns: when what it holds was the newest, or that was later; None = nobody has shown that yet.
+        limit_ns: how long ago that may be; None = as long as it likes, but not before `started_ns`.
+        lacking: what keeps it from showing that what it holds is newer; empty if nothing does.
+        wrong: tables of which it holds other rows than it was sent.
+        ended: why its subscriber has stopped; empty if it has not.
+    """
+
+    started_ns: int
+    newest_ns: int | None = None
+    limit_ns: int | None = None
+    lacking: str = "it has not reached the service yet"
+    wrong: tuple[str, ...] = ()
+    ended: str = ""
+
+    def holding(self, newest_ns: int | None, *, reset: bool = False) -> "Evidence":
+        """The same once the replica holds what was the newest at a time or later; None where nobody knows.
+
+        `reset` says that this does not continue what it held before. Otherwise it is later than that.
+        """
+        before = None if reset else self.newest_ns
+        known = [each for each in (before, newest_ns) if each is not None]
+        lacking = "" if newest_ns is not None else "nobody knows since when there is something newer"
+        return replace(self, newest_ns=max(known, default=None), lacking=lacking)
+
+
+def decide(evidence: Evidence, now_ns: int) -> Decision:
+    """Whether a replica is ready at a time, and why."""
+    if evidence.ended:
+        return Decision(False, evidence.ended)
+    if evidence.wrong:
+        return Decision(False, f"its rows are not those that it was sent in {listed(evidence.wrong)}")
+    if evidence.newest_ns is None:
+        return Decision(False, evidence.lacking)
+    if evidence.limit_ns is None:
+        if evidence.newest_ns >= evidence.started_ns:
+            return Decision(True, "it has held the newest since it was started")
+        return Decision(False, _with("it has not held the newest since it was started", evidence.lacking))
+    ago_ns = max(0, now_ns - evidence.newest_ns)
+    text = f"what it holds was the newest {ago_ns / 1e9:.1f} s ago, the limit is {evidence.limit_ns / 1e9:.15g} s"
+    return Decision(ago_ns <= evidence.limit_ns, _with(text, evidence.lacking))
+
+
 def _with(text: str, lacking: str) -> str:
     return f"{text}; {lacking}" if lacking else text
+
+
+def newest_ns(token_ns: int, behind_ns: int, opened_ns: int) -> int | None:
+    """When what a message names was the newest, or that was later; None if the message does not show it.
+
+    Args:
+        token_ns: the token that came back with it; 0 = none.
+        behind_ns: for how long what it names had not been the newest, as the service says.
+        opened_ns: when its stream was opened: the message was made later.
+    """
+    return None if behind_ns >= FOREVER_NS else (token_ns or opened_ns) - behind_ns

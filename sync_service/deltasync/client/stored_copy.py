@@ -1,4 +1,4 @@
-"""Comparing rows that are stored outside of a service with those that it gives a consumer's replicas."""
+"""Compare rows that are stored outside of a service with those that it sends to a consumer's replicas."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from deltasync.client.subscriber import Subscriber
 from deltasync.client.targets.target import Release
 from deltasync.core.digests import RowDigests, checksum, row_digests
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids, Mask, RowBatch, Values
+from deltasync.core.rows import Ids, Mask, Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.verified import MOST_NAMED, VerifiedStatus, VerifiedTable
 
@@ -32,11 +32,11 @@ class StoredCopy:
     """Tables of a model that are stored somewhere.
 
     Attributes:
-        name: what it is, for people.
-        position: of which they are, or some rows of a later one; nothing where that is not known.
-        rows: of a table, ids [n] and values [n, dim] of its type, some at a time; what it lacks are zeros. None
-            for one that is not there.
-        made_of: the consumer whose replicas hold these; empty where they are the model's own.
+        name: its name, for people.
+        position: the position of the rows; some may be of a later one. Empty if it is not known.
+        rows: reads a table: ids [n] and values [n, dim] of its type, some at a time. Other rows are zeros. Returns
+            None for a table that is not stored.
+        made_of: the consumer whose replicas hold these rows; empty if they are the model's own.
     """
 
     name: str
@@ -47,17 +47,47 @@ class StoredCopy:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a copy compares.
+    """The result of comparing a copy.
 
     Attributes:
-        version: the model's, of which the service's rows were.
-        since: whether rows that have changed since the copy was made are known, and left out.
-        tables: those that the consumer follows.
+        version: the model's version of the service's rows.
+        since: whether rows that changed after the copy was made were left out.
+        tables: the tables that the consumer follows.
     """
 
     version: int
     since: bool
     tables: Sequence[VerifiedTable]
+
+
+def compare(service: Endpoint | str, consumer: str, copy: StoredCopy, timeout_seconds: float) -> Comparison:
+    """Compare a copy with the current rows of a consumer's replicas, table by table and row by row.
+
+    This is a replica of the consumer twice: it gets every row, and then the rows that have changed since the copy
+    was made. It keeps 9 bytes of each row.
+
+    Args:
+        service: where it answers gRPC, with the role of a subscriber.
+        consumer: the name of the consumer.
+        copy: the copy.
+        timeout_seconds: how long each of the two may take.
+
+    Raises:
+        TimeoutError: it took longer.
+        Contradiction: the consumer streams ids only, or the copy is of another shape or type than its tables.
+        DeltasyncError: the service refuses to send its rows.
+    """
+    now, since = _Seen(), _Seen()
+    options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("verify"), guest=True)
+    head = _follow(options, now, Position(), timeout_seconds)
+    if not copy.made_of and now.history != head.history:
+        raise Contradiction(f"consumer {consumer!r} is given what a policy lets out: name one without a policy")
+    left_out = copy.position.number > 0
+    if left_out:
+        _follow(replace(options, held=copy.position), since, head, timeout_seconds)
+        left_out = not since.everything  # The copy has another history: nothing tells what has changed.
+    tables = [_compared(copy, each, now, since if left_out else _Seen()) for each in now.tables]
+    return Comparison(head.number, left_out, tables)
 
 
 def stored_checkpoint(url: str, consumer: str) -> StoredCopy:
@@ -79,41 +109,12 @@ def stored_checkpoint(url: str, consumer: str) -> StoredCopy:
     return StoredCopy(f"checkpoint {name}", start.position, rows, made_of=consumer)
 
 
-def compare(service: Endpoint | str, consumer: str, copy: StoredCopy, timeout_seconds: float) -> Comparison:
-    """Compare a copy with what a consumer's replicas are given now, table by table and row by row.
-
-    It is a replica of that consumer for a while, twice: once it is sent every row, and once what has changed since
-    the copy was made. Of each row it keeps 9 bytes.
-
-    Args:
-        service: where it answers gRPC, with the role of a subscriber.
-        consumer: the name of the consumer.
-        copy: the copy.
-        timeout_seconds: how long either may take.
-
-    Raises:
-        TimeoutError: it took longer.
-        Contradiction: the consumer streams ids only, or the copy is of another shape or type than its tables.
-        DeltasyncError: the service refuses to send its rows.
-    """
-    now, since = _Seen(), _Seen()
-    options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("verify"), guest=True)
-    head = _follow(options, now, Position(), timeout_seconds)
-    if not copy.made_of and now.history != head.history:
-        raise Contradiction(f"consumer {consumer!r} is given what a policy lets out: name one without a policy")
-    if known := copy.position.number > 0:
-        _follow(replace(options, held=copy.position), since, head, timeout_seconds)
-        known = not since.everything  # Of another past nobody knows what has changed since.
-    tables = [_compared(copy, each, now, since if known else _Seen()) for each in now.tables]
-    return Comparison(head.number, known, tables)
-
-
-def _follow(options: SubscriberOptions, seen: "_Seen", wanted: Position, timeout_seconds: float) -> Position:
-    """Hold what there is now, and a position at least; of which version it is."""
+def _follow(options: SubscriberOptions, seen: "_Seen", least: Position, timeout_seconds: float) -> Position:
+    """Subscribe until `seen` holds the current rows, at `least` or later; return their position."""
     with Subscriber(options, seen) as subscriber:
         subscriber.wait_until_ready(timeout_seconds)
-        if wanted.number:
-            subscriber.wait_for(wanted, timeout_seconds)
+        if least.number:
+            subscriber.wait_for(least, timeout_seconds)
         return subscriber.version
 
 
@@ -137,7 +138,7 @@ def _compared(copy: StoredCopy, table: TableSpec, now: "_Seen", since: "_Seen") 
 
 
 def _digests(copy: StoredCopy, table: TableSpec, rows: Rows) -> RowDigests:
-    """Of each row of the table, as the copy has it."""
+    """The digest of each row of a table in the copy."""
     digests = np.zeros(table.rows, np.uint64)
     progress = Progress(f"{copy.name}: reading table {table.name!r}", table.rows)
     for ids, values in rows:
@@ -156,7 +157,7 @@ def _digests(copy: StoredCopy, table: TableSpec, rows: Rows) -> RowDigests:
 
 
 class _Seen:
-    """Keeps of what it is sent the digest of each row, and which rows came.
+    """A target that keeps the digest of each row, and which rows came.
 
     Attributes:
         takes_parts: see `GradualTarget`.
@@ -184,24 +185,21 @@ class _Seen:
                 self._came[table.name] = _grown(self._came.get(table.name, _NO_MASK), table.rows)
         progress = Progress("taking the service's rows", sum(map(len, release.rows)))
         for batch in release.rows:
-            self._note(batch)
+            digests = batch.digested().digests
+            self._digests[batch.table.name][batch.ids] = 0 if digests is None else digests
+            self._came[batch.table.name][batch.ids] = True
             progress.add(len(batch))
 
-    def _note(self, batch: RowBatch) -> None:
-        digests = batch.digested().digests
-        self._digests[batch.table.name][batch.ids] = 0 if digests is None else digests
-        self._came[batch.table.name][batch.ids] = True
-
     def digests(self, table: TableSpec) -> RowDigests:
-        """Of each of its rows."""
+        """The digest of each row of a table."""
         return self._digests[table.name]
 
     def came(self, table: TableSpec) -> Mask:
-        """Which of its rows came."""
+        """Which rows of a table came."""
         return _grown(self._came.get(table.name, _NO_MASK), table.rows)
 
 
 def _grown(array: NDArray[S], rows: int) -> NDArray[S]:
-    """The same for so many rows: zeros for those that are new."""
+    """The array with `rows` rows: zeros for new ones."""
     more = max(0, rows - len(array))
     return np.concatenate([array[:rows], np.zeros(more, array.dtype)])

@@ -6,17 +6,17 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc
 
 from deltasync.base.arguments import check_type
-from deltasync.base.backoff import backoff
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import DeltasyncError, NotFound, NotPermitted, ServiceFailed, ServiceUnavailable
 from deltasync.base.process import give_back_memory
+from deltasync.base.waiting import backoff
 from deltasync.base.words import listed, printable
 from deltasync.client.assembler import ReleaseAssembler
 from deltasync.client.checkpoint_start import CheckpointStart, read_start
@@ -31,6 +31,7 @@ from deltasync.client.targets.target import (
     ReadableTarget,
     Release,
     Target,
+    Written,
     check_target,
 )
 from deltasync.core.position import Position, reaches
@@ -44,91 +45,17 @@ from deltasync.wire.messages import (
     position_to_message,
 )
 
-Requests: TypeAlias = "queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None]"
-
-
-@dataclass(frozen=True)
-class Acks:
-    """Acks of what a target holds.
-
-    Attributes:
-        target: the target.
-    """
-
-    target: Target
-
-    def held(
-        self, assembler: ReleaseAssembler, applied: Position | None, checksums: Mapping[str, int]
-    ) -> subscribe_pb2.Ack:
-        """That the target holds a position, if it holds one, with the checksum of each table that it can tell."""
-        target = self.target
-        return subscribe_pb2.Ack(
-            received_bytes=assembler.received_bytes,
-            applied=position_to_message(applied) if applied else None,
-            sums=checksums_to_message(assembler.by_slot(checksums)),
-            token=steady_ns(),
-            unbound=assembler.unbound(target.bound()) if isinstance(target, PartialTarget) else [],
-        )
-
-
-def say(requests: Requests, ack: subscribe_pb2.Ack) -> None:
-    """Send an ack."""
-    requests.put(subscribe_pb2.SubscribeRequest(ack=ack))
-
-
-def return_credit(requests: Requests, received_bytes: int) -> None:
-    """Say how much was taken, and nothing of what became of it."""
-    say(requests, subscribe_pb2.Ack(received_bytes=received_bytes, token=steady_ns()))
-
-
-def hang_up(requests: Requests) -> None:
-    """Say goodbye, and nothing more."""
-    say(requests, subscribe_pb2.Ack(goodbye=True))
-    requests.put(None)
-
-
 logger = logging.getLogger(__name__)
 
-
-def say_goodbye(endpoint: Endpoint, replica: subscribe_pb2.LeaveRequest, seconds: float) -> None:
-    """Tell a service, once and for at most so many seconds, that a replica has ended."""
-    with replace(endpoint, timeout_seconds=max(seconds, 0.01)).channel() as channel:
-        try:
-            subscribe_pb2_grpc.SubscribeServiceStub(channel).Leave(replica)
-        except grpc.RpcError as error:
-            text = "replica %s of consumer %s has ended, and counts as away, since nobody could be told: %s"
-            logger.info(text, replica.replica, replica.consumer, error.details())
-
-
-def say_why(requests: Requests, call: Any, error: Exception, seconds: float) -> None:
-    """Say on a stream why the replica stops, and wait until the service has read it, `seconds` at most."""
-    say(requests, subscribe_pb2.Ack(stopped=printable(f"{type(error).__name__}: {error}")))
-    requests.put(None)
-    ended = threading.Event()
-    call.add_done_callback(lambda _: ended.set())
-    ended.wait(seconds)
-
-
+Requests: TypeAlias = "queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None]"
 _Responses: TypeAlias = "grpc._CallIterator[subscribe_pb2.SubscribeResponse]"
 _Moment: TypeAlias = subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress
-
 # How long close() waits for the service to take the last ack, or the goodbye.
 _GOODBYE_SECONDS = 2.0
 # For how long at a time all rows are read again: releases that have come meanwhile are applied in between.
 _READ_SECONDS = 0.1
 # After a larger first copy, the memory that it took goes back to the system.
 _LARGE_BYTES = 64 << 20
-
-
-@contextmanager
-def _arriving() -> Iterator[None]:
-    """Take whatever cannot be read of a stream for damage of that stream: the next one may be whole."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise ServiceUnavailable(f"the stream is damaged, and opened again: {error}") from error
 
 
 class Subscriber:
@@ -161,7 +88,6 @@ class Subscriber:
         self.event_time_unix_ns: int | None = None
         self._instance = uuid.uuid4().hex
         self._checksums = TargetChecksums(target) if isinstance(target, ReadableTarget) else None
-        self._acks = Acks(target)
         self._tables: set[str] = set()
         self._applied: list[TableSpec] = []  # Those of the last release.
         self._start: CheckpointStart | None = None  # What the first one goes on top of.
@@ -455,21 +381,22 @@ class Subscriber:
         """Write a part of a first copy. Nobody reads it, and the next stream begins anew if this one breaks."""
         if not part.continues:
             logger.info("a first copy is written as it arrives: nothing can be read until it is whole")
-        self._target.apply(part)
+        written = self._target.apply(part)
         if self._checksums and assembler.has_values:
-            self._checksums.after(part)
+            self._checksums.after(part, written)
 
     def _take_over(self, assembler: ReleaseAssembler, release: Release, end: _Moment, requests: Requests) -> None:
         checksums_of = self._checksums if assembler.has_values else None
         new = release.position != self.held or release.position.seal != self.held.seal
+        written: Written | None = None
         if new or release.changes or release.tables != self._applied:
-            self._target.apply(release)
+            written = self._target.apply(release)
             self._applied = release.tables
             # What follows a first copy needs far less.
             large = release.continues or sum(each.nbytes for each in release.rows) > _LARGE_BYTES
             self._gives_back |= release.resync and large
-        checksums = checksums_of.after(release) if checksums_of else {}
-        say(requests, self._acks.held(assembler, release.position, checksums))
+        checksums = checksums_of.after(release, written) if checksums_of else {}
+        say(requests, self._ack(assembler, release.position, checksums))
         if self._differs(assembler, checksums):
             if release.resync:  # What repairs it will be none.
                 self._readiness.holds(None, reset=True)
@@ -483,7 +410,7 @@ class Subscriber:
         """While nothing comes, read some more of what the target holds, and show what was found."""
         if self._checksums and assembler.has_values and self._applied and assembler.tables == self._applied:
             checksums = self._checksums.look()
-            say(requests, self._acks.held(assembler, self.held, checksums))
+            say(requests, self._ack(assembler, self.held, checksums))
             self._differs(assembler, checksums)
         else:
             return_credit(requests, assembler.received_bytes)
@@ -496,9 +423,22 @@ class Subscriber:
         left = reads.read_again(progress.read_again, _READ_SECONDS) if reads else 0
         # What differs is not held; it is shown all the same.
         held = self.held if self.held == position_from_message(progress.head) else None
-        ack = self._acks.held(assembler, held, reads.by_table if reads else {})
+        ack = self._ack(assembler, held, reads.by_table if reads else {})
         ack.read_again, ack.rows_left = progress.read_again, left
         say(requests, ack)
+
+    def _ack(
+        self, assembler: ReleaseAssembler, applied: Position | None, checksums: Mapping[str, int]
+    ) -> subscribe_pb2.Ack:
+        """An ack of what the target holds: a position, if any, and the checksum of each table it keeps."""
+        target = self._target
+        return subscribe_pb2.Ack(
+            received_bytes=assembler.received_bytes,
+            applied=position_to_message(applied) if applied else None,
+            sums=checksums_to_message(assembler.by_slot(checksums)),
+            token=steady_ns(),
+            unbound=assembler.unbound(target.bound()) if isinstance(target, PartialTarget) else [],
+        )
 
     def _differs(self, assembler: ReleaseAssembler, checksums: Mapping[str, int]) -> bool:
         """Whether the target holds other rows than it was sent."""
@@ -537,3 +477,49 @@ class Subscriber:
         if isinstance(wanted, int):
             return self.version.number >= wanted
         return any(reaches(at, wanted) for at in (self.held, self.version))
+
+
+@contextmanager
+def _arriving() -> Iterator[None]:
+    """Take whatever cannot be read of a stream for damage of that stream: the next one may be whole."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ServiceUnavailable(f"the stream is damaged, and opened again: {error}") from error
+
+
+def say(requests: Requests, ack: subscribe_pb2.Ack) -> None:
+    """Send an ack."""
+    requests.put(subscribe_pb2.SubscribeRequest(ack=ack))
+
+
+def return_credit(requests: Requests, received_bytes: int) -> None:
+    """Say how much was taken, and nothing of what became of it."""
+    say(requests, subscribe_pb2.Ack(received_bytes=received_bytes, token=steady_ns()))
+
+
+def hang_up(requests: Requests) -> None:
+    """Say goodbye, and nothing more."""
+    say(requests, subscribe_pb2.Ack(goodbye=True))
+    requests.put(None)
+
+
+def say_why(requests: Requests, call: Any, error: Exception, seconds: float) -> None:
+    """Say on a stream why the replica stops, and wait until the service has read it, `seconds` at most."""
+    say(requests, subscribe_pb2.Ack(stopped=printable(f"{type(error).__name__}: {error}")))
+    requests.put(None)
+    ended = threading.Event()
+    call.add_done_callback(lambda _: ended.set())
+    ended.wait(seconds)
+
+
+def say_goodbye(endpoint: Endpoint, replica: subscribe_pb2.LeaveRequest, seconds: float) -> None:
+    """Tell a service, once and for at most so many seconds, that a replica has ended."""
+    with replace(endpoint, timeout_seconds=max(seconds, 0.01)).channel() as channel:
+        try:
+            subscribe_pb2_grpc.SubscribeServiceStub(channel).Leave(replica)
+        except grpc.RpcError as error:
+            text = "replica %s of consumer %s has ended, and counts as away, since nobody could be told: %s"
+            logger.info(text, replica.replica, replica.consumer, error.details())

@@ -26,26 +26,26 @@ Tensors: TypeAlias = Mapping[str, Callable[[], torch.Tensor]]
 def checkpoint_copy(path: Path) -> StoredCopy:
     """The tables of a checkpoint, read one at a time when they are compared.
 
-    The state of `DeltaSync`, in `sync-*.pt` beside the weights, says of which version they are. Who has written
-    the checkpoint is trusted, as by whoever loads it: a folder's metadata is pickled.
+    The state of `DeltaSync`, in `sync-*.pt` beside the weights, has their version. Read only checkpoints that you
+    trust: the metadata of a folder is pickled.
 
     Args:
-        path: a folder of `torch.distributed.checkpoint`, or one with several in `step-*`, of which the newest is
-            taken; or a file of `torch.save` with weights by name.
+        path: a folder of `torch.distributed.checkpoint`, or a folder with several in `step-*`, of which the newest
+            counts, or a file of `torch.save` with weights by name.
 
     Raises:
-        InvalidInput: it is none of these, or cannot be read.
+        InvalidInput: the path is none of these, or cannot be read.
     """
-    found = path
+    folder = path
     if path.is_dir() and not (path / ".metadata").exists():
-        found = max(path.glob("step-*"), default=path)
+        folder = max(path.glob("step-*"), default=path)
     try:
-        tensors = _tensors(found)
-        states = sorted((found if found.is_dir() else found.parent).glob("sync-*.pt"))
+        tensors = _tensors(folder)
+        states = sorted((folder if folder.is_dir() else folder.parent).glob("sync-*.pt"))
         position = _position([torch.load(each, weights_only=True, mmap=True) for each in states])
-    except Exception as error:  # Whatever torch raises for a file that is none of its own.
-        raise InvalidInput(f"{found} is no checkpoint that torch can read: {_why(error)}") from error
-    name = f"checkpoint {found}"
+    except Exception as error:  # torch raises anything for a file of another kind.
+        raise InvalidInput(f"{folder} is no checkpoint that torch can read: {_why(error)}") from error
+    name = f"checkpoint {folder}"
 
     def rows(table: TableSpec) -> Rows | None:
         key = _key(table, tensors)
@@ -67,7 +67,7 @@ def _loader(path: Path, key: str, entry: TensorStorageMetadata) -> Callable[[], 
     def tensor() -> torch.Tensor:
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # That this process is alone, which is meant.
+            warnings.simplefilter("ignore")  # torch warns that this process is alone.
             load({key: whole}, storage_reader=FileSystemReader(path), no_dist=True)
         return whole
 
@@ -77,14 +77,14 @@ def _loader(path: Path, key: str, entry: TensorStorageMetadata) -> Callable[[], 
 def _read(name: str, key: str, tensors: Tensors) -> torch.Tensor:
     try:
         return tensors[key]()
-    except (Exception, CheckpointException) as error:  # Whatever torch raises for a file that is gone or damaged.
+    except (Exception, CheckpointException) as error:  # torch raises anything for a missing or damaged file.
         raise InvalidInput(f"{name}: {key} cannot be read: {_why(error)}") from error
 
 
 def _why(error: BaseException) -> str:
-    """An error of torch on one line: what has gone wrong where it was read, not how it came to be known."""
+    """An error of torch on one line; of a failed load, the first error of a rank."""
     if isinstance(error, CheckpointException):
-        error = next((found for found, _ in error.failures.values()), error)
+        error = next((failure for failure, _ in error.failures.values()), error)
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -97,13 +97,13 @@ def _flat(state: Any, prefix: str) -> Iterator[tuple[str, Callable[[], torch.Ten
 
 
 def _position(states: Sequence[Mapping[str, Any]]) -> Position:
-    """The earliest one of all ranks: what has changed after it includes what has after the others."""
+    """The earliest position of all ranks: the changes after it include those after the others."""
     positions = [Position(state["history"], state["version"], state["seal"]) for state in states]
     return min(positions, key=lambda each: each.number, default=NOWHERE)
 
 
 def _key(table: TableSpec, tensors: Tensors) -> str | None:
-    """The key of a table's weights: its name, or what ends with that; the shortest of several."""
+    """The key of a table's weights: the shortest one that is its name or ends with it."""
     names = (f"{table.name}.weight", table.name) if table.kind is TableKind.EMBEDDING else (table.name,)
     keys = (key for key in tensors for name in names if f".{key}".endswith(f".{name}"))
     return min(keys, key=len, default=None) if table.kind in _STORED else None

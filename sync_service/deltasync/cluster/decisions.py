@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from deltasync.base.errors import Owner
+from deltasync.cluster.bucket_copy import ClusterState
 from deltasync.cluster.member import Member
-from deltasync.cluster.table import View
 
 
 def ranked(model: str, names: Iterable[str]) -> list[str]:
@@ -16,11 +16,11 @@ def ranked(model: str, names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (_weight(model, name), name), reverse=True)
 
 
-def heir_of(model: str, members: Collection[Member], wanted: str = "") -> Member | None:
-    """The process that is to have a model: the one that is wanted, if it can; None where nobody can."""
+def heir_of(model: str, members: Collection[Member], preferred: str = "") -> Member | None:
+    """The process that is to have a model: the preferred one, if it can; None where nobody can."""
     able = {member.name: member for member in members if not member.draining}
-    if wanted in able:
-        return able[wanted]
+    if preferred in able:
+        return able[preferred]
     return able[ranked(model, able)[0]] if able else None
 
 
@@ -36,7 +36,7 @@ def _weight(model: str, name: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Responsibility:
     """Whether this process answers for a model.
 
     Attributes:
@@ -50,36 +50,40 @@ class Answer:
     reason: str
 
 
-def answer_for(model: str, view: View, *, taken: bool) -> Answer:
+def responsibility_for(model: str, state: ClusterState, *, is_open: bool) -> Responsibility:
     """Who answers for a model.
 
     Args:
         model: its name.
-        view: what this process knows.
-        taken: whether what it holds of the model is open, not only claimed.
+        state: what this process knows.
+        is_open: whether it has opened the model, and not only claimed it.
     """
-    if not view.confirmed:
-        return Answer(False, None, "brokers have not confirmed within the lease that this process is alive")
-    if model in view.held:
-        return Answer(
-            taken, None, "this process owns it" if taken else "this process is about to have it, or to give it up"
+    if not state.confirmed:
+        return Responsibility(
+            False, None, "brokers have not confirmed within the lease that this process is alive"
         )
-    if owner := view.owner_of(model):
-        return Answer(False, owner, f"{owner.process} owns it")
-    return _unowned(model, view)
+    if model in state.own:
+        return Responsibility(
+            is_open,
+            None,
+            "this process owns it" if is_open else "this process is about to have it, or to give it up",
+        )
+    if owner := state.owner_of(model):
+        return Responsibility(False, owner, f"{owner.process} owns it")
+    return _unowned(model, state)
 
 
-def _unowned(model: str, view: View) -> Answer:
-    claim = view.claims.get(model)
-    wanted = claim.process or claim.heir if claim else ""
-    heir = heir_of(model, list(view.members.values()), wanted)
+def _unowned(model: str, state: ClusterState) -> Responsibility:
+    claim = state.claims.get(model)
+    preferred = claim.process or claim.heir if claim else ""
+    heir = heir_of(model, list(state.members.values()), preferred)
     if heir is None:
-        return Answer(False, None, "no process owns it, and none that is not draining is there to")
-    if heir.name != view.me:
-        return Answer(False, heir.owner(), f"no process owns it, and {heir.name} is to")
-    if claim or model in view.known or model in view.waiting:
-        return Answer(False, None, "no process owns it, and this one is about to")
-    return Answer(True, None, "no process has heard of it, and this one would own it")
+        return Responsibility(False, None, "no process owns it, and none that is not draining is there to")
+    if heir.name != state.me:
+        return Responsibility(False, heir.owner(), f"no process owns it, and {heir.name} is to")
+    if claim or model in state.with_log or model in state.waiting:
+        return Responsibility(False, None, "no process owns it, and this one is about to")
+    return Responsibility(True, None, "no process has heard of it, and this one would own it")
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,9 @@ class Steps:
 
     Attributes:
         claim: to be claimed.
-        give_up: held ones, not to be held any more.
-        say_again: those whose claim the bucket does not know any more.
-        let_go: those said to be this process's, which it neither holds nor takes any more.
+        give_up: to be given up by this process.
+        say_again: to be written into the bucket again, which has lost their claims.
+        let_go: claimed by this process, which neither has nor takes them any more.
     """
 
     claim: dict[str, str] = field(default_factory=dict)
@@ -99,69 +103,66 @@ class Steps:
     let_go: dict[str, str] = field(default_factory=dict)
 
 
-def next_steps(view: View) -> Steps:
+def next_steps(state: ClusterState) -> Steps:
     """What a process is to do, given what it knows."""
-    if not view.confirmed:
+    if not state.confirmed:
         reason = (
             "brokers have not confirmed within the lease that this process is alive: another one may own it by now"
         )
-        return Steps(give_up=dict.fromkeys(sorted(view.held), reason))
+        return Steps(give_up=dict.fromkeys(sorted(state.own), reason))
     steps = Steps()
-    for model in sorted({*view.claims, *view.held, *view.known}):
-        if model in view.held:
-            _keep(view, model, steps)
-        elif reason := claim_reason(view, model):
+    for model in sorted({*state.claims, *state.own, *state.with_log}):
+        if model in state.own:
+            _keep(state, model, steps)
+        elif reason := claim_reason(state, model):
             steps.claim[model] = reason
-        elif _is_left_over(view, model):
+        elif _is_left_over(state, model):
             steps.let_go[model] = "this process is draining"
-        elif _is_forgotten(view, model):
+        elif _is_forgotten(state, model):
             steps.say_again[model] = "the bucket does not know what this process knows"
     return steps
 
 
-def claim_reason(view: View, model: str) -> str:
-    """Why a process is to claim a model that it does not hold; empty if it is not to."""
-    if view.owner_of(model) or model in view.waiting:
+def claim_reason(state: ClusterState, model: str) -> str:
+    """Why a process is to claim a model that it does not have; empty if it is not to."""
+    if state.owner_of(model) or model in state.waiting:
         return ""
-    claim, heir = view.claims.get(model), heir_of(model, list(view.members.values()), _wanted(view, model))
-    if heir is None or heir.name != view.me:
+    claim, heir = state.claims.get(model), heir_of(model, list(state.members.values()), _preferred(state, model))
+    if heir is None or heir.name != state.me:
         return ""
     if claim is None:
         return "no process has it"
-    if claim.process == view.me:
+    if claim.process == state.me:
         return "this process had it before"
     if claim.owner:
         return f"{claim.process} had it, and was not heard of within the lease"
-    return "it was given up" + (" for this process" if claim.heir == view.me else "")
+    return "it was given up" + (" for this process" if claim.heir == state.me else "")
 
 
-def _wanted(view: View, model: str) -> str:
+def _preferred(state: ClusterState, model: str) -> str:
     """Who is to have a model whatever its order: who had it before, or for whom it was given up."""
-    claim = view.claims.get(model)
+    claim = state.claims.get(model)
     if claim is None:
         return ""
-    return view.me if claim.process == view.me else claim.heir
+    return state.me if claim.process == state.me else claim.heir
 
 
-def _keep(view: View, model: str, steps: Steps) -> None:
-    held, latest, stored = view.held[model], view.claims.get(model), view.stored.get(model)
-    if latest is not None and latest != held and latest.counts_before(held):
-        steps.give_up[model] = _lost_reason(latest.process)
-    elif stored is None or held.counts_before(stored):
+def _keep(state: ClusterState, model: str, steps: Steps) -> None:
+    own, latest, stored = state.own[model], state.claims.get(model), state.stored.get(model)
+    if latest is not None and latest != own and latest.counts_before(own):
+        by = f"{latest.process} has claimed it since" if latest.process else "it was given up in its name"
+        steps.give_up[model] = by
+    elif stored is None or own.counts_before(stored):
         steps.say_again[model] = "the bucket was lost, or is of before it was claimed"
 
 
-def _is_left_over(view: View, model: str) -> bool:
+def _is_left_over(state: ClusterState, model: str) -> bool:
     """Whether others wait for this process to have a model which it is not going to take."""
-    claim, me = view.claims.get(model), view.members.get(view.me)
-    return claim is not None and claim.process == view.me and me is not None and me.draining
+    claim, me = state.claims.get(model), state.members.get(state.me)
+    return claim is not None and claim.process == state.me and me is not None and me.draining
 
 
-def _is_forgotten(view: View, model: str) -> bool:
+def _is_forgotten(state: ClusterState, model: str) -> bool:
     """Whether the bucket has forgotten a claim: its owner, started anew, may not know that it is one."""
-    claim = view.claims.get(model)
-    return claim is not None and claim.counts_before(view.stored.get(model))
-
-
-def _lost_reason(process: str) -> str:
-    return f"{process} has claimed it since" if process else "it was given up in its name"
+    claim = state.claims.get(model)
+    return claim is not None and claim.counts_before(state.stored.get(model))

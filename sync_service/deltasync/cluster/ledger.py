@@ -18,30 +18,37 @@ from deltasync.cluster.bucket import (
     of_consumer,
     of_member,
 )
+from deltasync.cluster.bucket_copy import BucketCopy
 from deltasync.cluster.member import Claim, Member, OwnershipOptions
-from deltasync.cluster.table import Table
 
 
 class Ledger:
-    """What the processes have written down, and what this one writes. Every write is a comparison with what the
-    table says, so that nobody's entry is replaced unseen. In the event loop.
+    """What the processes have written down, and what this one writes. Every write is a comparison with the
+    copy of the bucket: nobody's entry is replaced unseen. In the event loop.
 
-    Writing raises `Changed` if the table is behind the bucket, and `ServiceUnavailable` if brokers do not answer.
+    Writing raises `Changed` if the copy is behind the bucket, and `ServiceUnavailable` if brokers do not answer.
 
     Attributes:
-        stale: whether the table may be behind: it is to be read again.
+        stale: whether the copy may be behind: it is to be read again.
     """
 
-    def __init__(self, bucket: Bucket, table: Table, events: Events, clock_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        copy: BucketCopy,
+        events: Events,
+        clock_ns: Callable[[], int],
+        changed: asyncio.Event,
+    ) -> None:
+        """`changed` is set after each change of the copy."""
         self.stale = True
-        self._bucket, self._table, self._events, self._clock_ns = bucket, table, events, clock_ns
-        self._seen: Callable[[], None] = lambda: None
+        self._bucket = bucket
+        self._copy = copy
+        self._events = events
+        self._clock_ns = clock_ns
+        self._changed = changed
         self._read = asyncio.Event()
         self._read.set()
-
-    def on_change(self, seen: Callable[[], None]) -> None:
-        """Have it called after each change of the table."""
-        self._seen = seen
 
     async def read(self) -> None:
         """Read all of the bucket, and follow it from there.
@@ -51,7 +58,7 @@ class Ledger:
         """
         await self._read.wait()
         self._read.clear()
-        self._table.restart()
+        self._copy.restart()
         self.stale = True
         try:
             await self._bucket.follow(self._see)
@@ -82,22 +89,22 @@ class Ledger:
     async def _write(self, key: str, value: bytes) -> int:
         await self._read.wait()
         try:
-            revision = await self._bucket.put(key, value, self._table.revision(key))
+            revision = await self._bucket.put(key, value, self._copy.revision(key))
         except Changed:
             self.stale = True
-            self._seen()
+            self._changed.set()
             raise
         self._see(Entry(key, value, revision), followed=False)
         return revision
 
     def _see(self, entry: Entry, *, followed: bool = True) -> None:
         if followed:
-            self._table.follow(entry)
+            self._copy.follow(entry)
         try:
-            self._table.see(entry, self._clock_ns())
+            self._copy.see(entry, self._clock_ns())
         except InvalidInput as error:
             self._events.emit(EventKind.FAILED, "an entry of the owners of models is not understood", error)
-        self._seen()
+        self._changed.set()
 
 
 # So often the bucket is read anew because another process has written the same name.
@@ -107,8 +114,8 @@ _TRIES = 3
 class ConsumerNames:
     """The names reserved by this process, for the models that it owns. In the event loop."""
 
-    def __init__(self, ledger: Ledger, table: Table) -> None:
-        self._ledger, self._table = ledger, table
+    def __init__(self, ledger: Ledger, copy: BucketCopy) -> None:
+        self._ledger, self._copy = ledger, copy
         self._reserved = dict[str, str]()
 
     async def reserve(self, name: str, model: str) -> None:
@@ -119,7 +126,7 @@ class ConsumerNames:
             ServiceUnavailable: brokers do not answer.
         """
         for _ in range(_TRIES):
-            follows = self._table.consumers.get(name, model)
+            follows = self._copy.consumers.get(name, model)
             if follows != model:
                 raise Contradiction(f"consumer {name!r} follows another model", detail=f": {follows!r}")
             if await self._wrote(name, model):
@@ -147,7 +154,7 @@ class ConsumerNames:
         """What the bucket does not know of the consumers of models owned here: the model of each, empty for those
         that are no more.
         """
-        stored = self._table.stored_consumers
+        stored = self._copy.stored_consumers
         unsaid = {name: model for name, model in self._reserved.items() if model in owned and name not in stored}
         left = {name for name, model in stored.items() if model in owned and self._reserved.get(name) != model}
         return unsaid | dict.fromkeys(left, "")
@@ -157,7 +164,7 @@ class ConsumerNames:
         await self._wrote(name, model)
 
     async def _wrote(self, name: str, model: str) -> bool:
-        if self._table.stored_consumers.get(name, "") == model:
+        if self._copy.stored_consumers.get(name, "") == model:
             return True
         try:
             await self._ledger.write_consumer(name, model)
@@ -179,12 +186,15 @@ class Heartbeat:
         options: OwnershipOptions,
         me: Member,
         ledger: Ledger,
-        table: Table,
+        copy: BucketCopy,
         events: Events,
         clock_ns: Callable[[], int],
     ) -> None:
         self.me = me
-        self._options, self._ledger, self._table, self._events = options, ledger, table, events
+        self._options = options
+        self._ledger = ledger
+        self._copy = copy
+        self._events = events
         self._clock_ns = clock_ns
         self._said_ns: int | None = None
         self._confirmed_ns: int | None = None
@@ -225,7 +235,7 @@ class Heartbeat:
         self.me = replace(self.me, models=models)
         try:
             # In a bucket made anew, it may be at a lower revision than what was followed of the one before.
-            if self._ledger.stale or self._table.followed(key_of(PROCESS, self.me.name)) != self._revision:
+            if self._ledger.stale or self._copy.followed(key_of(PROCESS, self.me.name)) != self._revision:
                 await self._ledger.read()
             self._revision = await self._write()
             self._confirmed_ns = began_ns
@@ -252,7 +262,7 @@ class Heartbeat:
         return await self._ledger.write_member(self.me)
 
     def _give_way(self) -> None:
-        me, other = self.me, self._table.member(self.me.name)
+        me, other = self.me, self._copy.member(self.me.name)
         if other and other.run != me.run and (other.started, other.run) > (me.started, me.run):
             self._superseded = True
             raise Contradiction(f"another process was started as {me.name!r}, at {other.grpc}: names must differ")

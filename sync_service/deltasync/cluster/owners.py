@@ -61,7 +61,7 @@ class Owners(Protocol):
         """
 
     async def move(self, model: str, to: str) -> None:
-        """Save a model (`Models.save`), and give it up for another process to take.
+        """Save a model (`Host.save`), and give it up for another process to take.
 
         Raises:
             NotOwner: this process does not own it.
@@ -72,7 +72,7 @@ class Owners(Protocol):
         """Give a model up that was found to be owned by another: its log refuses what this process appends."""
 
     async def forget(self, model: str) -> None:
-        """A model was deleted: nobody is to own it, until somebody claims it anew."""
+        """Remove the log of a model that was deleted; nobody owns it until somebody claims it anew."""
 
     async def reserve_consumer(self, name: str, model: str) -> None:
         """Have the name of a consumer for a model owned here. Again changes nothing.
@@ -99,8 +99,8 @@ class Owners(Protocol):
         """Give all models up, and leave."""
 
 
-class Models(Protocol):
-    """The service's side: what is done with a model when its owner changes."""
+class Host(Protocol):
+    """Takes models into this process and gives them up, as their owner changes."""
 
     async def take(self, model: str, owner: Owner) -> None:
         """Open its log as `owner`, fence others off it, and recover the tables. Its consumers are reserved here.
@@ -111,6 +111,9 @@ class Models(Protocol):
 
     async def give_up(self, model: str, reason: str) -> None:
         """End its streams, and close its log. Called, too, after `take` failed or was cancelled."""
+
+    async def forget(self, model: str) -> None:
+        """Remove the log of a model that was deleted, or was never published."""
 
     async def save(self, model: str) -> None:
         """Write a checkpoint, from which the next owner is quickly at the head. That it fails hinders no move."""

@@ -3,19 +3,19 @@
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 
-from deltasync.base.backoff import backoff
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import DeltasyncError, NotFound, NotOwner, Owner, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
-from deltasync.base.signals import first_of
+from deltasync.base.waiting import backoff, first_of
 from deltasync.cluster.bucket import Bucket, Changed
-from deltasync.cluster.decisions import Answer, Steps, answer_for, heir_of, next_after, next_steps
+from deltasync.cluster.bucket_copy import BucketCopy, ClusterState
+from deltasync.cluster.decisions import Responsibility, Steps, heir_of, next_after, next_steps, responsibility_for
 from deltasync.cluster.ledger import ConsumerNames, Heartbeat, Ledger
 from deltasync.cluster.member import Claim, Member, OwnershipOptions
-from deltasync.cluster.owners import Models
-from deltasync.cluster.table import Table, View
-from deltasync.cluster.transfer import Holds, State, Transfer
+from deltasync.cluster.owners import Host
+from deltasync.cluster.transfer import Stage, Tenures, Transfer
 
 # To read the bucket at the start, before this process gives up.
 _TRIES = 8
@@ -31,7 +31,7 @@ class Ownership:
         options: how it takes part.
         me: this process, under a name of its own.
         bucket: where processes say what they own.
-        models: the service's side: takes models, and gives them up.
+        host: takes models, and gives them up.
         events: told of what changes.
         clock_ns: nanoseconds, by a clock that nobody sets.
     """
@@ -41,24 +41,26 @@ class Ownership:
         options: OwnershipOptions,
         me: Member,
         bucket: Bucket,
-        models: Models,
+        host: Host,
         events: Events,
         clock_ns: Callable[[], int] = steady_ns,
     ) -> None:
-        self._options, self._models, self._events, self._clock_ns = options, models, events, clock_ns
-        self._table = Table(options.lease_ns)
-        self._ledger = Ledger(bucket, self._table, events, clock_ns)
-        self._holds = Holds(clock_ns)
-        self._beat = Heartbeat(options, me, self._ledger, self._table, events, clock_ns)
-        self._names = ConsumerNames(self._ledger, self._table)
+        self._options = options
+        self._host = host
+        self._events = events
+        self._clock_ns = clock_ns
+        self._copy = BucketCopy(options.lease_ns)
+        self._nudged = asyncio.Event()
+        self._ledger = Ledger(bucket, self._copy, events, clock_ns, self._nudged)
+        self._tenures = Tenures(clock_ns)
+        self._beat = Heartbeat(options, me, self._ledger, self._copy, events, clock_ns)
+        self._names = ConsumerNames(self._ledger, self._copy)
         self._transfer = Transfer(
-            self._holds, self._ledger, self._table, models, events, self._me_as_owner, options.taking_at_once
+            self._tenures, self._ledger, self._copy, host, events, self._beat, options.taking_at_once
         )
-        self._known: frozenset[str] = frozenset()
+        self._with_log: frozenset[str] = frozenset()
         self._looked_ns: int | None = None
         self._started_ns = clock_ns()
-        self._nudged = asyncio.Event()
-        self._ledger.on_change(self._nudged.set)
         self._saying: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -78,33 +80,33 @@ class Ownership:
         Raises:
             NotOwner: it is not, or not yet; with the process to ask, where that is known.
         """
-        answer = self._answer(model)
+        answer = self._responsibility(model)
         if not answer.here:
             raise _not_owner(model, answer)
 
     def owner_of(self, model: str) -> Owner | None:
         """Who owns a model; None if nobody does, or whoever did is gone."""
-        return self._view().owner_of(model)
+        return self._state().owner_of(model)
 
     def models(self) -> Collection[str]:
         """The models that anybody is known to have or have had."""
-        return sorted({*self._table.claims, *self._known, *self._holds.names()})
+        return sorted({*self._copy.claims, *self._with_log, *self._tenures.names()})
 
     def model_of(self, consumer: str) -> str | None:
         """The model that a consumer follows; None if no such consumer is known."""
-        return self._table.consumers.get(consumer)
+        return self._copy.consumers.get(consumer)
 
     def consumers_of(self, model: str) -> Collection[str]:
         """The names of the consumers that are known to follow a model."""
-        return [name for name, of in self._table.consumers.items() if of == model]
+        return [name for name, of in self._copy.consumers.items() if of == model]
 
     def processes(self) -> Sequence[Member]:
         """The processes of the service that are alive, this one among them, by name."""
-        return list(({**self._table.living(self._clock_ns()), self.me.name: self.me}).values())
+        return list(({**self._copy.living(self._clock_ns()), self.me.name: self.me}).values())
 
     def gone(self) -> Sequence[Member]:
         """The processes that went silent for longer than the lease without saying goodbye, by name."""
-        return [each for each in self._table.silent(self._clock_ns()) if each.name != self.me.name]
+        return [each for each in self._copy.silent(self._clock_ns()) if each.name != self.me.name]
 
     async def claim(self, model: str) -> Owner:
         """Own a model, if this process has it, or is to have it: when this returns, it was taken.
@@ -113,9 +115,9 @@ class Ownership:
             NotOwner: another process has it or is to have it, or this one cannot take it now.
             ServiceUnavailable: brokers do not answer.
         """
-        answer, hold = self._answer(model), self._holds.get(model)
+        answer, tenure = self._responsibility(model), self._tenures.get(model)
         mine = answer.here or (answer.owner is None and self.confirmed and not self.me.draining)
-        if not mine or model in self._holds.waiting() or (hold and hold.leaving):
+        if not mine or model in self._tenures.waiting() or (tenure and tenure.leaving):
             raise _not_owner(model, answer)
         try:
             return await _ended(model, self._take(model, "it is opened here"))
@@ -123,7 +125,7 @@ class Ownership:
             if not self._ledger.stale:
                 raise
             await self._ledger.read()  # Which says who was first.
-            raise _not_owner(model, self._answer(model)) from error
+            raise _not_owner(model, self._responsibility(model)) from error
 
     async def release(self, model: str, to: str | None = None) -> None:
         """Give a model up, for another process to take: the one named, if it lives.
@@ -133,49 +135,50 @@ class Ownership:
             NotFound: no such process is alive, or it is draining.
         """
         heir = self._other(to) if to is not None else self._heir(model)
-        if self._holds.get(model) is None:
-            raise _not_owner(model, self._answer(model))
-        self._holds.wait(model, self._options.lease_seconds)
+        if self._tenures.get(model) is None:
+            raise _not_owner(model, self._responsibility(model))
+        self._tenures.wait(model, self._options.lease_seconds)
         words = f"for {heir} to have" if heir else "and nobody is there to have it"
         await asyncio.shield(self._transfer.leave(model, f"it is given away, {words}", heir))
 
     async def move(self, model: str, to: str) -> None:
-        """Save a model (`Models.save`), and give it up for another process to take.
+        """Save a model (`Host.save`), and give it up for another process to take.
 
         Raises:
             NotOwner: this process does not own it.
             NotFound: no such process is alive, or it is draining.
         """
         self._other(to)
-        if not self._holds.is_taken(model):
-            raise _not_owner(model, self._answer(model))
+        if not self._tenures.is_open(model):
+            raise _not_owner(model, self._responsibility(model))
         await self._save(model)
         await self.release(model, to)
 
     async def lost(self, model: str, reason: str) -> None:
         """Give a model up that was found to be owned by another: its log refuses what this process appends."""
-        if self._holds.get(model) is None:
+        if self._tenures.get(model) is None:
             return
-        self._holds.wait(model, self._options.lease_seconds)
+        self._tenures.wait(model, self._options.lease_seconds)
         self._ledger.stale = True
         await asyncio.shield(self._transfer.leave(model, reason))
         self._nudged.set()
 
     async def forget(self, model: str) -> None:
-        """A model was deleted: nobody is to own it, until somebody claims it anew.
+        """Remove the log of a model that was deleted; nobody owns it until somebody claims it anew.
 
         Raises:
             NotOwner: another process has claimed it.
             ServiceUnavailable: brokers do not answer.
         """
+        await self._host.forget(model)
         for name in self.consumers_of(model):
             await self._names.forget(name)
         try:
             await self._ledger.write_claim(model, None)
         except Changed as error:
             raise NotOwner(f"model {model!r}: its entry was changed by another process; try again") from error
-        self._known -= {model}
-        self._holds.drop(model)
+        self._with_log -= {model}
+        self._tenures.drop(model)
 
     async def reserve_consumer(self, name: str, model: str) -> None:
         """Have the name of a consumer for a model owned here. Again changes nothing.
@@ -198,9 +201,9 @@ class Ownership:
         """Take no more models, and give away those owned here, one after the other, each saved first."""
         self._events.emit(EventKind.PROCESS_DRAINING, process=self.me.name)
         self._beat.change(draining=True)
-        await self._beat.speak(len(self._holds.names()))
-        for model in self._holds.names():
-            if self._holds.is_taken(model):
+        await self._beat.speak(len(self._tenures.names()))
+        for model in self._tenures.names():
+            if self._tenures.is_open(model):
                 await self._save(model)
             with suppress(NotOwner):  # It was given up meanwhile.
                 await self.release(model)
@@ -220,7 +223,7 @@ class Ownership:
         """Give all models up, and leave."""
         self._beat.change(draining=True)
         tasks = [
-            self._transfer.leave(model, "the process ends", self._heir(model)) for model in self._holds.names()
+            self._transfer.leave(model, "the process ends", self._heir(model)) for model in self._tenures.names()
         ]
         await asyncio.gather(*tasks, return_exceptions=True)
         for task in filter(None, [self._running, self._saying]):
@@ -235,11 +238,11 @@ class Ownership:
         if (
             not self.confirmed
         ):  # Before it is confirmed again: it may have slept, and others have taken its models.
-            self._begin(next_steps(self._view()))
+            self._begin(next_steps(self._state()))
         if self._beat.due:
-            await self._beat.speak(len(self._holds.names()))
+            await self._beat.speak(len(self._tenures.names()))
             await self._look()
-        self._begin(next_steps(self._view()))
+        self._begin(next_steps(self._state()))
 
     async def _read_patiently(self) -> None:
         """Read the bucket, with retries: brokers that started with this process may still be electing a leader."""
@@ -262,9 +265,9 @@ class Ownership:
 
     def _forgive(self) -> None:
         """What another process has had since it was given up here may be taken again at once."""
-        for model in self._holds.waiting():
-            if (owner := self._view().owner_of(model)) and owner.process != self.me.name:
-                self._holds.forgive(model)
+        for model in self._tenures.waiting():
+            if (owner := self._state().owner_of(model)) and owner.process != self.me.name:
+                self._tenures.forgive(model)
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
@@ -275,17 +278,17 @@ class Ownership:
 
     async def _look(self) -> None:
         """Ask which models have a log, once in a lease."""
-        now_ns, deletions = self._clock_ns(), self._table.deletions
+        now_ns, deletions = self._clock_ns(), self._copy.deletions
         if self._looked_ns is not None and now_ns - self._looked_ns < self._options.lease_ns:
             return
         try:
-            known = frozenset(await self._models.known())
+            known = frozenset(await self._host.known())
         except DeltasyncError as error:
             self._events.emit(EventKind.FAILED, "asking brokers which models there are", error)
             return
         self._looked_ns = now_ns
-        if deletions == self._table.deletions:  # Else what they said may be of before.
-            self._known = known
+        if deletions == self._copy.deletions:  # Else what they said may be of before.
+            self._with_log = known
 
     def _begin(self, steps: Steps) -> None:
         for model, reason in steps.give_up.items():
@@ -304,7 +307,7 @@ class Ownership:
         return self._clock_ns() - self._started_ns >= self._options.beat_seconds * 1e9
 
     async def _say(self, steps: Steps) -> None:
-        taken = {model for model in self._holds.names() if self._holds.is_taken(model)}
+        taken = {model for model in self._tenures.names() if self._tenures.is_open(model)}
         with suppress(Changed, ServiceUnavailable):  # Then with the next beat; the heartbeat says what is wrong.
             for model in steps.say_again:
                 if claim := self._claim_to_say(model):
@@ -315,39 +318,40 @@ class Ownership:
                 await self._names.say(name, model)
 
     def _claim_to_say(self, model: str) -> Claim | None:
-        hold = self._holds.get(model)
-        if hold is None:
-            return self._table.claims.get(model)
-        return hold.claim if hold.state is State.TAKEN else None
+        tenure = self._tenures.get(model)
+        if tenure is None:
+            return self._copy.claims.get(model)
+        return tenure.claim if tenure.stage is Stage.OPEN else None
 
     def _take(self, model: str, reason: str) -> "asyncio.Task[Owner]":
-        if self._holds.get(model) is None:
+        if self._tenures.get(model) is None:
             self._names.drop(model)
-        return self._transfer.take(
-            model, reason, lambda: next_after(model, self.me.name, list(self._view().members.values()))
-        )
+        return self._transfer.take(model, reason, partial(self._next_after, model))
+
+    def _next_after(self, model: str) -> str:
+        return next_after(model, self.me.name, list(self._state().members.values()))
 
     async def _save(self, model: str) -> None:
         try:
-            await self._models.save(model)
+            await self._host.save(model)
         except DeltasyncError as error:
             self._events.emit(EventKind.FAILED, "saving a model before it moves", error, model=model)
 
-    def _view(self) -> View:
-        members = self._table.living(self._clock_ns())
-        return View(
+    def _state(self) -> ClusterState:
+        members = self._copy.living(self._clock_ns())
+        return ClusterState(
             me=self.me.name,
             confirmed=self.confirmed,
             members={**members, self.me.name: self.me},
-            claims=self._table.claims,
-            stored=self._table.stored,
-            held=self._holds.claims(),
-            known=self._known,
-            waiting=self._holds.waiting(),
+            claims=self._copy.claims,
+            stored=self._copy.stored,
+            own=self._tenures.claims(),
+            with_log=self._with_log,
+            waiting=self._tenures.waiting(),
         )
 
-    def _answer(self, model: str) -> Answer:
-        return answer_for(model, self._view(), taken=self._holds.is_taken(model))
+    def _responsibility(self, model: str) -> Responsibility:
+        return responsibility_for(model, self._state(), is_open=self._tenures.is_open(model))
 
     def _heir(self, model: str) -> str:
         others = [member for member in self.processes() if member.name != self.me.name]
@@ -360,9 +364,6 @@ class Ownership:
             raise NotFound(f"no process {name!r} to give a model to", detail=f"; there are {sorted(others)}")
         return name
 
-    def _me_as_owner(self, epoch: int) -> Owner:
-        return self.me.owner(epoch)
-
 
 async def _ended(model: str, task: "asyncio.Task[Owner]") -> Owner:
     """What a task comes to. If who waits is cancelled, the task goes on."""
@@ -372,5 +373,5 @@ async def _ended(model: str, task: "asyncio.Task[Owner]") -> Owner:
     return task.result()
 
 
-def _not_owner(model: str, answer: Answer) -> NotOwner:
+def _not_owner(model: str, answer: Responsibility) -> NotOwner:
     return NotOwner(f"model {model!r} is not answered for here: {answer.reason}", owner=answer.owner)

@@ -9,7 +9,7 @@ from typing import Any
 from deltasync.base.arguments import check_name
 from deltasync.base.clock import Moment, steady_ns
 from deltasync.base.errors import DeltasyncError, InvalidInput
-from deltasync.base.signals import Signal
+from deltasync.base.waiting import Signal
 from deltasync.base.words import LONGEST_TEXT, utc
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
@@ -168,7 +168,7 @@ class Verified:
     tables: Sequence[VerifiedTable]
 
 
-class Verification:
+class ReplicaVerification:
     """Of one replica, whichever stream it has. Used in the event loop.
 
     Attributes:
@@ -276,7 +276,7 @@ class Replica:
     unacked: int = 0
     unacked_ns: int = 0
     sent_number: int = 0
-    verification: Verification = field(default_factory=Verification)
+    verification: ReplicaVerification = field(default_factory=ReplicaVerification)
 
     def note_damage(self, tables: tuple[str, ...]) -> None:
         """Note of which tables it holds other bits than it was sent: anew, where these were right in between."""

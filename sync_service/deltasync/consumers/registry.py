@@ -38,47 +38,6 @@ from deltasync.core.position import Position
 from deltasync.log.log_store import Logs, LogStore
 from deltasync.log.records import pack_json, reading, unpack_json
 
-
-def offset_in(history: str, seal_of: Callable[[int], int], position: Position) -> int:
-    """The number of a position in `history`, where numbers have these seals (0 = not known); 0 if it is of another
-    history, or of another past.
-    """
-    if position.history != history:
-        return 0
-    seal = seal_of(position.number) if position.seal else 0
-    return position.number if seal in (0, position.seal) else 0
-
-
-def consumer_offset(replicas: Sequence[Replica], history: str, seal_of: Callable[[int], int]) -> int:
-    """What all of the fleet has: the lowest offset of its replicas, but for guests; 0 without replicas."""
-    fleet = [replica for replica in replicas if not replica.guest]
-    return min((offset_in(history, seal_of, replica.applied) for replica in fleet), default=0)
-
-
-def forgettable(replicas: Sequence[Replica], now_ns: int, retention_ns: int) -> list[str]:
-    """Replicas that have been away for longer than the retention; the last one of a fleet is kept.
-
-    `now_ns` is by `steady_ns`: nobody is forgotten because a clock was set.
-    """
-    present = [replica for replica in replicas if replica.stream is not None and not replica.guest]
-    away = [replica for replica in replicas if replica.stream is None]
-    away.sort(key=lambda replica: (replica.since_ns, replica.acked_unix_ns))
-    if not present:
-        away = away[:-1]
-    return [replica.name for replica in away if replica.since_ns < now_ns - retention_ns]
-
-
-def may_leave(replica: Replica | None, instance: str) -> Decision:
-    """Whether a replica of a name is forgotten once an instance of it says goodbye without a stream."""
-    if replica is None:
-        return Decision(False, "there is no replica of that name")
-    if instance and instance == replica.instance:
-        return Decision(True, "it has said goodbye")
-    if instance and not replica.instance and not replica.stream and not replica.left:
-        return Decision(True, "it has said goodbye, and none of its name has come since the service started")
-    return Decision(False, "another replica of that name has come")
-
-
 _LONGEST_INSTANCE = 64
 
 
@@ -87,7 +46,7 @@ class ConsumerRegistry:
 
     Attributes:
         consumers: these, by name.
-        elsewhere: what who asks for a consumer is told that another process has; None of one that nobody has.
+        elsewhere: makes the error for a consumer that another process owns, else returns None.
     """
 
     def __init__(
@@ -95,6 +54,7 @@ class ConsumerRegistry:
     ) -> None:
         self._logs = logs
         self._limits = limits or Limits()
+        self._limits.count("consumers", self._number)
         self._events = events
         self._creating = asyncio.Lock()
         self._retention_ns = int(replica_retention_seconds * 1e9)
@@ -143,6 +103,9 @@ class ConsumerRegistry:
             raise NotFound(f"no consumer {name!r}", detail=f"; consumers: {listed(self.consumers) or 'none yet'}")
         return self.consumers[name]
 
+    def _number(self) -> int:
+        return len(self.consumers)
+
     def of_model(self, model: str) -> list[Consumer]:
         """The consumers that follow a model."""
         return [consumer for consumer in self.consumers.values() if consumer.model == model]
@@ -170,8 +133,9 @@ class ConsumerRegistry:
                 raise Contradiction(f"consumer {name!r} exists with another policy: update it instead")
             if existing:
                 return existing
-            self._limits.check("consumers", len(self.consumers) + 1)
-            pause = _first_pause(self.quarantine_of(model))
+            self._limits.check_more("consumers")
+            quarantine = self.quarantine_of(model)
+            pause = Pause.now(ITSELF, quarantine=quarantine) if quarantine else None
             consumer = Consumer(name, model, time.time_ns(), policy, pause=pause)
             await self._write(consumer, policy, pause)
             self.consumers[name] = consumer
@@ -307,7 +271,10 @@ class ConsumerRegistry:
         self._note_taken_over(consumer, replica, instance, by)
         consumer.replicas[name] = replica
         _end_stream(replica)
-        replica.stream, replica.instance, replica.since_ns, replica.by = stream, instance, steady_ns(), by
+        replica.stream = stream
+        replica.instance = instance
+        replica.since_ns = steady_ns()
+        replica.by = by
         consumer.signal.wake()
         return replica
 
@@ -335,7 +302,9 @@ class ConsumerRegistry:
         """
         if replica.stream is not stream:
             return
-        replica.stream, replica.since_ns, replica.left = None, steady_ns(), why
+        replica.stream = None
+        replica.since_ns = steady_ns()
+        replica.left = why
         nobody = not (replica.has_held or expected)
         if (forget or nobody or replica.guest) and self.consumers.get(consumer.name) is consumer:
             self._forget(consumer, replica.name)
@@ -425,8 +394,44 @@ class ConsumerRegistry:
         return self._logs.of(consumer.model).put(f"consumer/{consumer.name}", pack_json(record))
 
 
-def _first_pause(quarantine: Quarantine | None) -> Pause | None:
-    return Pause.now(ITSELF, quarantine=quarantine) if quarantine else None
+def offset_in(history: str, seal_of: Callable[[int], int], position: Position) -> int:
+    """The number of a position in `history`, where numbers have these seals (0 = not known); 0 if it is of another
+    history, or of another past.
+    """
+    if position.history != history:
+        return 0
+    seal = seal_of(position.number) if position.seal else 0
+    return position.number if seal in (0, position.seal) else 0
+
+
+def consumer_offset(replicas: Sequence[Replica], history: str, seal_of: Callable[[int], int]) -> int:
+    """What all of the fleet has: the lowest offset of its replicas, but for guests; 0 without replicas."""
+    fleet = [replica for replica in replicas if not replica.guest]
+    return min((offset_in(history, seal_of, replica.applied) for replica in fleet), default=0)
+
+
+def forgettable(replicas: Sequence[Replica], now_ns: int, retention_ns: int) -> list[str]:
+    """Replicas that have been away for longer than the retention; the last one of a fleet is kept.
+
+    `now_ns` is by `steady_ns`: nobody is forgotten because a clock was set.
+    """
+    present = [replica for replica in replicas if replica.stream is not None and not replica.guest]
+    away = [replica for replica in replicas if replica.stream is None]
+    away.sort(key=lambda replica: (replica.since_ns, replica.acked_unix_ns))
+    if not present:
+        away = away[:-1]
+    return [replica.name for replica in away if replica.since_ns < now_ns - retention_ns]
+
+
+def may_leave(replica: Replica | None, instance: str) -> Decision:
+    """Whether a replica of a name is forgotten once an instance of it says goodbye without a stream."""
+    if replica is None:
+        return Decision(False, "there is no replica of that name")
+    if instance and instance == replica.instance:
+        return Decision(True, "it has said goodbye")
+    if instance and not replica.instance and not replica.stream and not replica.left:
+        return Decision(True, "it has said goodbye, and none of its name has come since the service started")
+    return Decision(False, "another replica of that name has come")
 
 
 def _end_stream(replica: Replica) -> None:

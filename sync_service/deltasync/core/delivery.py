@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from deltasync.base.numbered import Numbered
 from deltasync.core.digests import RowDigests, row_digests
 from deltasync.core.rows import Ids, Mask, Values
-from deltasync.core.tables import EncodedSpec, TableKind, TableSpec
+from deltasync.core.tables import EncodedSpec, Numbered, TableKind, TableSpec
 from deltasync.core.value_types import Distances, Encoded, ValueType, compare_bits, compare_values, own_type
 
 

@@ -7,10 +7,9 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from deltasync.base.errors import InvalidInput
-from deltasync.base.numbered import Numbered
 from deltasync.base.words import counted
 from deltasync.core.delivery import Delivery, Mode
-from deltasync.core.tables import ID_TYPE, TableSpec
+from deltasync.core.tables import ID_TYPE, Numbered, TableSpec
 from deltasync.core.value_types import ValueType, sent_as
 
 T = TypeVar("T")

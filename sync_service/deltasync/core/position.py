@@ -1,5 +1,6 @@
-"""Points of a history, and whether a replica can go on from one."""
+"""Points of a history, whether a replica can go on from one, and ids of the runs that make history."""
 
+import re
 import uuid
 from dataclasses import dataclass, field
 
@@ -24,6 +25,11 @@ class Position:
 
 
 NOWHERE = Position()
+
+# A trainer begins another run when it is resharded or goes back to a checkpoint. The ids show that the runs are of
+# one trainer: one that was superseded cannot return under another run. Nobody chooses an id of this form by
+# chance.
+_LATER_RUN = re.compile(r"([0-9a-f]{32})\+[1-9][0-9]*")
 
 
 def resume(
@@ -94,3 +100,19 @@ def reaches(held: Position, wanted: Position) -> bool:
         return True
     discarded = held.number == wanted.number and held.seal and wanted.seal
     return held.history == wanted.history and held.number >= wanted.number and not discarded
+
+
+def later_run_id(first: str, number: int) -> str:
+    """The id of a trainer's later run, made from the id of its first one (32 hexadecimal digits).
+
+    Args:
+        first: the id of the first run.
+        number: how many runs the trainer began since.
+    """
+    return f"{first}+{number}" if number else first
+
+
+def first_run_id(run: str) -> str:
+    """The id of the first run of the trainer whose run has this id."""
+    found = _LATER_RUN.fullmatch(run)
+    return found[1] if found else run

@@ -84,11 +84,11 @@ class PreCopy:
 
 
 class _Walk:
-    """One table: how far the round has come, from row 0 on."""
+    """One table: how far the round has come, from slot 0 on."""
 
     def __init__(self, table: StampedTable, after: int) -> None:
         self.table = table
-        # Rows before `position` were copied as of number `began` or later, the others as of `since`.
+        # Rows in slots before `position` were copied as of number `began` or later, the others as of `since`.
         self.position, self.began, self.since = 0, after, after
         self.copied = 0
 
@@ -97,7 +97,7 @@ class _Walk:
         """How many rows are left: never too few."""
         counts = self.table.counts
         again = counts.after(self.began) if self.position else 0
-        if self.position >= self.table.spec.rows:
+        if self.position >= self.table.slots:
             return again
         return min(counts.rows, max(0, counts.after(self.since) - self.copied) + again)
 
@@ -106,26 +106,27 @@ class _Walk:
         table, most = self.table, max(1, nbytes // self.table.spec.row_bytes)
         if not self.position:
             self.began = table.counts.newest
-        found, count = [np.zeros(0, np.int64)], 0
-        while count < most and self.position < table.spec.rows:
-            last = min(table.spec.rows, self.position + max(most, _WINDOW_ROWS))
-            ids = table.changed_in(self.position, last, self.since)
+        windows, count = [np.zeros(0, np.int64)], 0
+        while count < most and self.position < table.slots:
+            last = min(table.slots, self.position + max(most, _WINDOW_ROWS))
+            slots = table.changed_in(self.position, last, self.since)
             self.position = last
-            if count + len(ids) > most:
-                ids = ids[: most - count]
-                self.position = int(ids[-1]) + 1
-            found.append(ids)
-            count += len(ids)
+            if count + len(slots) > most:
+                slots = slots[: most - count]
+                self.position = int(slots[-1]) + 1
+            windows.append(slots)
+            count += len(slots)
         self.copied += count
-        return np.concatenate(found)
+        return table.ids_of(np.concatenate(windows))
 
     def rest(self) -> Ids:
         """The rows that are left ([n], ascending)."""
         if not self.position:  # The index has the ids of the newest changes: it need not read stamps.
             return self.table.changed_since(self.since)
-        again = self.table.changed_in(0, self.position, self.began)
-        return np.concatenate([again, self.table.changed_in(self.position, self.table.spec.rows, self.since)])
+        table, position = self.table, self.position
+        again = table.changed_in(0, position, self.began)
+        return table.ids_of(np.concatenate([again, table.changed_in(position, table.slots, self.since)]))
 
     def begin_again(self) -> None:
-        """Go on from row 0 with the rows that have changed since the walk began."""
+        """Go on from slot 0 with the rows that have changed since the walk began."""
         self.position, self.since, self.copied = 0, self.began, 0

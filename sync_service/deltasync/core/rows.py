@@ -51,6 +51,8 @@ class RowBatch:
         digests: [n] uint64, the digests of the rows, see `core.digests`; None where they were not made. Of the
             shard's columns, or, of rows that are encoded, of these as replicas hold them.
         deleted: the rows are no more. Their values are zeros, as of rows that never were, and are not sent.
+        encoded: the `Rows` message that has just these rows, of which the arrays are views: it goes to the log and
+            to replicas as it came. None where there is none yet.
     """
 
     shard: Shard
@@ -59,6 +61,7 @@ class RowBatch:
     norms: Norms | None = None
     deleted: bool = False
     digests: RowDigests | None = None
+    encoded: memoryview | None = None
 
     @classmethod
     def deletes(cls, shard: Shard, ids: ArrayLike) -> "RowBatch":
@@ -107,17 +110,13 @@ class RowBatch:
 
     def with_values(self, table: TableSpec, values: Values, norms: Norms | None = None) -> "RowBatch":
         """The same rows of a whole table in another form: encoded, or decoded."""
-        return replace(self, shard=Shard.whole(table), values=values, norms=norms, digests=None)
+        return replace(self, shard=Shard.whole(table), values=values, norms=norms, digests=None, encoded=None)
 
     def digested(self) -> "RowBatch":
         """The same rows, with their digests; those of deleted rows are 0, and not made."""
         if self.deleted or self.digests is not None:
             return self
-        return replace(self, digests=row_digests(self.values, self.shard.col_offset))
-
-    def undigested(self, ids: Ids, values: Values) -> "RowBatch":
-        """The same rows without digests, in arrays that hold the same."""
-        return RowBatch(self.shard, ids, values, self.norms, self.deleted)
+        return replace(self, digests=row_digests(self.values, self.shard.col_offset), encoded=None)
 
     def blocks(self, rows: int) -> Iterator["RowBatch"]:
         """All rows in order, so many at a time, as views."""

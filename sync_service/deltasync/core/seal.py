@@ -10,8 +10,7 @@ from itertools import islice, takewhile
 from numbers import Integral
 from typing import Any
 
-from deltasync.base.clock import steady_ns
-from deltasync.base.durations import LONG_BOUNDS, Durations
+from deltasync.base.clock import LONG_BOUNDS, Durations, steady_ns
 from deltasync.base.errors import InvalidInput
 
 

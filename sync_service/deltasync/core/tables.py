@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.base.arguments import check_type
 from deltasync.base.errors import InvalidInput
-from deltasync.base.numbered import Numbered
 
 ID_TYPE = np.dtype("<i8")
 DIGEST_TYPE = np.dtype("<u8")
@@ -19,6 +20,31 @@ STATE_TYPES = (*VALUE_TYPES, *(np.dtype(each) for each in ("<f8", "<i8", "<i4", 
 MAX_ROWS = 2**40
 MAX_DIM = 2**16
 MAX_NAME = 512
+
+
+class Numbered(Enum):
+    """An enum whose members are declared as name, number, and what else belongs to one.
+
+    Attributes:
+        value: the name, as people write it; `kind(name)` finds the member.
+        number: what it is in messages, in which 0 is nothing said.
+    """
+
+    _value_: str
+    number: Any  # The stubs have a type of their own for the numbers of each enum.
+
+    # Type checkers take `kind(name)` for a call of this: hence the default.
+    def __new__(cls, name: str, number: int = 0, *_: object) -> Self:
+        """A member."""
+        member = object.__new__(cls)
+        member._value_ = name
+        member.number = number
+        return member
+
+    @classmethod
+    def of_number(cls, number: int) -> Self | None:
+        """The member that has a number, or None."""
+        return next((member for member in cls if member.number == number), None)
 
 
 class TableKind(Numbered):

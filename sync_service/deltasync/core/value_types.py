@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.base.errors import InvalidInput
-from deltasync.base.numbered import Numbered
 from deltasync.core.digests import RowDigests, row_digests, weights
 from deltasync.core.rows import BLOCK_ROWS, Ids, Mask, Values
-from deltasync.core.tables import VALUE_TYPES, EncodedSpec, TableSpec
+from deltasync.core.tables import VALUE_TYPES, EncodedSpec, Numbered, TableSpec
 from deltasync.kernels import half, int8, tbe
 from deltasync.kernels.distances import LARGEST_DISTANCE, compare_bytes, compare_fp16, compare_fp32
 from deltasync.kernels.tbe import SCALE_AND_BIAS_BYTES as SCALE_AND_BIAS_BYTES

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -13,10 +14,9 @@ from deltasync.access.limits import Limits
 from deltasync.base.clock import steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import Contradiction, DeltasyncError, NotPermitted, ServiceUnavailable, Superseded
-from deltasync.base.events import EventKind, described
+from deltasync.base.events import EventKind, error_text
 from deltasync.core.position import Position
 from deltasync.core.rows import DeleteRequest
-from deltasync.core.seal import Seal
 from deltasync.core.tables import DIGEST_TYPE, TableSpec
 from deltasync.cuts.cut import Cut
 from deltasync.cuts.runs import Run, may_join, may_publish
@@ -26,117 +26,10 @@ from deltasync.log.log_store import LogFull
 _MIB = 1 << 20
 # A cut that a log refuses as full, though room was made for it so often, has none.
 MOST_TRIES = 3
-
-
-class Tries:
-    """How often the full log has refused one cut, though room was made for it each time."""
-
-    def __init__(self) -> None:
-        self._step: int | None = None
-        self._tries = 0
-        self._room = False
-
-    def note_room(self) -> None:
-        """Note that the log has as much room as can be made."""
-        self._room = True
-
-    def count(self, step: int, log_bytes: int, capacity: int) -> int:
-        """Count one of the cut of a step, of which so many bytes have arrived: how many there were of it.
-
-        A small one is refused for what others have in the log, and will find room.
-        """
-        large = log_bytes > capacity // 4
-        self._tries = self._tries + 1 if self._room and step == self._step and large else 0
-        self._step, self._room = step, False
-        return self._tries
-
-
-def whole_bytes(tables: Iterable[TableSpec]) -> int:
-    """What all rows of some tables take in the log, bytes: ids, values and digests."""
-    return sum(table.rows * (table.row_bytes + DIGEST_TYPE.itemsize) for table in tables)
-
-
-def first_cut_fits(tables: Iterable[TableSpec], capacity: int) -> Decision:
-    """Whether the first cut of a model, which has every row of its tables, fits a log.
-
-    Args:
-        tables: of the model.
-        capacity: bytes of rows that the log takes.
-    """
-    needed = whole_bytes(tables)
-    if needed <= capacity:
-        return Decision(True, f"every row takes {needed} bytes of a log that has room for {capacity}")
-    return Decision(False, f"every row of its tables takes {needed} bytes in the log, {_room(capacity, needed)}")
-
-
-def cut_fits(step: int, log_bytes: int, capacity: int, tables: Iterable[TableSpec], tries: int = 0) -> Decision:
-    """Whether a cut that is arriving fits a log.
-
-    Args:
-        step: of the cut.
-        log_bytes: what has arrived of it takes in the log, or more with what the log adds.
-        capacity: bytes of rows that the log takes.
-        tables: of its run, of which it may have every row.
-        tries: how often the log was too full for it since room was made for all that can be.
-    """
-    if log_bytes <= capacity and tries < MOST_TRIES:
-        return Decision(True, f"{log_bytes} bytes of a log that has room for {capacity}")
-    said = f"what has arrived of the cut of step {step} takes {log_bytes} bytes in the log"
-    return Decision(False, f"{said}, {_room(capacity, max(log_bytes, whole_bytes(tables)))}")
-
-
-def enough(needed: int) -> int:
-    """A value of `--log-max-bytes` with which a cut of so many bytes, in chunks that are not small, has room."""
-    return -(-(needed * 6 // 5 + _MIB) // _MIB) * _MIB
-
-
-def _room(capacity: int, needed: int) -> str:
-    return (
-        f"which has room for {capacity}: restart the service with --log-max-bytes {enough(needed)} or more, if "
-        "its volume has room for that beside the tables"
-    )
-
-
 # A cut is given up once no rank of its run has been there for so long.
 _FORSAKEN_SECONDS = 60.0
-
-
-class RankSession(Protocol):
-    """The stream of a rank, as far as others look at it.
-
-    Attributes:
-        tables: what its run publishes.
-        process: which process it is, as it says itself.
-        takes_deletes: whether it meets requests to delete rows.
-        ended: the stream is over; a newer one has not begun.
-        finished: the rank has said that it publishes nothing more.
-        since_ns: when it began, or ended if it has, by `steady_ns`.
-        left: why it has ended; empty if it has not.
-    """
-
-    tables: list[TableSpec]
-    process: str
-    takes_deletes: bool
-    ended: bool
-    finished: bool
-    since_ns: int
-    left: str
-
-
 # So many runs are known to have been taken over.
 _EARLIER_RUNS = 1_000
-
-
-@dataclass
-class OpenCut:
-    """The cut under way, and what its ranks wait for."""
-
-    cut: Cut
-    sealed: asyncio.Future[Position]
-
-
-async def _nothing() -> None:
-    """Nobody waits for the first version of a model that is there."""
 
 
 class CutCoordinator:
@@ -144,18 +37,22 @@ class CutCoordinator:
 
     Attributes:
         streams: how many there are of ranks, let in or not, of a model of which nothing is published.
-        whenever_sealed: awaited after each cut that is sealed, before its ranks are told; raises nothing.
+        whenever_sealed: awaited after each cut that is sealed, before its ranks are told; raises nothing. Adds a
+            model whose first version this is; None if nothing waits for that.
     """
 
     def __init__(self, sealer: CutSealer, tasks: asyncio.TaskGroup, limits: Limits) -> None:
         self.sealer = sealer
         self.streams = 0
-        self.whenever_sealed: Callable[[], Awaitable[None]] = _nothing
+        self.whenever_sealed: Callable[[], Awaitable[None]] | None = None
         self.announced = AnnouncedTables(sealer.model, limits)
-        self.model, self.deletes, self.events = sealer.model, sealer.deletes, sealer.events
+        self.model = sealer.model
+        self.deletes = sealer.deletes
+        self.events = sealer.events
         self._tasks = tasks
         self._refusal: Callable[[], DeltasyncError] | None = None
-        self.run = _run_of(self.model.seals.newest)
+        newest = self.model.seals.newest
+        self.run = Run(newest.run, newest.run_started_unix_ns, newest.world_size) if newest else None
         self._began_ns = steady_ns()
         # By id, and also those of before the service started: none of them may come back.
         before = [run for run, _ in groupby(seal.run for seal in self.model.seals)][:-1]
@@ -185,7 +82,7 @@ class CutCoordinator:
         self._take_over(run)
         self.announced.add(run, tables)
 
-    def cut_of(self, run: Run, step: int) -> OpenCut:
+    def cut_of(self, run: Run, step: int) -> "OpenCut":
         """The cut after `step`; a cut of an earlier step that was never finished is abandoned.
 
         Raises:
@@ -228,7 +125,7 @@ class CutCoordinator:
         if self._forsaken_at and now - self._forsaken_at >= _FORSAKEN_SECONDS:
             self.abandon("all ranks of its run have gone")
 
-    def check_room(self, current: OpenCut, full: LogFull | None = None) -> None:
+    def check_room(self, current: "OpenCut", full: LogFull | None = None) -> None:
         """Check that the log can ever take what has arrived of a cut, which may be too `full` for it now.
 
         Raises:
@@ -301,7 +198,8 @@ class CutCoordinator:
 
     async def retire(self, refusal: Callable[[], DeltasyncError] | None = None) -> None:
         """Let nobody in any more: the model is deleted; or gone, and this is what ranks are told."""
-        self._refusal = refusal or self._deleted
+        text = f"model {self.model.name!r} has just been deleted; reconnect"
+        self._refusal = refusal or partial(ServiceUnavailable, text)
         self.abandon("its model is not here any more")
         await self.drain()
 
@@ -319,7 +217,7 @@ class CutCoordinator:
                 self.model.failure = decision.reason
                 raise Contradiction(f"model {self.model.name!r}: {decision.reason}")
 
-    def _give_up(self, current: OpenCut, error: Exception) -> None:
+    def _give_up(self, current: "OpenCut", error: Exception) -> None:
         """Have a cut fail, of which the log is to have nothing any more."""
         _fail(current, error)
         if current.cut.version > self.model.seals.newest_version:
@@ -331,9 +229,6 @@ class CutCoordinator:
     def _check_there(self) -> None:
         if self._refusal:
             raise self._refusal()
-
-    def _deleted(self) -> DeltasyncError:
-        return ServiceUnavailable(f"model {self.model.name!r} has just been deleted; reconnect")
 
     def _check(self, run: Run) -> Decision:
         self._check_there()
@@ -369,7 +264,7 @@ class CutCoordinator:
             self._began_ns = steady_ns()
         self.run = run
 
-    async def _seal(self, current: OpenCut) -> None:
+    async def _seal(self, current: "OpenCut") -> None:
         try:
             position = await self.sealer.seal(current.cut, self.announced)
         except LogFull as error:
@@ -382,21 +277,117 @@ class CutCoordinator:
             step = current.cut.step
             self.sealer.say_failed(f"the cut of step {step} could not be sealed, and is to be sent again", error)
             text = f"the cut of step {step} could not be sealed, and is to be sent again"
-            _fail(current, ServiceUnavailable(text, detail=f": {described(error)}"))
+            _fail(current, ServiceUnavailable(text, detail=f": {error_text(error)}"))
         else:
             self.model.failure = ""
-            await self.whenever_sealed()
+            if self.whenever_sealed:
+                await self.whenever_sealed()
             current.sealed.set_result(position)
         finally:
             self.open_cut = None
             self.note_left()
 
 
+class Tries:
+    """How often the full log has refused one cut, though room was made for it each time."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._tries = 0
+        self._room = False
+
+    def note_room(self) -> None:
+        """Note that the log has as much room as can be made."""
+        self._room = True
+
+    def count(self, step: int, log_bytes: int, capacity: int) -> int:
+        """Count one of the cut of a step, of which so many bytes have arrived: how many there were of it.
+
+        A small one is refused for what others have in the log, and will find room.
+        """
+        large = log_bytes > capacity // 4
+        self._tries = self._tries + 1 if self._room and step == self._step and large else 0
+        self._step, self._room = step, False
+        return self._tries
+
+
+def whole_bytes(tables: Iterable[TableSpec]) -> int:
+    """What all rows of some tables take in the log, bytes: ids, values and digests."""
+    return sum(table.rows * (table.row_bytes + DIGEST_TYPE.itemsize) for table in tables)
+
+
+def first_cut_fits(tables: Iterable[TableSpec], capacity: int) -> Decision:
+    """Whether the first cut of a model, which has every row of its tables, fits a log.
+
+    Args:
+        tables: of the model.
+        capacity: bytes of rows that the log takes.
+    """
+    needed = whole_bytes(tables)
+    if needed <= capacity:
+        return Decision(True, f"every row takes {needed} bytes of a log that has room for {capacity}")
+    return Decision(False, f"every row of its tables takes {needed} bytes in the log, {_room(capacity, needed)}")
+
+
+def cut_fits(step: int, log_bytes: int, capacity: int, tables: Iterable[TableSpec], tries: int = 0) -> Decision:
+    """Whether a cut that is arriving fits a log.
+
+    Args:
+        step: of the cut.
+        log_bytes: what has arrived of it takes in the log, or more with what the log adds.
+        capacity: bytes of rows that the log takes.
+        tables: of its run, of which it may have every row.
+        tries: how often the log was too full for it since room was made for all that can be.
+    """
+    if log_bytes <= capacity and tries < MOST_TRIES:
+        return Decision(True, f"{log_bytes} bytes of a log that has room for {capacity}")
+    said = f"what has arrived of the cut of step {step} takes {log_bytes} bytes in the log"
+    return Decision(False, f"{said}, {_room(capacity, max(log_bytes, whole_bytes(tables)))}")
+
+
+def enough(needed: int) -> int:
+    """A value of `--log-max-bytes` with which a cut of so many bytes, in chunks that are not small, has room."""
+    return -(-(needed * 6 // 5 + _MIB) // _MIB) * _MIB
+
+
+def _room(capacity: int, needed: int) -> str:
+    return (
+        f"which has room for {capacity}: restart the service with --log-max-bytes {enough(needed)} or more, if "
+        "its volume has room for that beside the tables"
+    )
+
+
+class RankSession(Protocol):
+    """The stream of a rank, as far as others look at it.
+
+    Attributes:
+        tables: what its run publishes.
+        process: which process it is, as it says itself.
+        takes_deletes: whether it meets requests to delete rows.
+        ended: the stream is over; a newer one has not begun.
+        finished: the rank has said that it publishes nothing more.
+        since_ns: when it began, or ended if it has, by `steady_ns`.
+        left: why it has ended; empty if it has not.
+    """
+
+    tables: list[TableSpec]
+    process: str
+    takes_deletes: bool
+    ended: bool
+    finished: bool
+    since_ns: int
+    left: str
+
+
+@dataclass
+class OpenCut:
+    """The cut under way, and what its ranks wait for."""
+
+    cut: Cut
+    sealed: asyncio.Future[Position]
+
+
 def _fail(open_cut: OpenCut, error: Exception) -> None:
     if not open_cut.sealed.done():
         open_cut.sealed.set_exception(error)
         open_cut.sealed.exception()  # Marks it as seen: perhaps no rank is waiting any more.
-
-
-def _run_of(seal: Seal | None) -> Run | None:
-    return Run(seal.run, seal.run_started_unix_ns, seal.world_size) if seal else None

@@ -58,7 +58,7 @@ class NormGuard:
         for table in model.tables:
             if table.spec.name in names:
                 size, largest = max(1, _BYTES_AT_ONCE // table.spec.row_bytes), 0.0
-                for first in range(0, table.spec.rows, size):
+                for first in range(0, table.slots, size):
                     largest = max(largest, await model.on_thread(_largest_of, table, first, first + size))
                 self._largest[table.spec.name] = largest
 

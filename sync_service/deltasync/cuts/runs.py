@@ -4,9 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from deltasync.base.decision import Decision
-from deltasync.base.run_ids import first_run_id
 from deltasync.base.words import counted, utc
-from deltasync.core.position import Position
+from deltasync.core.position import Position, first_run_id
 from deltasync.core.seal import Seal
 
 # How far clocks of different machines may be apart.

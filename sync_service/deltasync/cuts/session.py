@@ -20,56 +20,14 @@ from deltasync.cuts.cut import ChangedRows, MissingRows, RankPart
 from deltasync.cuts.runs import Continuation, Run, continues
 from deltasync.log.log_store import LogFull, WriteQueue
 from deltasync.log.records import pack_layout, packed_bytes
-from deltasync.v1 import publish_pb2, tables_pb2
+from deltasync.v1 import publish_pb2
 from deltasync.wire.messages import (
     event_time_from_message,
     position_from_message,
     shards_from_open,
     table_from_message,
 )
-from deltasync.wire.row_messages import MAX_CHUNK_BYTES, decode_rows
-
-# Bounds the memory that an arriving part takes. Many small chunks, of a table each, are not waited for one by one.
-_MOST_BYTES = 16 << 20
-# What a small one takes in memory.
-_CHUNK_BYTES = 4096
-
-
-class UnwrittenChunks:
-    """Writes of a rank's part, in their order. Used in the event loop."""
-
-    def __init__(self, queue: WriteQueue) -> None:
-        """`queue` is what all have handed to the log: while that is full, this stream has nothing in it."""
-        self._queue = queue
-        self._writes: deque[tuple[Future[None], int]] = deque()
-        self._bytes = 0
-
-    def add(self, write: Future[None], size: int) -> None:
-        """Add a write of so many bytes."""
-        self._writes.append((write, max(size, _CHUNK_BYTES)))
-        self._bytes += self._writes[-1][1]
-
-    async def wait_for_room(self) -> None:
-        """Wait for the first of them until the others are not too much to hold, for one stream and for all.
-
-        Raises:
-            StorageFailed: one has failed.
-        """
-        while self._bytes > _MOST_BYTES or (self._writes and self._queue.full):
-            write, size = self._writes.popleft()
-            self._bytes -= size
-            if write.done():
-                write.result()
-            else:
-                await asyncio.wrap_future(write)
-
-    def take(self) -> tuple[Future[None], ...]:
-        """All of them, which are others' to wait for from now on."""
-        writes = tuple(write for write, _ in self._writes)
-        self._writes.clear()
-        self._bytes = 0
-        return writes
-
+from deltasync.wire.row_messages import MAX_CHUNK_BYTES, ReceivedRows, encoded
 
 # What takes long of an open, one after the other: the event loop's own threads are for those who are in.
 OPENS = ThreadPoolExecutor(1, thread_name_prefix="opens")
@@ -274,37 +232,48 @@ class PublishSession:
         newest = self._model.seals.newest_version
         return Position(self._model.history, newest, self._model.seals.checksum_of(newest))
 
-    async def take(self, part: publish_pb2.WholePart) -> Position:
-        """Take this rank's part, whole: see `add` and `close`."""
-        _check_size("part", sum(len(rows.ids) + len(rows.values) for rows in part.rows))
-        for number, rows in enumerate(part.rows, 1):
-            await self.add(part.close.step, rows)
-            if number % _ROWS_AT_ONCE == 0:  # Of so many tables, a part takes long: others have their turn.
-                await asyncio.sleep(0)
-        return await self.close(part.close)
+    async def take(self, received: ReceivedRows) -> Position | None:
+        """Take rows of this rank's part of a cut, and its close if that came with them.
 
-    async def add(self, step: int, rows: tables_pb2.Rows) -> None:
-        """Take some rows of this rank's part of the cut after `step`.
+        Returns:
+            What `close` returns; None if there was none.
 
         Raises:
             InvalidInput: the rows do not fit what the rank announced.
+            Damaged: rows do not fit their digests.
             Contradiction: the cut does not fit the log, however empty that is.
             Superseded: a newer stream, run or cut has taken over.
         """
-        batch = decode_rows(rows, self._shards)
-        _check_size("chunk", batch.nbytes)
+        size = sum(columns.size for _, columns in received.rows)
+        if size > MAX_CHUNK_BYTES:
+            what = f"a {'part' if received.close else 'chunk'} of {size} bytes of ids and values"
+            raise InvalidInput(f"{what}, at most {MAX_CHUNK_BYTES} are allowed")
+        for number, (slot, columns) in enumerate(received.rows, 1):
+            await self._add(received.step, slot, columns.rows_of(slot, self._shards))
+            if number % _ROWS_AT_ONCE == 0:  # Of so many tables, a part takes long: others have their turn.
+                await asyncio.sleep(0)
+        return await self.close(received.close) if received.close else None
+
+    async def _add(self, step: int, slot: int, batch: RowBatch) -> None:
         batch.check()
         batch.check_digests()
-        batch, norms = batch.digested(), self.coordinator.sealer.guard.look(batch)
+        batch = encoded(batch.digested())
+        norms = self.coordinator.sealer.guard.look(batch)
         if norms.excess and not self.coordinator.sealer.guard.quarantines:
             raise InvalidInput(f"{norms.excess}: the cut of step {step} is refused")
         if self._sealed_before(step) or self._closed_before(step):
             return
         open_cut, part = self._part_of(step)
-        part.add(rows.slot, batch)
+        part.add(slot, batch)
         part.note_norms(batch.table.name, norms)
         open_cut.cut.keep(part, batch)
-        self._append(open_cut, part, rows.slot, batch)
+        size = packed_bytes(batch)
+        part.log_bytes += size
+        self.coordinator.check_room(open_cut)
+        version = open_cut.cut.version
+        appended = self._model.store.append(version, self.rank, part.records, slot, batch, part.layout)
+        part.records += 1
+        self._unwritten.add(appended, size)
         # Last: while this waits, another stream may begin the part anew.
         try:
             await self._unwritten.wait_for_room()
@@ -408,19 +377,48 @@ class PublishSession:
             raise Superseded(f"version {newest} was sealed since this stream was opened: open it again")
         return MissingRows(self.changed)
 
-    def _append(self, current: OpenCut, part: RankPart, slot: int, rows: RowBatch) -> None:
-        index, part.records = part.records, part.records + 1
-        size = packed_bytes(rows)
-        part.log_bytes += size
-        self.coordinator.check_room(current)
-        appended = self._model.store.append(current.cut.version, self.rank, index, slot, rows, part.layout)
-        self._unwritten.add(appended, size)
-
     def _check_current(self) -> None:
         if self.coordinator.sessions.get(self.rank) is not self:
             raise Superseded(f"a newer stream of rank {self.rank}, or a newer run, has taken over")
 
 
-def _check_size(what: str, size: int) -> None:
-    if size > MAX_CHUNK_BYTES:
-        raise InvalidInput(f"a {what} of {size} bytes of ids and values, at most {MAX_CHUNK_BYTES} are allowed")
+# Bounds the memory that an arriving part takes. Many small chunks, of a table each, are not waited for one by one.
+_MOST_BYTES = 16 << 20
+# What a small one takes in memory.
+_CHUNK_BYTES = 4096
+
+
+class UnwrittenChunks:
+    """Writes of a rank's part, in their order. Used in the event loop."""
+
+    def __init__(self, queue: WriteQueue) -> None:
+        """`queue` is what all have handed to the log: while that is full, this stream has nothing in it."""
+        self._queue = queue
+        self._writes: deque[tuple[Future[None], int]] = deque()
+        self._bytes = 0
+
+    def add(self, write: Future[None], size: int) -> None:
+        """Add a write of so many bytes."""
+        self._writes.append((write, max(size, _CHUNK_BYTES)))
+        self._bytes += self._writes[-1][1]
+
+    async def wait_for_room(self) -> None:
+        """Wait for the first of them until the others are not too much to hold, for one stream and for all.
+
+        Raises:
+            StorageFailed: one has failed.
+        """
+        while self._bytes > _MOST_BYTES or (self._writes and self._queue.full):
+            write, size = self._writes.popleft()
+            self._bytes -= size
+            if write.done():
+                write.result()
+            else:
+                await asyncio.wrap_future(write)
+
+    def take(self) -> tuple[Future[None], ...]:
+        """All of them, which are others' to wait for from now on."""
+        writes = tuple(write for write, _ in self._writes)
+        self._writes.clear()
+        self._bytes = 0
+        return writes

@@ -101,8 +101,11 @@ SOURCES = _stamp(Path(__file__).parent)
 
 
 def readable(dtype: Type, dims: int = 2) -> Type:
-    """The type of a C-contiguous array that is only read, and may be read-only."""
-    return Type(f"Array({dtype}, {dims}, 'C', readonly=True)")
+    """The type of a C-contiguous array that is only read, and may be read-only.
+
+    It may begin at any byte, as rows in a message do.
+    """
+    return Type(f"Array({dtype}, {dims}, 'C', readonly=True, aligned=False)")
 
 
 def writable(dtype: Type, dims: int = 2) -> Type:

@@ -56,15 +56,6 @@ def checksum(ids: NDArray[np.int64], digests: Digests) -> np.uint64:
     return total
 
 
-@kernel(types.uint64(readable(types.uint64, 1)))
-def checksum_of_all(digests: Digests) -> np.uint64:
-    """The checksum of a table of which all rows have these digests [rows], in their order."""
-    total = _U64(0)
-    for row in range(digests.shape[0]):
-        total += share(row, digests[row])
-    return total
-
-
 @kernel(types.uint64(writable(types.uint64, 1), readable(types.int64, 1), readable(types.uint64, 1)))
 def exchange(held: Digests, ids: NDArray[np.int64], digests: Digests) -> np.uint64:
     """Set the digests of the rows `ids` [n] of `held` [rows] to others [n]; returns by how much the table's

@@ -33,20 +33,20 @@ def members(ids: Ids, others: Ids, found: Mask) -> None:
     )
 )
 def judge(
-    ids: Ids, differs: Mask, source_stamps: Numbers, held_stamps: Numbers, dirty: Mask, flags: Flags
+    slots: Numbers, differs: Mask, source_stamps: Numbers, held_stamps: Numbers, dirty: Mask, flags: Flags
 ) -> None:
     """Which rows are dirty. Stamps of deleted rows are negative.
 
     Args:
-        ids: [n] the rows.
+        slots: [n] where the rows are.
         differs: [n] whether the values of each differ from what replicas hold.
-        source_stamps: [N] of the rows.
+        source_stamps: [N] of the rows, by slot.
         held_stamps: [N] of what replicas hold of them, 0 = they were sent nothing.
         dirty: [n] is set.
         flags: [n] is set, to `NEVER_SENT` and `DELETED`.
     """
-    for index in range(ids.shape[0]):
-        row = ids[index]
+    for index in range(slots.shape[0]):
+        row = slots[index]
         never, told, gone = held_stamps[row] == 0, held_stamps[row] < 0, source_stamps[row] < 0
         # A deleted row differs from zeros, except to replicas that never had it.
         dirty[index] = (not told and not never) if gone else (differs[index] or told)
@@ -59,7 +59,7 @@ _COLUMNS = types.int64, types.float64, types.int64, types.uint8
 @kernel(
     types.tuple_of(types.int64, types.int64, types.int64)(
         *(readable(each, 1) for each in _COLUMNS),
-        *(readable(each, 1) for each in (types.int64, types.float64, types.uint8, types.boolean)),
+        *(readable(each, 1) for each in (types.int64, types.int64, types.float64, types.uint8, types.boolean)),
         types.int64,
         readable(types.int64, 1),
         *(writable(each, 1) for each in (*_COLUMNS, types.int64, types.int64)),
@@ -71,6 +71,7 @@ def merge(
     since: Numbers,
     flags: Flags,
     seen: Ids,
+    seen_slots: Numbers,
     seen_norms: Floats,
     seen_flags: Flags,
     dirty: Mask,
@@ -107,10 +108,10 @@ def merge(
             to_since[to] = since[row] if known else number
             to += 1
         if dirty[index] and not known:
-            marked[came] = held_stamps[seen[index]]
+            marked[came] = held_stamps[seen_slots[index]]
             came += 1
         elif known and not dirty[index]:
-            cleaned[left] = held_stamps[seen[index]]
+            cleaned[left] = held_stamps[seen_slots[index]]
             left += 1
         if known:
             row += 1

@@ -13,6 +13,7 @@ from deltasync.kernels.compiled import kernel, readable, writable
 from deltasync.kernels.digests import WORDS, Digests, share, square
 from deltasync.kernels.prefetch import AHEAD, ask_for_row, ask_for_written_number, ask_for_written_row
 
+Bytes = NDArray[np.uint8]
 Words = NDArray[np.unsignedinteger]
 Numbers = NDArray[np.int64]
 
@@ -88,9 +89,45 @@ def scatter(table: Words, first: int, ids: Numbers, rows: Words) -> None:
 
 @kernel(
     *(
+        types.void(
+            writable(types.uint8), readable(word), _IDS, readable(types.uint8), _WEIGHTS, writable(types.uint64, 1)
+        )
+        for word in WORDS
+    ),
+    nogil=False,
+)  # fmt: skip
+def put(table: Bytes, words: Words, ids: Numbers, rows: Bytes, weights: Digests, row_digests: Digests) -> None:
+    """Copy rows to the rows `ids` of a table, and digest each as it then lies there.
+
+    It keeps other Python threads out, as `scatter` does.
+
+    Args:
+        table: [N, B] bytes.
+        words: [N, W], the same memory.
+        ids: [n].
+        rows: [n, b] bytes, wherever they begin: those of a message need not be aligned.
+        weights: [w] of the words of a row.
+        row_digests: [n] are set to the digests of what the table holds.
+    """
+    width = _U64(table.shape[1])
+    for index in range(ids.shape[0]):
+        if index + AHEAD < ids.shape[0]:
+            ask_for_written_row(table, width, ids[index + AHEAD])
+        row = _U64(ids[index])
+        for byte in range(_U64(rows.shape[1])):
+            table[row, byte] = rows[index, byte]
+        # Not in the same loop, which would digest what it was given, and read what it is about to write.
+        total = _U64(0)
+        for word in range(_U64(weights.shape[0])):
+            total += _U64(words[row, word]) * weights[word]
+        row_digests[index] = total
+
+
+@kernel(
+    *(
         types.tuple_of(types.uint64, types.float64)(
             writable(word), writable(types.int64, 1), writable(types.uint64, 1), readable(number), types.uint64,
-            types.uint64, _IDS, readable(word), _IDS, _WEIGHTS, readable(number), _WEIGHTS,
+            types.uint64, _IDS, _IDS, readable(word), _IDS, _WEIGHTS, readable(number), _WEIGHTS,
         )
         for word, number in (*((word, types.float32) for word in WORDS), (types.uint32, types.float64))
     ),
@@ -103,6 +140,7 @@ def write(
     floats: NDArray[Any],
     first: int,
     first_float: int,
+    slots: Numbers,
     ids: Numbers,
     rows: Words,
     row_stamps: Numbers,
@@ -119,12 +157,13 @@ def write(
         floats: [N, D], the table's numbers where the sum of their squares is wanted.
         first: the word of the table's rows that is the first of `rows`.
         first_float: likewise, the number.
-        ids: [n].
+        slots: [n], where the rows are in the table's arrays.
+        ids: [n], of the rows.
         rows: [n, w].
         row_stamps: [n], or [1] for all.
-        row_digests: [n], of these words.
+        row_digests: [n], of these words; [0] if `rows` have all words of a row, and are to be digested here.
         row_floats: [n, d], the numbers of `rows`; [n, 0] where the sum of squares is not wanted.
-        weights: [w] of the words that are overwritten; [0] where these are all words of a row.
+        weights: [w] of the words that are overwritten; [0] if these are all words of a row, and digests are given.
 
     Returns:
         By how much the table's checksum changes, and the sum of the squares of its numbers.
@@ -132,23 +171,28 @@ def write(
     change, square_change = _U64(0), np.float64(0)
     width = _U64(table.shape[1] * table.itemsize)
     last_stamp = row_stamps.shape[0] - 1
-    for index in range(ids.shape[0]):
-        if index + AHEAD < ids.shape[0]:
-            ahead = ids[index + AHEAD]
+    for index in range(slots.shape[0]):
+        if index + AHEAD < slots.shape[0]:
+            ahead = slots[index + AHEAD]
             ask_for_written_row(table, width, ahead)
             ask_for_written_number(stamps, ahead)
             ask_for_written_number(digests, ahead)
-        row = _U64(ids[index])
+        row = _U64(slots[index])
         for column in range(_U64(row_floats.shape[1])):
             square_change += square(row_floats[index, column]) - square(floats[row, first_float + column])
-        before, after = digests[row], row_digests[index]
-        if weights.shape[0]:
-            after += before
+        before, after = digests[row], _U64(0)
+        if not row_digests.shape[0]:
+            for word in range(_U64(rows.shape[1])):
+                after += _U64(rows[index, word]) * weights[word]
+        elif not weights.shape[0]:
+            after = row_digests[index]
+        else:
+            after = before + row_digests[index]
             for word in range(_U64(rows.shape[1])):
                 after -= _U64(table[row, first + word]) * weights[word]
         for word in range(_U64(rows.shape[1])):
             table[row, first + word] = rows[index, word]
         stamps[row] = row_stamps[min(index, last_stamp)]
         digests[row] = after
-        change += share(row, after) - share(row, before)
+        change += share(ids[index], after) - share(ids[index], before)
     return change, square_change

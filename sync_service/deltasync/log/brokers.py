@@ -1,4 +1,4 @@
-"""The brokers that several processes share, and what their errors mean."""
+"""The brokers that several processes share: how they are reached, and their errors."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from deltasync.base.durations import Durations
+from deltasync.base.clock import Durations
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import Refusal, Volume
@@ -24,15 +24,15 @@ LOOK_AT_BROKERS = "look at the brokers"
 
 
 class Fenced(StorageFailed):
-    """Another owner has appended to the log: this process may write nothing to it any more."""
+    """Another owner has appended to the log: this process can write nothing to it any more."""
 
 
 class LogWentBack(StorageFailed):
-    """The log has lost what it had acknowledged, or is gone."""
+    """The log has lost acknowledged writes, or is gone."""
 
 
 def refused_by_brokers(stream: str, error: dict[str, Any]) -> str:
-    """What brokers have refused, as they say it, and what to do."""
+    """The text of an error that brokers answered, with the remedy."""
     return f"stream {stream}: {error.get('description')}: {LOOK_AT_BROKERS}"
 
 
@@ -49,14 +49,14 @@ class BrokerOptions:
 
     Attributes:
         urls: of the brokers of one cluster: nats://HOST:PORT, or tls://.
-        prefix: of the names of all that is kept there: services with different ones have nothing in common.
-        replicas: by how many brokers each log is kept.
-        credentials: file with a JWT and a key; None where none are needed.
-        ca: PEM file of the brokers' CA; None is the system's.
-        cert: PEM file of the service's certificate; None for none.
-        key: of that its key.
-        monitors: URLs of the brokers' monitoring ports, which say whether what they acknowledge is on disk.
-        max_bytes: of rows that each model's log takes, at most.
+        prefix: begins the names of all streams and buckets. Services with different prefixes share nothing.
+        replicas: number of brokers that keep each log.
+        credentials: file with a JWT and a key; None if brokers need none.
+        ca: PEM file of the brokers' CA; None = those of this machine.
+        cert: PEM file of the service's certificate; None = no certificate.
+        key: PEM file of the certificate's key.
+        monitors: URLs of the brokers' monitoring ports, which say whether they sync to disk what they acknowledge.
+        max_bytes: largest size of the rows in a model's log.
     """
 
     urls: tuple[str, ...]
@@ -84,7 +84,7 @@ class BrokerOptions:
 
     @property
     def words(self) -> str:
-        """The brokers, without what is secret."""
+        """The URLs of the brokers without secrets."""
         return ",".join(map(without_secrets, self.urls))
 
 
@@ -95,7 +95,7 @@ def without_secrets(url: str) -> str:
 
 
 async def connect(options: BrokerOptions, name: str) -> "Client":
-    """A connection that comes back by itself, however long brokers are away.
+    """Connect. The connection comes back by itself, however long brokers are away.
 
     Raises:
         StorageFailed: no broker answers, or none lets this process in.
@@ -131,7 +131,7 @@ async def connect(options: BrokerOptions, name: str) -> "Client":
 
 
 async def _passed_over(_error: Exception) -> None:
-    """It comes to whoever waits for an answer."""
+    """Ignore the error: the request that waits for an answer gets it too."""
 
 
 def _tls(options: BrokerOptions) -> ssl.SSLContext:
@@ -145,15 +145,15 @@ def _tls(options: BrokerOptions) -> ssl.SSLContext:
 
 
 class Brokers:
-    """The brokers, from any thread. A log's writes go out in the thread's own event loop.
+    """The brokers, from any thread. Logs send their writes in the event loop of a thread of its own.
 
     Attributes:
-        options: which they are.
-        loop: of the thread.
+        options: which brokers they are.
+        loop: the event loop of the thread.
     """
 
     def __init__(self, options: BrokerOptions, name: str) -> None:
-        """`name` is what brokers call this connection.
+        """Connect; brokers call the connection by its `name`.
 
         Raises:
             StorageFailed: none can be used.
@@ -169,14 +169,14 @@ class Brokers:
             raise
 
     def run(self, what: Coroutine[Any, Any, T]) -> T:
-        """Wait for something that the thread does."""
+        """Run a coroutine in the thread, and wait for its result."""
         return asyncio.run_coroutine_threadsafe(what, self.loop).result()
 
     async def ask(self, subject: str, question: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What JetStream answers, which may be an `error`.
+        """The answer of JetStream, which may be an `error`.
 
         Raises:
-            LogUnavailable: nobody answers.
+            LogUnavailable: no broker answers.
         """
         payload = json.dumps(question).encode() if question is not None else b""
         answer: dict[str, Any] = json.loads((await self.request(f"$JS.API.{subject}", payload)).data)
@@ -186,7 +186,7 @@ class Brokers:
         """The answer to a message.
 
         Raises:
-            LogUnavailable: nobody answers.
+            LogUnavailable: no broker answers.
         """
         try:
             return await self.client.request(subject, payload, timeout=_ANSWER_SECONDS)
@@ -197,7 +197,7 @@ class Brokers:
 
     def close(self) -> None:
         """End the connection and the thread."""
-        with contextlib.suppress(Exception):  # Whatever it was in the middle of.
+        with contextlib.suppress(Exception):  # It may be in the middle of anything.
             self.run(asyncio.wait_for(self.client.close(), _ANSWER_SECONDS))
         self._stop()
 
@@ -208,11 +208,11 @@ class Brokers:
 
 
 class BrokerVolume(Volume):
-    """A `Volume` without a folder: what is wrong with it, logs say themselves.
+    """A `Volume` without a folder. Logs report its troubles.
 
     Attributes:
-        commits: how long it took until writes were acknowledged.
-        troubles: what is wrong, by model.
+        commits: how long writes took until they were acknowledged.
+        troubles: the trouble of each log, by model.
     """
 
     def __init__(self, brokers: str) -> None:
@@ -223,20 +223,20 @@ class BrokerVolume(Volume):
 
     @property
     def trouble(self) -> str:
-        """What is wrong with it, and what to do; empty if nothing is."""
-        found = {each.removesuffix(f": {LOOK_AT_BROKERS}") for each in self.troubles.values() if each}
-        if not found:
+        """What is wrong, with the remedy; empty if nothing is."""
+        troubles = {each.removesuffix(f": {LOOK_AT_BROKERS}") for each in self.troubles.values() if each}
+        if not troubles:
             return ""
-        return f"log of {self._brokers}: {'; '.join(sorted(found))}: {LOOK_AT_BROKERS}; what is submitted waits"
+        return f"log of {self._brokers}: {'; '.join(sorted(troubles))}: {LOOK_AT_BROKERS}; what is submitted waits"
 
     @property
     def free_bytes(self) -> None:
-        """What brokers have left is theirs to say."""
+        """Not known: brokers have disks of their own."""
 
     def has_file(self, _path: Path) -> bool:
-        """None of the service's files is there."""
+        """False: the service has no files there."""
         return False
 
     def probe(self, _refusal: Refusal) -> bool:
-        """It is tried all the time."""
+        """True: logs try all the time."""
         return True

@@ -1,329 +1,89 @@
-"""A log in a stream of JetStream: records are messages, and what is dropped is purged."""
+"""The log of one model in a stream of JetStream."""
 
 import asyncio
-import base64
 import contextlib
+import json
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
-from deltasync.base.durations import Durations
+from deltasync.base.clock import Durations
 from deltasync.base.errors import StorageFailed
-from deltasync.log.brokers import LOOK_AT_BROKERS, Brokers, BrokerVolume, refused_by_brokers
-from deltasync.log.jetstream_index import Address, Index, Names, drop_note, put_note, truncate_note
-from deltasync.log.jetstream_sender import Fence, Message, Sender
-from deltasync.log.log_store import LAST_NUMBER, Buffer, LogFull, LogUnavailable, Record, Submitted, WriteQueue
+from deltasync.log.brokers import Brokers, BrokerVolume
+from deltasync.log.jetstream_stream import Address, Fence, LogSubjects, Message, Sender, read_message
+from deltasync.log.log_store import (
+    LAST_NUMBER,
+    LAST_PART,
+    Buffer,
+    LogFull,
+    Record,
+    Submitted,
+    WriteQueue,
+    check_written,
+)
 from deltasync.log.records import damaged, key_of, name_of, with_checksum, without_checksum
 from deltasync.log.volume import Volume
 
-if TYPE_CHECKING:
-    from nats.aio.msg import Msg
-
-_BATCH = 500
-_SECONDS = 3
-# Without a message, each by another broker maybe.
-_TRIES = 10
-
-
-async def read_message(brokers: Brokers, stream: str, sequence: int) -> bytes | None:
-    """What a message has; None if there is none of that sequence.
-
-    Raises:
-        LogUnavailable: brokers do not answer.
-    """
-    # The stream's leader answers. Any broker that has a copy would answer `DIRECT.GET`: also one that has not got
-    # the message yet, or one that the leader cannot reach any more, of which no answer comes.
-    found = await brokers.ask(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
-    if "error" in found:
-        if found["error"].get("code") == 404:
-            return None
-        raise LogUnavailable(refused_by_brokers(stream, found["error"]))
-    return base64.b64decode(found["message"].get("data", ""))
-
-
-@dataclass(frozen=True)
-class StoredMessage:
-    """A message of a stream.
-
-    Attributes:
-        sequence: its place.
-        subject: what it is.
-        session: of the process that has appended it, see `Fence`.
-        payload: what it has; empty where only its headers were asked for.
-        size: bytes of that.
-    """
-
-    sequence: int
-    subject: str
-    session: str
-    payload: bytes
-    size: int
-
-
-async def messages(
-    brokers: Brokers, stream: str, subjects: Sequence[str], last: int, *, headers_only: bool = False
-) -> AsyncGenerator[StoredMessage]:
-    """The messages of some subjects up to message `last`, in order; `headers_only` without what they have.
-
-    The broker that sends them may lag behind the others, or go away meanwhile. So `last` has to be of one of these
-    subjects: all have come once it has.
-
-    Raises:
-        LogUnavailable: brokers do not send them all.
-    """
-    reached, tries = 0, 0
-    while reached < last:
-        try:
-            async with aclosing(_sent(brokers, stream, subjects, reached + 1, headers_only=headers_only)) as sent:
-                async for each in sent:
-                    if each.sequence > reached:
-                        reached, tries = each.sequence, 0
-                        yield each
-                    if reached >= last:
-                        return
-        except LogUnavailable:
-            tries += 1
-            if tries == _TRIES:
-                raise
-
-
-async def _sent(
-    brokers: Brokers, stream: str, subjects: Sequence[str], first: int, *, headers_only: bool
-) -> AsyncGenerator[StoredMessage]:
-    """What one broker sends, without an end; there may be some from before `first`, where it lags behind.
-
-    Raises:
-        LogUnavailable: it sends no more, or has left some out.
-    """
-    from nats.errors import Error
-
-    try:
-        subscription = await _subscription(brokers, stream, subjects, first, headers_only=headers_only)
-        try:
-            count, wanted = 0, 1
-            while True:
-                for each in await subscription.fetch(wanted, timeout=_SECONDS):
-                    count, wanted = count + 1, max(1, min(each.metadata.num_pending, _BATCH))
-                    if each.metadata.sequence.consumer != count:
-                        raise LogUnavailable(f"stream {stream}: a message was lost on its way")
-                    yield _stored(each)
-        finally:
-            await subscription.unsubscribe()
-    except (Error, OSError) as error:
-        raise LogUnavailable(
-            f"brokers do not send what stream {stream} has: {error!r}: {LOOK_AT_BROKERS}"
-        ) from error
-
-
-def _stored(message: "Msg") -> StoredMessage:
-    headers = message.headers or {}
-    size = int(headers.get("Nats-Msg-Size", len(message.data)))
-    session = headers.get("Nats-Msg-Id", "").partition(".")[0]
-    return StoredMessage(int(message.metadata.sequence.stream), message.subject, session, message.data, size)
-
-
-async def _subscription(
-    brokers: Brokers, stream: str, subjects: Sequence[str], first: int, *, headers_only: bool
-) -> Any:
-    from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
-
-    config = ConsumerConfig(
-        ack_policy=AckPolicy.NONE,
-        deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-        opt_start_seq=first,
-        filter_subjects=list(subjects),
-        headers_only=headers_only,
-        inactive_threshold=60,
-        mem_storage=True,
-        num_replicas=1,
-    )
-    return await brokers.client.jetstream().pull_subscribe("", stream=stream, config=config)
-
-
-# What a message has beside its payload: subject and headers.
+# Room in a message for its subject and headers.
 HEADER_BYTES = 4 << 10
-
-
-def pieces_of(key: bytes, payload: Sequence[Buffer], max_payload: int) -> list[bytes]:
-    """A record with its checksum, in as many messages as it takes."""
-    whole, most = with_checksum(key, *payload), max(1, max_payload - HEADER_BYTES)
-    return [whole[start : start + most] for start in range(0, len(whole), most)]
-
-
-def check_written(writes: Sequence[Future[None]]) -> None:
-    """Check that none of these writes was refused; one that is under way fails with all that come after it.
-
-    Raises:
-        StorageFailed: what one was refused with.
-    """
-    for write in writes:
-        if write.done() and (error := write.exception()):
-            raise error
-
-
-class Operation:
-    """A write that was submitted: done once all of its messages are acknowledged. Any thread."""
-
-    def __init__(self, submitted: Submitted, queue: WriteQueue, commits: Durations) -> None:
-        self._submitted, self._queue, self._commits = submitted, queue, commits
-        self._begun = time.monotonic()
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self._expected, self._closed = 0, False
-
-    @classmethod
-    def nothing(cls, queue: WriteQueue, commits: Durations) -> "Operation":
-        """One that is over."""
-        operation = cls(Submitted(lambda _: None, Future(), 0), queue, commits)
-        operation._over.set()
-        return operation
-
-    def expect(self, land: Callable[[int], None]) -> Callable[[int], None]:
-        """What is to be called once a further message of it has landed: it does this before that counts."""
-        with self._lock:
-            self._expected += 1
-
-        def landed(sequence: int) -> None:
-            land(sequence)
-            with self._lock:
-                self._expected -= 1
-            self._end_if_done()
-
-        return landed
-
-    def close(self) -> None:
-        """Note that there are no further messages of it."""
-        self._closed = True
-        self._end_if_done()
-
-    def refuse(self, error: Exception) -> None:
-        """Fail, as far as it is not over."""
-        failure = (
-            error
-            if isinstance(error, StorageFailed)
-            else StorageFailed(f"the log could not be written: {error!r}: restart the service")
-        )
-        self._end(failure)
-
-    def wait(self) -> None:
-        """Wait until it is over."""
-        self._over.wait()
-
-    def _end_if_done(self) -> None:
-        with self._lock:
-            done = self._closed and not self._expected
-        if done:
-            self._end(None)
-
-    def _end(self, error: StorageFailed | None) -> None:
-        with self._lock:
-            if self._over.is_set():
-                return
-            self._over.set()
-        self._queue.end([self._submitted])
-        if error:
-            self._submitted.done.set_exception(error)
-        else:
-            self._commits.add(time.monotonic() - self._begun)
-            self._submitted.done.set_result(None)
-
-
-class Purges:
-    """Purges of one stream. Each names what an accepted note has said to be gone, up to that note, so that it
-    removes nothing else, however late it comes.
-
-    Attributes:
-        complete: all that were asked for are done: no note is needed any more to know what is gone.
-    """
-
-    def __init__(self, brokers: Brokers, stream: str) -> None:
-        self._brokers, self._stream = brokers, stream
-        self._under_way = set[asyncio.Future[None]]()
-        self._failed = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether all are done."""
-        return not self._under_way and not self._failed
-
-    def purge(self, subjects: str, before: int) -> None:
-        """Have messages of some subjects removed that come before a sequence."""
-        task = asyncio.ensure_future(self._purge(subjects, before))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-
-    async def cancel(self) -> None:
-        """Have none under way: who opens the log next sees from its notes what is gone."""
-        for each in list(self._under_way):
-            each.cancel()
-        await self.settled()
-
-    async def settled(self) -> None:
-        """Wait until none is under way."""
-        if self._under_way:
-            await asyncio.wait(list(self._under_way))
-
-    async def _purge(self, subjects: str, before: int) -> None:
-        try:
-            found = await self._brokers.ask(f"STREAM.PURGE.{self._stream}", {"filter": subjects, "seq": before})
-            self._failed |= "error" in found
-        except StorageFailed:  # As above.
-            self._failed = True
-
-
-# Small records are written together again once the notes that say them are so much more than they are.
+# Small records are appended again once their notes exceed these bytes and this multiple of the records.
 _NOTES_BYTES, _NOTES_TIMES, _CHUNK_BYTES = 4 << 20, 4, 32 << 10
 _READ_AHEAD = 16
 _FULL = "the log is full until a checkpoint is written; if it stays so, raise --log-max-bytes; nothing was lost"
-# What to do where a record is damaged: whoever opens the log goes back to the last version that is whole.
+# The remedy for a damaged record: opening the log goes back to the last version that is whole.
 _READ_ANEW = "restart this process, which reads its logs anew; a checkpoint and the trainer have what is lost"
 
-# What is gone with a note that is message N: subjects, and the message up to which.
+# What a note that is message N drops: subjects, and the message up to which.
 Gone = Callable[[int], list[tuple[str, int]]]
 
 
 class JetStreamStore:
-    """A `LogStore` of one model. What its methods do stands there.
+    """A `LogStore` of one model: records are messages, and dropped ones are purged.
 
     Attributes:
-        shared: yes: another process may go on with it.
+        subjects: of its messages.
+        shared: True: another process may go on with it.
         refusing: a write was refused for want of room; cleared once there is room again.
         capacity: bytes of rows that it takes, at most.
         volume: the brokers.
-        commits: how long it took until what was submitted was acknowledged.
-        queue: what was submitted and is not acknowledged yet.
+        commits: how long writes took until they were acknowledged.
+        queue: the writes that are not acknowledged yet.
     """
 
-    def __init__(self, brokers: Brokers, names: Names, index: Index, fence: Fence, volume: BrokerVolume) -> None:
+    def __init__(
+        self, brokers: Brokers, subjects: LogSubjects, index: "Index", fence: Fence, volume: BrokerVolume
+    ) -> None:
         self.shared, self.refusing = True, False
         self.capacity = brokers.options.max_bytes
         self.volume: Volume = volume
         self.commits, self.queue = volume.commits, WriteQueue()
-        self._brokers, self._names, self._index = brokers, names, index
-        self._sender = Sender(brokers, names, fence)
-        self._purges = Purges(brokers, names.stream)
+        self.subjects, self._brokers, self._index = subjects, brokers, index
+        self._sender = Sender(brokers, subjects, fence)
+        self._purges = Purges(brokers, subjects.stream)
         self._lock = threading.Lock()  # The index, and what is counted of it.
         self._unacknowledged = self._notes_bytes = 0
-        self._compacting, self._last = False, Operation.nothing(self.queue, self.commits)
+        self._compacting = False
+        self._last: Operation | None = None
         self._running = asyncio.run_coroutine_threadsafe(self._sender.run(), brokers.loop)
         self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
 
     @property
     def lost(self) -> StorageFailed | None:
-        """Why it takes nothing any more; None while it does."""
+        """Why the log takes no writes any more; None while it does."""
         return self._sender.lost
 
     @property
     def trouble(self) -> str:
-        """Why nothing is acknowledged now; empty if it is."""
+        """Why nothing is acknowledged now; empty if all is well."""
         return self._sender.trouble
 
     def check(self) -> None:
-        """See whether the brokers have what they have acknowledged; `lost` says if not. Blocks.
+        """Check that the brokers still have what they have acknowledged; `lost` says if not. Blocks.
 
         Raises:
             StorageFailed: no broker answers.
@@ -331,17 +91,17 @@ class JetStreamStore:
         self._brokers.run(self._sender.check())
 
     def close(self) -> None:
-        """Wait until what was submitted is acknowledged, or lost."""
+        """Wait until all writes are acknowledged, or lost."""
         self.queue.close()
         self._writer.join()
         self._brokers.run(self._purges.settled())
         self.abandon()
 
     def abandon(self) -> None:
-        """Take nothing any more, and wait for nothing: what is not acknowledged may be written all the same."""
+        """Take no writes any more, and wait for none: those under way may be written all the same."""
         self._brokers.loop.call_soon_threadsafe(self._sender.lose, StorageFailed("the log is closed"))
         self._running.cancel()
-        with contextlib.suppress(Exception, CancelledError):  # How it ended is told to those who have written.
+        with contextlib.suppress(Exception, CancelledError):  # The writers were told how it ended.
             self._running.result()
         self._brokers.run(self._purges.cancel())
         self.queue.close()
@@ -362,7 +122,7 @@ class JetStreamStore:
         """Write a record, whose payload comes in pieces, unless a write `after` which it comes was refused."""
         address, size = Address(stream, number, part, index), sum(memoryview(each).nbytes for each in payload)
 
-        def write(operation: Operation) -> None:
+        def write(operation: "Operation") -> None:
             check_written(after)
             self._check_room(size)
             self._append(operation, address, payload)
@@ -375,7 +135,7 @@ class JetStreamStore:
 
         def gone(sequence: int) -> list[tuple[str, int]]:
             numbers = {number} if part is not None else self._index.numbers(stream, number)
-            return [(self._names.records(stream, each, part), sequence) for each in numbers]
+            return [(self.subjects.records(stream, each, part), sequence) for each in numbers]
 
         return self.queue.submit(lambda operation: self._note(operation, note, gone), 0, patient=patient)
 
@@ -384,14 +144,14 @@ class JetStreamStore:
         note = truncate_note(stream, upto)
 
         def gone(sequence: int) -> list[tuple[str, int]]:
-            return [(self._names.records(stream), self._index.first_after(stream, upto) or sequence)]
+            return [(self.subjects.records(stream), self._index.first_after(stream, upto) or sequence)]
 
         return self.queue.submit(lambda operation: self._note(operation, note, gone), 0)
 
     def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
         """Keep a small record, unless a write `after` which it comes was refused; None forgets it."""
 
-        def write(operation: Operation) -> None:
+        def write(operation: "Operation") -> None:
             check_written(after)
             self._note(operation, put_note({name: value}))
 
@@ -434,13 +194,13 @@ class JetStreamStore:
         return list(await asyncio.gather(*(self._payload(*each) for each in records)))
 
     async def _payload(self, address: Address, sequences: tuple[int, ...]) -> memoryview | None:
-        """What a record has; None if it was dropped meanwhile."""
+        """The payload of a record; None if it was dropped meanwhile."""
         pieces = await asyncio.gather(
-            *(read_message(self._brokers, self._names.stream, each) for each in sequences)
+            *(read_message(self._brokers, self.subjects.stream, each) for each in sequences)
         )
         if any(piece is None for piece in pieces):
             with self._lock:
-                if not any(found == sequences for _, found in self._index.between(*_range_of(address))):
+                if self._index.messages_of(address) != sequences:
                     return None
             raise damaged(name_of(*address), _READ_ANEW)
         whole = b"".join(piece for piece in pieces if piece is not None)
@@ -454,10 +214,11 @@ class JetStreamStore:
             batch, closing = self.queue.take()
             for each in batch:
                 self._last = self._begin(each)
-            del batch  # Not kept until the next write: closures hold rows.
-        self._last.wait()  # Acknowledged in order: with it all before.
+            del batch  # Its closures hold rows.
+        if self._last:
+            self._last.wait()  # Writes are acknowledged in order.
 
-    def _begin(self, submitted: Submitted) -> Operation:
+    def _begin(self, submitted: Submitted) -> "Operation":
         operation = Operation(submitted, self.queue, self.commits)
         try:
             submitted.write(operation)
@@ -476,10 +237,10 @@ class JetStreamStore:
         if used + size > self.capacity:
             raise LogFull(_FULL)
 
-    def _append(self, operation: Operation, address: Address, payload: Sequence[Buffer]) -> None:
+    def _append(self, operation: "Operation", address: Address, payload: Sequence[Buffer]) -> None:
         messages = pieces_of(key_of(*address), payload, self._brokers.client.max_payload)
         for number, message in enumerate(messages):
-            subject = self._names.piece(address, number, len(messages))
+            subject = self.subjects.piece(address, number, len(messages))
 
             def land(sequence: int, number: int = number, size: int = len(message)) -> None:
                 with self._lock:
@@ -490,8 +251,8 @@ class JetStreamStore:
                 self._unacknowledged += len(message)
             self._send(operation, subject, message, land)
 
-    def _note(self, operation: Operation, note: bytes, gone: Gone = lambda _: []) -> None:
-        """Append a note, and have removed what it says to be `gone`: subjects, and up to which message."""
+    def _note(self, operation: "Operation", note: bytes, gone: Gone = lambda _: []) -> None:
+        """Append a note, and purge what it drops: `gone` returns subjects, and the message up to which."""
         if len(note) > self._brokers.client.max_payload - HEADER_BYTES:
             text = f"{len(note)} bytes of small records at once, and brokers take less: raise their max_payload"
             raise StorageFailed(text)
@@ -505,15 +266,16 @@ class JetStreamStore:
                 self._purges.purge(subjects, before)
             self._compact_if_needed()
 
-        self._send(operation, self._names.notes, note, land)
+        self._send(operation, self.subjects.notes, note, land)
 
-    def _send(self, operation: Operation, subject: str, payload: bytes, land: Callable[[int], None]) -> None:
+    def _send(self, operation: "Operation", subject: str, payload: bytes, land: Callable[[int], None]) -> None:
         message = Message(subject, payload, operation.expect(land), failed=operation.refuse)
         self._brokers.loop.call_soon_threadsafe(self._sender.append, message)
 
-    def _compact(self, operation: Operation) -> None:
-        """Append all small records again, and have the notes before that removed, which say nothing else then."""
-        self._last.wait()  # What is under way may be of small records.
+    def _compact(self, operation: "Operation") -> None:
+        """Append all small records again, and purge the earlier notes, which are then of no use."""
+        if self._last:
+            self._last.wait()  # It may write small records.
         with self._lock:
             chunks = [put_note(dict(each)) for each in _chunked(self._index.small)]
             self._notes_bytes = sum(map(len, chunks))
@@ -522,11 +284,11 @@ class JetStreamStore:
         def land(sequence: int) -> None:
             first.append(sequence)
             if len(first) == len(chunks):
-                self._purges.purge(self._names.notes, first[0])
+                self._purges.purge(self.subjects.notes, first[0])
                 self._compacting = False
 
         for each in chunks:
-            self._send(operation, self._names.notes, each, land)
+            self._send(operation, self.subjects.notes, each, land)
 
     # In the brokers' event loop.
 
@@ -536,6 +298,12 @@ class JetStreamStore:
         if due and not self._compacting:
             self._compacting = True
             self.queue.submit(self._compact, 0)
+
+
+def pieces_of(key: bytes, payload: Sequence[Buffer], max_payload: int) -> list[bytes]:
+    """A record with its checksum, in as many messages as it takes."""
+    whole, most = with_checksum(key, *payload), max(1, max_payload - HEADER_BYTES)
+    return [whole[start : start + most] for start in range(0, len(whole), most)]
 
 
 def _chunked(records: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:
@@ -550,5 +318,238 @@ def _chunked(records: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:
     yield chunk
 
 
-def _range_of(address: Address) -> tuple[str, int, int]:
-    return address.stream, address.number, address.number
+class Operation:
+    """A submitted write: done once all of its messages are acknowledged. Any thread."""
+
+    def __init__(self, submitted: Submitted, queue: WriteQueue, commits: Durations) -> None:
+        self._submitted, self._queue, self._commits = submitted, queue, commits
+        self._begun = time.monotonic()
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._expected, self._closed = 0, False
+
+    def expect(self, land: Callable[[int], None]) -> Callable[[int], None]:
+        """Count one more message, and return the function to call once it has landed. That calls `land` first."""
+        with self._lock:
+            self._expected += 1
+
+        def landed(sequence: int) -> None:
+            land(sequence)
+            with self._lock:
+                self._expected -= 1
+            self._end_if_done()
+
+        return landed
+
+    def close(self) -> None:
+        """Note that no further messages follow."""
+        self._closed = True
+        self._end_if_done()
+
+    def refuse(self, error: Exception) -> None:
+        """Fail, unless it is over."""
+        failure = (
+            error
+            if isinstance(error, StorageFailed)
+            else StorageFailed(f"the log could not be written: {error!r}: restart the service")
+        )
+        self._end(failure)
+
+    def wait(self) -> None:
+        """Wait until it is over."""
+        self._over.wait()
+
+    def _end_if_done(self) -> None:
+        with self._lock:
+            done = self._closed and not self._expected
+        if done:
+            self._end(None)
+
+    def _end(self, error: StorageFailed | None) -> None:
+        with self._lock:
+            if self._over.is_set():
+                return
+            self._over.set()
+        self._queue.end([self._submitted])
+        if error:
+            self._submitted.done.set_exception(error)
+        else:
+            self._commits.add(time.monotonic() - self._begun)
+            self._submitted.done.set_result(None)
+
+
+class Purges:
+    """Purges of one stream. Each removes what an acknowledged note has dropped, up to that note and nothing else,
+    however late it comes.
+    """
+
+    def __init__(self, brokers: Brokers, stream: str) -> None:
+        self._brokers, self._stream = brokers, stream
+        self._under_way = set[asyncio.Future[None]]()
+        self._failed = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all are done: then no note is needed any more to know what was dropped."""
+        return not self._under_way and not self._failed
+
+    def purge(self, subjects: str, before: int) -> None:
+        """Begin to remove the messages of some subjects before a sequence."""
+        task = asyncio.ensure_future(self._purge(subjects, before))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def cancel(self) -> None:
+        """Stop those under way: the next owner learns from the notes what was dropped."""
+        for each in list(self._under_way):
+            each.cancel()
+        await self.settled()
+
+    async def settled(self) -> None:
+        """Wait until none is under way."""
+        if self._under_way:
+            await asyncio.wait(list(self._under_way))
+
+    async def _purge(self, subjects: str, before: int) -> None:
+        try:
+            found = await self._brokers.ask(f"STREAM.PURGE.{self._stream}", {"filter": subjects, "seq": before})
+            self._failed |= "error" in found
+        except StorageFailed:
+            self._failed = True
+
+
+class Index:
+    """The records of a log and the messages of each, after the messages that were added, in their order.
+
+    Attributes:
+        bytes: of the messages of all records.
+        small: the small records.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.small = dict[str, bytes]()
+        self._records = dict[str, dict[tuple[int, int, int], tuple[int, ...]]]()
+        self._sizes = dict[Address, int]()
+        self._order = dict[str, list[tuple[int, int, int]]]()
+        self._unfinished = dict[Address, _Unfinished]()
+
+    def add_piece(self, sequence: int, address: Address, piece: int, pieces: int, size: int) -> None:
+        """Add a piece of a record. With its last piece the record replaces an earlier one at its address."""
+        partial = self._unfinished.setdefault(address, _Unfinished()) if piece else _Unfinished()
+        if len(partial.sequences) != piece:  # The record before it was never finished.
+            self._unfinished.pop(address, None)
+            return
+        partial.sequences.append(sequence)
+        partial.bytes += size
+        if piece + 1 < pieces:
+            self._unfinished[address] = partial
+            return
+        self._unfinished.pop(address, None)
+        self._remove(address.stream, [address.numbers])
+        insort(self._order.setdefault(address.stream, []), address.numbers)
+        self._records.setdefault(address.stream, {})[address.numbers] = tuple(partial.sequences)
+        self._sizes[address] = partial.bytes
+        self.bytes += partial.bytes
+
+    def add_note(self, note: bytes) -> None:
+        """Apply a note: records put, dropped or truncated.
+
+        Raises:
+            StorageFailed: the note is of no such kind.
+        """
+        try:
+            ((kind, content),) = json.loads(note).items()
+            kinds: dict[str, Callable[[Any], None]]
+            kinds = {"put": self._put, "drop": self._drop, "truncate": self._truncate}
+            kinds[kind](content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageFailed(
+                f"the log has a note that cannot be understood ({error!r}): update deltasync, or give the service "
+                "another --log-prefix"
+            ) from error
+
+    def note_fence(self) -> None:
+        """Note another owner, who does not finish the records of the last one."""
+        self._unfinished.clear()
+
+    def numbers(self, stream: str, first: int) -> set[int]:
+        """The numbers from `first` on that a stream has records of, or pieces of some."""
+        found = {each.number for each, _ in self.between(stream, first, LAST_NUMBER)}
+        return found | {each.number for each in self._unfinished if each.stream == stream and each.number >= first}
+
+    def between(self, stream: str, first: int, last: int) -> list[tuple[Address, tuple[int, ...]]]:
+        """The records with numbers from `first` to `last`, in the order of their addresses."""
+        records = self._records.get(stream, {})
+        addresses = self._between(stream, (first, 0, 0), (last, LAST_PART, LAST_PART))
+        return [(Address(stream, *each), records[each]) for each in addresses]
+
+    def messages_of(self, address: Address) -> tuple[int, ...] | None:
+        """The messages of a record; None if there is no such record."""
+        return self._records.get(address.stream, {}).get(address.numbers)
+
+    def first_after(self, stream: str, number: int) -> int | None:
+        """The first message of the records of a stream with greater numbers; None if there are none."""
+        return min((sequences[0] for _, sequences in self.between(stream, number + 1, LAST_NUMBER)), default=None)
+
+    def streams(self) -> list[str]:
+        """The streams that have records."""
+        return sorted(stream for stream, records in self._records.items() if records)
+
+    def _between(
+        self, stream: str, first: tuple[int, int, int], last: tuple[int, int, int]
+    ) -> list[tuple[int, int, int]]:
+        order = self._order.get(stream, [])
+        return order[bisect_left(order, first) : bisect_left(order, (*last, 0))]
+
+    def _remove(self, stream: str, addresses: Iterable[tuple[int, int, int]]) -> None:
+        records = self._records.get(stream, {})
+        gone = {each for each in addresses if records.pop(each, None)}
+        if gone:
+            self._order[stream] = [each for each in self._order[stream] if each not in gone]
+            self.bytes -= sum(self._sizes.pop(Address(stream, *each)) for each in gone)
+
+    def _put(self, records: dict[str, str | None]) -> None:
+        for name, value in records.items():
+            self.small.pop(name, None)
+            if value is not None:
+                self.small[name] = value.encode("latin-1")
+
+    def _drop(self, content: list[Any]) -> None:
+        stream, number, part = content
+        first = (number, part or 0, 0)
+        last = (number, part, LAST_PART) if part is not None else (LAST_NUMBER, LAST_PART, LAST_PART)
+        self._forget(stream, first, last)
+
+    def _truncate(self, content: list[Any]) -> None:
+        stream, upto = content
+        self._forget(stream, (0, 0, 0), (upto, LAST_PART, LAST_PART))
+
+    def _forget(self, stream: str, first: tuple[int, int, int], last: tuple[int, int, int]) -> None:
+        self._remove(stream, self._between(stream, first, last))
+        partial = [each for each in self._unfinished if each.stream == stream and first <= each.numbers <= last]
+        for address in partial:
+            del self._unfinished[address]
+
+
+@dataclass
+class _Unfinished:
+    """The messages of a record whose last piece has not come."""
+
+    sequences: list[int] = field(default_factory=list)
+    bytes: int = 0
+
+
+def put_note(records: Mapping[str, bytes | None]) -> bytes:
+    """The note that sets small records, or drops those that are None."""
+    texts = {name: None if value is None else value.decode("latin-1") for name, value in records.items()}
+    return json.dumps({"put": texts}, separators=(",", ":")).encode()
+
+
+def drop_note(stream: str, number: int, part: int | None) -> bytes:
+    """The note that drops the records from a number on, or of one part of it."""
+    return json.dumps({"drop": [stream, number, part]}).encode()
+
+
+def truncate_note(stream: str, upto: int) -> bytes:
+    """The note that drops the records up to a number."""
+    return json.dumps({"truncate": [stream, upto]}).encode()

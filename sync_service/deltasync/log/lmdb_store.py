@@ -1,4 +1,4 @@
-"""The log in a file of LMDB, beside the service that uses it alone."""
+"""The log in a file of LMDB, which one service uses alone."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 import lmdb
 
-from deltasync.base.durations import Durations
+from deltasync.base.clock import Durations
 from deltasync.base.errors import StorageFailed
 from deltasync.base.files import flush_folder, make_folder
 from deltasync.log.data_directory import RESTORE, writing
@@ -27,94 +27,31 @@ from deltasync.log.log_store import (
     Record,
     Submitted,
     WriteQueue,
+    check_written,
 )
 from deltasync.log.records import address_of, damaged, key_of, name_of, with_checksum, without_checksum
 from deltasync.log.volume import Volume, VolumeFailed, is_refusal, refused
 
-_DAMAGED = {
-    lmdb.VersionMismatchError: "it was written by another version of LMDB, or its head is damaged: open it with "
-    f"the version that wrote it, or {RESTORE}",
-    lmdb.InvalidError: f"data.mdb is no log, or its head is damaged: {RESTORE}",
-    lmdb.CorruptedError: f"a page of data.mdb is damaged: {RESTORE}",
-    lmdb.PageNotFoundError: f"a page of data.mdb is missing: {RESTORE}",
-}
-_UNAVAILABLE = {
-    lmdb.MemoryError: "there is no room in the process's memory for so large a log: lower --log-max-bytes, or see "
-    "limits of its memory (ulimit -v, vm.overcommit_memory)",
-    lmdb.ReadersFullError: "too many processes read it: end those that do",
-    lmdb.PanicError: "its disk has refused a write, and it is being opened again: try again",
-}
-_OTHERWISE = "restart the service; deltasync fsck --data-dir says whether anything is damaged"
-_NOTHING_LOST = "nothing that was acknowledged is lost"
-
-
-def opening_failed(error: lmdb.Error, directory: Path) -> StorageFailed:
-    """The error that the log in a folder cannot be opened."""
-    return _failed(f"the log in {directory} cannot be opened", error, directory)
-
-
-def reading_failed(error: lmdb.Error, file: Path) -> StorageFailed:
-    """The error that the log's file cannot be read."""
-    return _failed("the log cannot be read", error, file)
-
-
-def writing_failed(error: Exception, file: Path, size: int) -> StorageFailed:
-    """The error that a write of so many bytes to the log's file was refused."""
-    if isinstance(error, lmdb.MapFullError):
-        return LogFull(
-            "the log is full until a checkpoint is written; if it stays so, raise --log-max-bytes and restart the "
-            "service; nothing was lost"
-        )
-    return _failed("the log could not be written", error, file, size)
-
-
-def not_open(failure: StorageFailed | None) -> StorageFailed:
-    """The error that a log which is not open cannot be read; `failure` is why it could not be opened again."""
-    why = failure or f"{_UNAVAILABLE[lmdb.PanicError]}; {_NOTHING_LOST}"
-    return LogUnavailable(f"the log cannot be read: {why}")
-
-
-def refused_write_is_there(file: Path) -> VolumeFailed:
-    """The error that the log contains a write which was reported as refused: the service does not know of it."""
-    what = "the log could not be opened again"
-    refusal = refused(what, file, OSError(0, "it has a write that the disk had refused")).refusal
-    remedy = f"restart the service, which reads it anew; {_NOTHING_LOST}"
-    return VolumeFailed(what, replace(refusal, remedy=remedy))
-
-
-def _failed(what: str, error: Exception, path: Path, size: int = 0) -> StorageFailed:
-    if damage := _text_of(_DAMAGED, error):
-        return StorageFailed(f"{what} ({error}): {damage}")
-    known = _text_of(_UNAVAILABLE, error)
-    if not known and is_refusal(error):
-        return refused(what, path, error, size)
-    return LogUnavailable(f"{what} ({error}): {known or _OTHERWISE}; {_NOTHING_LOST}")
-
-
-def _text_of(texts: Mapping[type[lmdb.Error], str], error: Exception) -> str:
-    return next((text for kind, text in texts.items() if isinstance(error, kind)), "")
-
-
 logger = logging.getLogger(__name__)
 
 _RECORDS, _META = b"records", b"meta"
-_READ_BYTES = 64 << 10  # So many, or one record, are read in one transaction.
+_READ_BYTES = 64 << 10  # A transaction reads about this much, or one record.
 _MAX_READERS = 512
 _LOCK_BYTES = 36 << 10  # More than LMDB takes for as many.
-# A commit that takes longer is said in the log, so often at most.
-_SLOW_SECONDS, _SAID_SECONDS = 1.0, 60.0
+# A slower commit is logged, at most once in this time.
+_SLOW_SECONDS, _SLOW_LOG_SECONDS = 1.0, 60.0
 
 
 class LmdbStore:
-    """A `LogStore` in a folder. What its methods do stands there.
+    """A `LogStore` in a folder.
 
     Attributes:
-        shared: no: it is one process's own.
+        shared: False: it is one process's own.
         refusing: a write was refused for want of room; cleared once there is room again.
-        capacity: bytes of rows that it takes, at most.
-        volume: where its file is.
-        commits: how long it took to bring what was submitted to the disk.
-        queue: what was submitted and is not on disk yet.
+        capacity: largest size of its rows.
+        volume: the volume of its file.
+        commits: how long writes took to reach the disk.
+        queue: the writes that are not on disk yet.
 
     Raises:
         StorageFailed: the file is no log, or is damaged.
@@ -123,16 +60,17 @@ class LmdbStore:
     def __init__(self, options: LogOptions) -> None:
         self.shared, self._options = False, options
         self._file = options.directory / "data.mdb"
-        self.capacity = options.max_bytes - _reserve(options.max_bytes)
+        # Deleting needs free pages too: the more records, the more pages.
+        self.capacity = options.max_bytes - max(options.max_bytes // 16, 256 << 10)
         self.refusing = False
         self.volume, self.commits = Volume("log", options.directory), Durations()
-        self._said_slow = -_SAID_SECONDS
-        self._idle, self._reads = threading.Condition(), 0  # An environment may be closed while nobody reads.
+        self._logged_slow = -_SLOW_LOG_SECONDS
+        self._idle, self._reads = threading.Condition(), 0  # An environment is closed only between reads.
         self._env: lmdb.Environment | None = None
         self._closed = False
         self._not_opened: StorageFailed | None = None  # Why it could not be opened again.
         self._databases = dict[bytes, Any]()
-        self._have(_open(options))
+        self._use(_open(options))
         self.queue = WriteQueue()
         self._writer = threading.Thread(target=self._write_loop, name="log-writer", daemon=True)
         self._writer.start()
@@ -185,8 +123,8 @@ class LmdbStore:
     # Reading.
 
     def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
-        """The records with numbers from `first` to `last`, a few in one transaction: one held open would make the
-        file grow.
+        """The records with numbers from `first` to `last`. Each transaction reads a few: a long one makes the file
+        grow.
         """
         start, end = key_of(stream, first, 0, 0), key_of(stream, last, LAST_PART, LAST_PART)
         while found := self._next_records(start, end):
@@ -210,7 +148,7 @@ class LmdbStore:
         return found
 
     def streams(self) -> list[str]:
-        """The names of all streams that have records; every key is looked at."""
+        """The names of all streams that have records; reads every key."""
         names: dict[str, None] = {}
         with self._cursor(_RECORDS) as cursor:
             before = b""
@@ -245,7 +183,10 @@ class LmdbStore:
     def _cursor(self, name: bytes) -> Iterator["lmdb.Cursor[bytes]"]:
         with self._idle:
             if self._env is None:
-                raise LogUnavailable("the log is closed") if self._closed else not_open(self._not_opened)
+                if self._closed:
+                    raise LogUnavailable("the log is closed")
+                why = self._not_opened or f"{_UNAVAILABLE[lmdb.PanicError]}; {_NOTHING_LOST}"
+                raise LogUnavailable(f"the log cannot be read: {why}")
             env, database = self._env, self._databases[name]
             self._reads += 1
         try:
@@ -263,7 +204,7 @@ class LmdbStore:
     def _append(
         self, txn: lmdb.Transaction, key: bytes, payload: Sequence[Buffer], after: Sequence[Future[None]]
     ) -> None:
-        _check_written(after)
+        check_written(after)
         value = with_checksum(key, *payload)
         if self._used(txn) + len(value) > self.capacity:
             raise lmdb.MapFullError("full, but for what deleting needs")
@@ -272,11 +213,11 @@ class LmdbStore:
     def _keep(
         self, txn: lmdb.Transaction, records: Mapping[str, bytes | None], after: Sequence[Future[None]] = ()
     ) -> None:
-        _check_written(after)
+        check_written(after)
         for name, value in records.items():
             key = name.encode()
             if value is None:
-                _delete(txn, key, self._databases[_META])
+                txn.delete(key, db=self._databases[_META])
             else:
                 _put(txn, key, with_checksum(key, value), self._databases[_META])
 
@@ -292,7 +233,7 @@ class LmdbStore:
             batch, closing = self.queue.take()
             if batch:
                 self._commit(batch)
-            del batch  # Not kept until the next write: closures hold rows.
+            del batch  # Its closures hold rows.
 
     def _commit(self, batch: list[Submitted]) -> None:
         begun = time.monotonic()
@@ -319,34 +260,40 @@ class LmdbStore:
             done.set_result(None)
 
     def _works(self) -> bool:
-        """Whether what fails is a write, and not LMDB as a whole: that is opened again, now if it can be."""
+        """Whether a write failed, and not LMDB as a whole, which is then opened again if possible."""
         try:
             if self._env:
                 self._env.begin().abort()
                 return True
         except lmdb.PanicError:
             self._close_environment()
-            with suppress(StorageFailed):  # Told by the next write.
+            with suppress(StorageFailed):  # The next write fails with it.
                 self._opened()
         except lmdb.Error:
             return True
         return False
 
     def _opened(self) -> lmdb.Environment:
-        """The environment, which is opened again where it had to be closed.
+        """The environment, opened again if it had to be closed.
 
         Raises:
-            StorageFailed: it cannot be.
+            StorageFailed: it cannot be opened.
         """
         if self._env:
             return self._env
         try:
             env = _open(self._options)
             try:
-                env.sync(force=True)  # LMDB has put back the head before, and not waited until that is on disk.
+                env.sync(force=True)  # LMDB has put back the earlier head, perhaps not on disk yet.
                 if env.info()["last_txnid"] != self._newest:
-                    raise refused_write_is_there(self._file)
-                self._have(env)
+                    # The service does not know of this write, which was reported as refused.
+                    what = "the log could not be opened again"
+                    refusal = refused(
+                        what, self._file, OSError(0, "it has a write that the disk had refused")
+                    ).refusal
+                    remedy = f"restart the service, which reads it anew; {_NOTHING_LOST}"
+                    raise VolumeFailed(what, replace(refusal, remedy=remedy))
+                self._use(env)
             except BaseException:
                 env.close()
                 raise
@@ -359,7 +306,7 @@ class LmdbStore:
         self._not_opened = None
         return env
 
-    def _have(self, env: lmdb.Environment) -> None:
+    def _use(self, env: lmdb.Environment) -> None:
         self._databases = {name: env.open_db(name) for name in (_RECORDS, _META)}
         with env.begin() as txn:
             self._used_bytes = self._used(txn)
@@ -376,16 +323,16 @@ class LmdbStore:
     def _note_commit(self, seconds: float, size: int) -> None:
         self.commits.add(seconds)
         self.volume.take(size)
-        if seconds > _SLOW_SECONDS and time.monotonic() >= self._said_slow + _SAID_SECONDS:
-            self._said_slow = time.monotonic()
+        if seconds > _SLOW_SECONDS and time.monotonic() >= self._logged_slow + _SLOW_LOG_SECONDS:
+            self._logged_slow = time.monotonic()
             logger.warning("a commit of %d bytes took %.1f s: %s is slow", size, seconds, self._file.parent)
 
     def _fail(self, done: Future[None], size: int, error: Exception) -> None:
-        if isinstance(error, StorageFailed):  # Of a write that this one was to come after, told already.
+        if isinstance(error, StorageFailed):  # An earlier write was refused, which is logged already.
             done.set_exception(error)
             return
         failure = writing_failed(error, self._file, size)
-        if not (self.refusing or self.volume.refusal):  # Once, and not for every write until it is over.
+        if not (self.refusing or self.volume.refusal):  # Logged once until it is over.
             logger.error("%s", failure, exc_info=None if isinstance(error, lmdb.Error) else error)
         self.refusing |= isinstance(failure, LogFull)
         if isinstance(failure, VolumeFailed):
@@ -398,10 +345,17 @@ def _open(options: LogOptions) -> lmdb.Environment:
     directory = options.directory
     with ExitStack() as undo, writing(f"the log in {directory} cannot be opened", directory):
         make_folder(directory)
-        _reserve_lock(directory / "lock.mdb")
-        if not (file := directory / "data.mdb").exists() or not file.stat().st_size:
-            # Where there was room for some of its heads alone, the next start would take it for a damaged one.
-            undo.callback(file.unlink, missing_ok=True)
+        with (directory / "lock.mdb").open("ab") as file:
+            # LMDB maps this file for its readers. Without room, the first write to it would end the process.
+            try:
+                os.posix_fallocate(file.fileno(), 0, _LOCK_BYTES)
+            except OSError:
+                if os.fstat(file.fileno()).st_blocks == 0:
+                    file.truncate(0)
+                    raise
+        if not (data := directory / "data.mdb").exists() or not data.stat().st_size:
+            # A disk with room for only some of its heads leaves a file that looks damaged at the next start.
+            undo.callback(data.unlink, missing_ok=True)
         try:
             env = lmdb.open(
                 str(directory), map_size=options.max_bytes, max_dbs=4, max_readers=_MAX_READERS, readahead=False
@@ -409,41 +363,62 @@ def _open(options: LogOptions) -> lmdb.Environment:
             undo.callback(env.close)
             for database in (_RECORDS, _META):
                 env.open_db(database)
-            flush_folder(directory)  # LMDB flushes its files, and not that they are there.
+            flush_folder(directory)  # LMDB flushes its files, but not their names.
         except lmdb.Error as error:
             raise opening_failed(error, directory) from error
         undo.pop_all()
     return env
 
 
-def _reserve_lock(path: Path) -> None:
-    """Have room for the file that LMDB maps for its readers: where the disk is full, its first write to that would
-    end the process.
-    """
-    with path.open("ab") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, _LOCK_BYTES)
-        except OSError:
-            if os.fstat(file.fileno()).st_blocks == 0:
-                file.truncate(0)
-                raise
-
-
-def _reserve(max_bytes: int) -> int:
-    """Bytes that rows may not take: deleting needs free pages too, the more the more is deleted."""
-    return max(max_bytes // 16, 256 << 10)
-
-
-def _check_written(writes: Sequence[Future[None]]) -> None:
-    for write in writes:
-        # One that is not done was written by this very transaction.
-        if write.done() and (error := write.exception()):
-            raise error
-
-
 def _put(txn: lmdb.Transaction, key: bytes, value: bytes, db: Any) -> None:
     txn.put(key, value, db=db)
 
 
-def _delete(txn: lmdb.Transaction, key: bytes, db: Any) -> None:
-    txn.delete(key, db=db)
+_DAMAGED = {
+    lmdb.VersionMismatchError: "it was written by another version of LMDB, or its head is damaged: open it with "
+    f"the version that wrote it, or {RESTORE}",
+    lmdb.InvalidError: f"data.mdb is no log, or its head is damaged: {RESTORE}",
+    lmdb.CorruptedError: f"a page of data.mdb is damaged: {RESTORE}",
+    lmdb.PageNotFoundError: f"a page of data.mdb is missing: {RESTORE}",
+}
+_UNAVAILABLE = {
+    lmdb.MemoryError: "there is no room in the process's memory for so large a log: lower --log-max-bytes, or see "
+    "limits of its memory (ulimit -v, vm.overcommit_memory)",
+    lmdb.ReadersFullError: "too many processes read it: end those that do",
+    lmdb.PanicError: "its disk has refused a write, and it is being opened again: try again",
+}
+_OTHERWISE = "restart the service; deltasync fsck --data-dir says whether anything is damaged"
+_NOTHING_LOST = "nothing that was acknowledged is lost"
+
+
+def opening_failed(error: lmdb.Error, directory: Path) -> StorageFailed:
+    """The error that the log in a folder cannot be opened."""
+    return _failed(f"the log in {directory} cannot be opened", error, directory)
+
+
+def reading_failed(error: lmdb.Error, file: Path) -> StorageFailed:
+    """The error that the log's file cannot be read."""
+    return _failed("the log cannot be read", error, file)
+
+
+def writing_failed(error: Exception, file: Path, size: int) -> StorageFailed:
+    """The error that a write of `size` bytes to the log's file was refused."""
+    if isinstance(error, lmdb.MapFullError):
+        return LogFull(
+            "the log is full until a checkpoint is written; if it stays so, raise --log-max-bytes and restart the "
+            "service; nothing was lost"
+        )
+    return _failed("the log could not be written", error, file, size)
+
+
+def _failed(what: str, error: Exception, path: Path, size: int = 0) -> StorageFailed:
+    if damage := _text_of(_DAMAGED, error):
+        return StorageFailed(f"{what} ({error}): {damage}")
+    unavailable = _text_of(_UNAVAILABLE, error)
+    if not unavailable and is_refusal(error):
+        return refused(what, path, error, size)
+    return LogUnavailable(f"{what} ({error}): {unavailable or _OTHERWISE}; {_NOTHING_LOST}")
+
+
+def _text_of(texts: Mapping[type[lmdb.Error], str], error: Exception) -> str:
+    return next((text for kind, text in texts.items() if isinstance(error, kind)), "")

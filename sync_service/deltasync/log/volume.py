@@ -1,4 +1,4 @@
-"""Whether a volume takes what is written to it: what it has refused, why, since when, and what to do."""
+"""Whether a volume takes writes: what it has refused, why, since when, and the remedy."""
 
 import errno
 import os
@@ -28,24 +28,93 @@ _ADVICE = {
     errno.ENOTDIR: "move away what has its name",
 }
 _OTHERWISE = "look for its errors in the system's log"
-# LMDB calls what was written in part an input/output error: so much may be left then.
+# LMDB reports a write that was cut short as an input/output error: less than this may be free then.
 _SLACK_BYTES = 1 << 20
-# What is written to see whether it can be; of more it is only asked whether there is room.
+# Size of the write that `probe` tries; beyond it only the room is checked.
 _PROBE_BYTES = 1 << 16
+
+
+class Volume:
+    """A folder on some volume. Any thread.
+
+    Attributes:
+        name: its name in metrics and messages.
+        folder: the folder; it may be missing so far.
+        refusal: the largest refused write since the volume last took one, or a refusal with its own remedy; None
+            if the volume takes writes. Replaced whole.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.refusal: Refusal | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong, with the remedy; empty if nothing is."""
+        refusal = self.refusal
+        return f"{refusal.path} on volume {self.name!r}: {refusal.in_words}" if refusal else ""
+
+    @property
+    def free_bytes(self) -> int | None:
+        """The room for the service's user; None if it is not known."""
+        return _free_bytes(self.folder)
+
+    def refuse(self, refusal: "Refusal") -> None:
+        """Note a refused write."""
+        with self._lock:
+            before = self.refusal
+            if before is None:
+                self.refusal = refusal
+            elif refusal.remedy or (not before.remedy and refusal.needed_bytes > before.needed_bytes):
+                self.refusal = replace(refusal, since_unix_ns=before.since_unix_ns)
+
+    def take(self, size: int) -> None:
+        """Note a write of `size` bytes that the volume took.
+
+        A file may have room of its own: it does not show that a full volume has room again. `probe` does.
+        """
+        refusal = self.refusal
+        if refusal and refusal.number not in _NO_ROOM and size >= refusal.needed_bytes:
+            self.recover(refusal)
+
+    def recover(self, refusal: "Refusal") -> None:
+        """Note that the volume takes again what it had refused."""
+        with self._lock:
+            if self.refusal is refusal:
+                self.refusal = None
+
+    def has_file(self, path: Path) -> bool:
+        """Whether a path is in its folder."""
+        return path.is_relative_to(self.folder)
+
+    def probe(self, refusal: "Refusal") -> bool:
+        """Whether the volume would take now what it has refused. Blocks."""
+        if refusal.number in _NO_ROOM and _free_bytes(self.folder) < refusal.needed_bytes + _SLACK_BYTES:
+            return False
+        end = refusal.path.stat().st_size if refusal.path.is_file() else 0
+        try:
+            with tempfile.TemporaryFile(dir=existing(self.folder), buffering=0) as file:
+                os.ftruncate(file.fileno(), end + refusal.needed_bytes)  # A file may have a largest size.
+                os.pwrite(file.fileno(), bytes(_PROBE_BYTES), 0)
+                os.fsync(file.fileno())
+        except OSError:
+            return False
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """What a volume has refused to take.
+    """A write that a volume refused.
 
     Attributes:
         path: the file or the folder.
-        number: the system's number of the error; 0 where it said none.
-        reason: what the system, or the log, said.
-        needed_bytes: that were to be written; 0 where that is not known.
-        free_bytes: that the volume had left.
-        since_unix_ns: when that was, nanoseconds since 1970.
-        remedy: what to do; empty where the number says that.
+        number: the system's number of the error; 0 if it gave none.
+        reason: the error of the system, or of the log.
+        needed_bytes: size of the write; 0 if it is not known.
+        free_bytes: room on the volume.
+        since_unix_ns: time of the first refusal, nanoseconds since 1970.
+        remedy: what to do; empty if it follows from the number.
     """
 
     path: Path
@@ -58,14 +127,14 @@ class Refusal:
 
     @property
     def in_words(self) -> str:
-        """What was refused, why, and what to do."""
+        """The reason, the room and the remedy."""
         needed = f"{self.needed_bytes} bytes were to be written, " if self.needed_bytes else ""
         room = f"{needed}{self.free_bytes} {'' if needed else 'bytes '}are free"
         return f"{self.reason} ({room}): {self.remedy or _ADVICE.get(self.number, _OTHERWISE)}"
 
 
 class VolumeFailed(StorageFailed):
-    """A volume has refused a write; the next one is tried all the same."""
+    """A volume has refused a write; later writes are tried all the same."""
 
     def __init__(self, what: str, refusal: Refusal) -> None:
         super().__init__(f"{what}: {refusal.in_words}")
@@ -73,7 +142,7 @@ class VolumeFailed(StorageFailed):
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether an error of LMDB, or of the system, says that a volume has refused something."""
+    """Whether an error of LMDB or of the system means that a volume has refused a write."""
     return isinstance(error, OSError) or _number_of(error) != 0
 
 
@@ -82,9 +151,9 @@ def refused(what: str, path: Path, error: Exception, needed_bytes: int = 0) -> V
 
     Args:
         what: what cannot be done, in words.
-        path: the file or the folder that was written to.
-        error: what was raised.
-        needed_bytes: that were to be written.
+        path: the file or the folder of the write.
+        error: the error of the write.
+        needed_bytes: size of the write.
     """
     free, number = _free_bytes(path), _number_of(error)
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -103,96 +172,21 @@ def refused(what: str, path: Path, error: Exception, needed_bytes: int = 0) -> V
     )
 
 
-class Volume:
-    """A folder on some volume. Any thread.
-
-    Attributes:
-        name: by which metrics and messages call it.
-        folder: the folder; it need not be there yet.
-        refusal: the largest write that was refused since it last took what it was given, or one with a remedy of
-            its own; None if it takes what it is given. Replaced whole.
-    """
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
-        self.refusal: Refusal | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def trouble(self) -> str:
-        """What is wrong with it, and what to do; empty if nothing is."""
-        refusal = self.refusal
-        return f"{refusal.path} on volume {self.name!r}: {refusal.in_words}" if refusal else ""
-
-    @property
-    def free_bytes(self) -> int | None:
-        """What it has left for the service's user; None if it does not say that."""
-        return _free_bytes(self.folder)
-
-    def refuse(self, refusal: Refusal) -> None:
-        """Note that it has refused a write: the largest since it last took what it was given, or one with a remedy
-        of its own.
-        """
-        with self._lock:
-            before = self.refusal
-            if before is None:
-                self.refusal = refusal
-            elif refusal.remedy or (not before.remedy and refusal.needed_bytes > before.needed_bytes):
-                self.refusal = replace(refusal, since_unix_ns=before.since_unix_ns)
-
-    def take(self, size: int) -> None:
-        """Note that it has taken a write of so many bytes.
-
-        That a file has room of its own does not show that the volume has: where it had none, `probe` finds out.
-        """
-        refusal = self.refusal
-        if refusal and refusal.number not in _NO_ROOM and size >= refusal.needed_bytes:
-            self.recover(refusal)
-
-    def recover(self, refusal: Refusal) -> None:
-        """Note that it takes again what it had refused."""
-        with self._lock:
-            if self.refusal is refusal:
-                self.refusal = None
-
-    def has_file(self, path: Path) -> bool:
-        """Whether a path is in its folder."""
-        return path.is_relative_to(self.folder)
-
-    def probe(self, refusal: Refusal) -> bool:
-        """Whether it would take now what it has refused. Blocks."""
-        if refusal.number in _NO_ROOM and _free_bytes(self.folder) < refusal.needed_bytes + _SLACK_BYTES:
-            return False
-        try:
-            self._write(refusal)
-        except OSError:
-            return False
-        return True
-
-    def _write(self, refusal: Refusal) -> None:
-        path = refusal.path
-        end = path.stat().st_size if path.is_file() else 0
-        with tempfile.TemporaryFile(dir=existing(self.folder), buffering=0) as file:
-            os.ftruncate(file.fileno(), end + refusal.needed_bytes)  # Whether a file may be as large.
-            os.pwrite(file.fileno(), bytes(_PROBE_BYTES), 0)
-            os.fsync(file.fileno())
-
-
 def existing(path: Path) -> Path:
-    """The path, or the first above it that is there."""
+    """The path, or the nearest folder above it that exists."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
 def _free_bytes(path: Path) -> int:
     try:
-        found = os.statvfs(existing(path))
-    except OSError:  # A device that is gone says nothing any more.
+        volume = os.statvfs(existing(path))
+    except OSError:  # The device is gone.
         return 0
-    return found.f_bavail * found.f_frsize
+    return volume.f_bavail * volume.f_frsize
 
 
 def _cause(path: Path, needed_bytes: int, free_bytes: int) -> int:
-    """What may have cut a write short, which is then called an input/output error; 0 if nothing is known."""
+    """The likely error of a write that was cut short, which LMDB reports as EIO; 0 if there is none."""
     if free_bytes < needed_bytes + _SLACK_BYTES:
         return errno.ENOSPC
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -203,6 +197,6 @@ def _cause(path: Path, needed_bytes: int, free_bytes: int) -> int:
 def _number_of(error: Exception) -> int:
     if isinstance(error, OSError):
         return error.errno or 0
-    text = str(error)  # LMDB says it in words only. These two are said of calls, not of a volume.
+    text = str(error)  # LMDB gives words only. EINVAL and EAGAIN are about calls, not about a volume.
     numbers = errno.errorcode.keys() - {errno.EINVAL, errno.EAGAIN}
     return next((number for number in numbers if text.endswith(os.strerror(number))), 0)

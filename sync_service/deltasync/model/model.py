@@ -1,4 +1,4 @@
-"""One model: its tables, its part of the log, its checkpoints, and how they come back after a restart.
+"""One model: its tables, its part of the log, its checkpoints and its releases.
 
 Threads. A model has a thread of its own (`on_thread`), on which cuts are applied, releases frozen and rows copied
 for checkpoints, so that none sees another half done; nothing there waits for a disk. All else happens in the event
@@ -11,24 +11,21 @@ loop.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from enum import Enum
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from deltasync.base.clock import Moment, Succession, steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import ServiceUnavailable, StorageFailed
-from deltasync.base.progress import Progress
-from deltasync.base.signals import Signal
-from deltasync.base.threads import EVENT_LOOP, MODEL_PREFIX, MODEL_THREAD, SET_BY_EVENT_LOOP, after, confined
-from deltasync.checkpoints.chunks import CheckpointDamaged, LogRecord
+from deltasync.base.threads import EVENT_LOOP, MODEL_PREFIX, SET_BY_EVENT_LOOP, after, confined
+from deltasync.base.waiting import Signal
+from deltasync.checkpoints.chunks import LogRecord
 from deltasync.checkpoints.manifest import Manifest, TableKey
-from deltasync.checkpoints.place import PlaceFailed
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.checkpoints.writing import SourceTable
+from deltasync.checkpoints.writing import Source, SourceTable
 from deltasync.core.delivery import Delivery, spec_record
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
@@ -36,79 +33,20 @@ from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.seal import RecentCuts, Seal, SealHistory, checksum_of, event_time_of, seal_of
 from deltasync.core.stamps import StampedTable, table_bytes
 from deltasync.core.table_memory import RAM, TableMemory
-from deltasync.core.tables import Shard, TableSpec
-from deltasync.log.data_directory import RESTORE
+from deltasync.core.tables import TableSpec
 from deltasync.log.log_store import LogStore, LogUnavailable
-from deltasync.log.records import reading, seal_of_record, unpack_json
 from deltasync.log.volume import VolumeFailed
+from deltasync.model.applied import AppliedTables
 from deltasync.model.feed import Derived, Standing, table_standing
 from deltasync.model.model_store import KEPT_SEALS, ModelStore
+from deltasync.model.recovery import MODEL_OWNER, Recovery, ViewRecovery
 from deltasync.model.releases import NO_TABLES, FrozenRelease, Head, Release, Releases
-from deltasync.model.tables import FollowedTables, changes, cut_rows, published_rows
-
-
-class Fit(Enum):
-    """How a checkpoint goes with a log."""
-
-    FITS = "fits"  # The log goes on from it.
-    AHEAD = "ahead"  # The log has lost what it has.
-    FORKED = "forked"  # It is of a past that the log does not have.
-    GAP = "gap"  # The log has dropped, or lost, what comes after it.
-
-
-@dataclass(frozen=True)
-class LogEnd:
-    """What a log has of a model.
-
-    Attributes:
-        history: the id of the model's history.
-        seals: the checksums of the seals it has, by version.
-        dropped: the version up to which it has dropped the rows of cuts.
-    """
-
-    history: str
-    seals: Mapping[int, int]
-    dropped: int
-
-    @property
-    def newest(self) -> int:
-        """The newest version it has; 0 where it has none."""
-        return max(self.seals, default=0)
-
-
-@dataclass(frozen=True)
-class Fitness:
-    """How a checkpoint goes with a log, and why."""
-
-    fit: Fit
-    reason: str
-
-
-def fitness(version: int, history: str, seals: Mapping[int, int], log: LogEnd) -> Fitness:
-    """How a checkpoint of a version of some history, which has `seals` (checksums by version), goes with a log."""
-    text = f"the checkpoint of version {version}"
-    if line_of(history) != line_of(log.history):
-        return Fitness(Fit.FORKED, f"{text} is of another history than the log")
-    if version > log.newest:
-        if log.newest and seals.get(log.newest, log.seals[log.newest]) != log.seals[log.newest]:
-            return Fitness(Fit.FORKED, f"{text} is of another past than version {log.newest} of the log")
-        return Fitness(Fit.AHEAD, f"{text} is ahead of the log, whose newest is {log.newest}")
-    if log.seals.get(version, seals[version]) != seals[version]:
-        return Fitness(Fit.FORKED, f"{text} is of another past than that of the log")
-    if log.dropped > version:
-        return Fitness(Fit.GAP, f"{text} is older than what the log has dropped, up to version {log.dropped}")
-    return Fitness(Fit.FITS, f"the log goes on from {text}")
-
+from deltasync.model.tables import FollowedTables, changes, cut_rows
 
 T = TypeVar("T")
 _RELEASE_MEMORY_BYTES = 64 << 20
 # Rows that a checkpoint copies in its last turn, which delays a cut by a few milliseconds.
 _LAST_TURN_BYTES = 8 << 20
-_OWNER = ""  # Of the model's own tables in a checkpoint.
-
-
-class RowsLost(StorageFailed):
-    """Neither the log nor a checkpoint has all rows of a model: its trainer has to send them."""
 
 
 @confined(
@@ -120,8 +58,6 @@ class RowsLost(StorageFailed):
     failed=SET_BY_EVENT_LOOP,
     _deliveries=EVENT_LOOP,
     _log_bytes=EVENT_LOOP,
-    _applied=MODEL_THREAD,
-    _partly_applied=MODEL_THREAD,
 )
 class Model:
     """A training job's set of tables. The module's text says which thread may touch what.
@@ -132,7 +68,6 @@ class Model:
         store: the model's records in the log.
         checkpoints: where its checkpoints are.
         checkpointed: the newest checkpoint; None if there is none.
-        tables: the tables, in the order they were added; a table's index is its slot. Replaced when one is added.
         table_changes: how often tables were made, changed or removed.
         head: the newest version that replicas can be sent, or None.
         seals: those of the last durable cuts, which may not be applied yet.
@@ -154,10 +89,13 @@ class Model:
         memory: TableMemory = RAM,
         release_memory_bytes: int = _RELEASE_MEMORY_BYTES,
     ) -> None:
-        self.name, self.log, self.checkpoints, self.memory = name, log, checkpoints, memory
+        self.name = name
+        self.log = log
+        self.checkpoints = checkpoints
+        self.memory = memory
         self.release_memory_bytes = release_memory_bytes
         self.store = ModelStore(log, name)
-        self.tables: list[StampedTable] = []
+        self._applied = AppliedTables(name, self.store, memory)
         self.table_changes = 0
         self.checkpointed: Manifest | None = None
         self.problems: list[str] = []
@@ -165,18 +103,19 @@ class Model:
         self.succession = Succession()
         self.head: Head | None = None
         self.published: dict[str, int] = {}
-        self.signal, self.failure, self.failed = Signal(), "", ""
+        self.signal = Signal()
+        self.failure = ""
+        self.failed = ""
         self.recent = RecentCuts()
         self._deliveries: list[Delivery] = []
         # After which version, up to which one, and how many bytes the log has of these: asked for every second.
         self._log_bytes = 0, 0, 0
         self._followed = FollowedTables()
-        self._adding, self._closed = asyncio.Lock(), False
+        self._adding = asyncio.Lock()
+        self._closed = False
         self._checkpointing = asyncio.Lock()
-        self._applied: Seal | None = None
-        self._partly_applied = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{MODEL_PREFIX}{name}")
-        self.releases = Releases(self.on_thread, lambda: (self.tables, _head(self.applied)), release_memory_bytes)
+        self.releases = Releases(self.on_thread, self._shown, release_memory_bytes)
 
     @property
     def history(self) -> str:
@@ -187,6 +126,11 @@ class Model:
     def model_history(self) -> str:
         """The same: as a feed, a model has no other history."""
         return self.history
+
+    @property
+    def tables(self) -> list[StampedTable]:
+        """The tables, in the order they were added; a table's index is its slot. Replaced when one is added."""
+        return self._applied.tables
 
     @property
     def deliveries(self) -> list[Delivery]:
@@ -206,9 +150,11 @@ class Model:
                 fit their digests: nobody may see that.
         """
         self.check_sound()
-        if self._partly_applied:
-            raise ServiceUnavailable(f"a part of a version of model {self.name!r} is to be applied again")
-        return self._applied
+        return self._applied.seal
+
+    def _shown(self) -> tuple[list[StampedTable], Head | None]:
+        """The tables and the head, as replicas can be given them. On the model's thread."""
+        return self.tables, _head(self.applied)
 
     @property
     def position(self) -> Position:
@@ -221,6 +167,10 @@ class Model:
             self._closed = True
             await asyncio.to_thread(self._thread.shutdown)
 
+    def drop_tables(self) -> None:
+        """Free the memory of the tables, once the model is stopped."""
+        self._applied.tables = []
+
     async def on_thread(self, function: Callable[..., T], *args: object) -> T:
         """Run `function`, which must not wait for anything, on the model's thread, after what was asked of it
         before.
@@ -230,12 +180,13 @@ class Model:
             DamagedRows: the function has read rows that do not fit their digests; the model has `failed`.
         """
         try:
-            return await asyncio.wrap_future(self._submit(function, *args))
+            return await asyncio.wrap_future(self.submit(function, *args))
         except DamagedRows as error:
             self.note_damage(error)
             raise
 
-    def _submit(self, function: Callable[..., T], *args: object) -> "Future[T]":
+    def submit(self, function: Callable[..., T], *args: object) -> "Future[T]":
+        """Run `function` on the model's thread, as `on_thread` does, for callers outside of the event loop."""
         try:
             return self._thread.submit(function, *args)
         except RuntimeError as error:  # Its executor is shut down.
@@ -313,12 +264,16 @@ class Model:
                 self.store.describe(specs, grown, again)  # Last: until then, a crash leaves them as they were.
                 return made, larger
 
+            def grow(steps: list[Callable[[], None]]) -> None:
+                for step in steps:
+                    step()
+
             made, larger = await asyncio.to_thread(make)
             for table in self.tables:
                 table.removed = table.removed or table.spec.name in stale
-            self.tables = [*kept, *made]
+            self._applied.tables = [*kept, *made]
             self.table_changes += 1
-            await self.on_thread(lambda: [each() for each in larger])
+            await self.on_thread(grow, larger)
             if stale:
                 self.releases.forget()
             self.signal.wake()
@@ -351,7 +306,8 @@ class Model:
             removed = {name: self.position.number}
             await asyncio.to_thread(self.store.describe, specs, {}, removed)
             (gone,) = (table for table in self.tables if table.spec.name == name)
-            gone.removed, self.tables = True, [table for table in self.tables if table is not gone]  # At once.
+            gone.removed = True
+            self._applied.tables = [table for table in self.tables if table is not gone]
             self.table_changes += 1
             self.published.pop(name, None)
             self.releases.forget()
@@ -411,22 +367,8 @@ class Model:
     ) -> FrozenRelease | None:
         """Apply a cut, and complete what replicas are to be sent of it."""
         prepared = prepared or self._prepared(seal, rows)
-        self._apply(seal, rows)
+        self._applied.apply(seal, rows)
         return prepared and self.releases.completed(prepared, self.tables, Head.of(seal))
-
-    def _apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
-        # The log may have rows of a table that was removed later, also of one whose name another has by now.
-        by_name = {table.spec.name: table for table in self.tables if table.removed_before < seal.version}
-        for batch in self.store.rows(seal) if rows is None else rows:
-            if table := by_name.get(batch.table.name):
-                self._partly_applied = True
-                table.apply(batch, seal.version)
-        for name in seal.whole:  # What a full cut does not name is no more.
-            if table := by_name.get(name):
-                self._partly_applied = True
-                unnamed = table.not_stamped(seal.version)
-                table.apply(RowBatch.deletes(Shard.whole(table.spec), unnamed), seal.version)
-        self._applied, self._partly_applied = seal, False
 
     # As a feed.
 
@@ -528,7 +470,9 @@ class Model:
     def checkpoint_tables(self) -> list[SourceTable]:
         """What a checkpoint has of it. On the model's thread."""
         return [
-            SourceTable(TableKey(_OWNER, table.spec.name, table.removed_before), table, spec_record(table.spec))
+            SourceTable(
+                TableKey(MODEL_OWNER, table.spec.name, table.removed_before), table, spec_record(table.spec)
+            )
             for table in self.tables
         ]
 
@@ -539,7 +483,7 @@ class Model:
     @property
     def owner(self) -> str:
         """By which name checkpoints have its tables."""
-        return _OWNER
+        return MODEL_OWNER
 
     async def checkpoint(
         self,
@@ -559,48 +503,15 @@ class Model:
             StorageFailed: it could not be written; what was written is removed later.
         """
         async with self._checkpointing:
+            subject, previous = _ModelAndViews(self, derived, small, check), self.checkpointed
             try:
-                self.checkpointed = await asyncio.to_thread(self._write_checkpoint, derived, small, check)
+                self.checkpointed = await asyncio.to_thread(
+                    self.checkpoints.write, subject, previous, _LAST_TURN_BYTES
+                )
             except DamagedRows as error:
                 self.note_damage(error)
                 raise
             return self.checkpointed
-
-    def _write_checkpoint(
-        self,
-        derived: Callable[[], Sequence[Derived]],
-        small: Callable[[], Mapping[str, bytes]],
-        check: Callable[[], None],
-    ) -> Manifest:
-        return self.checkpoints.write(
-            run=lambda function: self._submit(function).result(),
-            sources=lambda: [self, *derived()],
-            previous=self.checkpointed,
-            version=self._checkpoint_position,
-            small=small,
-            records=lambda before: self._records(derived(), before),
-            limit=_LAST_TURN_BYTES,
-            in_haste=lambda: self.log.refusing or 2 * self.log.used_bytes() > self.log.capacity,
-            check=check,
-        )
-
-    def _checkpoint_position(self) -> Position:
-        if (seal := self.applied) is None:
-            raise ServiceUnavailable(f"nothing of model {self.name!r} is published")
-        return Position(self.history, seal.version, seal.checksum)
-
-    def _records(self, derived: Sequence[Derived], before: Manifest | None) -> Iterator[LogRecord]:
-        """The log's seals, and the heads of releases, that a checkpoint does not have, or all."""
-        numbers = dict[str, int]()
-        if before:
-            numbers = {
-                owner: state["head"]["number"] for owner, state in before.states.items() if state.get("head")
-            }
-            numbers[_OWNER] = before.version
-        streams = {_OWNER: f"seals/{self.name}"} | {each.owner: f"heads/{each.owner}" for each in derived}
-        for owner, stream in streams.items():
-            for record in self.log.read(stream, numbers.get(owner, -1) + 1):
-                yield stream, record.number, record.part, record.index, bytes(record.payload)
 
     def cut_log(self, upto: Manifest, derived: Sequence[Derived]) -> None:
         """Drop what the log has up to a checkpoint. Blocks; any thread.
@@ -615,7 +526,7 @@ class Model:
 
     # Coming back.
 
-    async def recover(self, record: Mapping[str, Any], derived: Sequence[Derived] = ()) -> None:
+    async def recover(self, record: Mapping[str, Any], derived: Sequence[ViewRecovery] = ()) -> None:
         """Come back as of the last sealed cut, with what is derived from the model: from the newest sound
         checkpoint, and the log after it.
 
@@ -623,169 +534,60 @@ class Model:
             RowsLost: there is no such checkpoint, and the log does not go back far enough.
             StorageFailed: a record is damaged, or there is no room.
         """
-        seals, published, checkpointed = await self.on_thread(self._recover, record, derived)
-        self.seals.extend(seals)
-        self.succession.find(self.seals.newest_version, steady_ns())
-        self.checkpointed = checkpointed
-        self.head, self.published = _head(self.seals.newest), published
-
-    def _recover(
-        self, record: Mapping[str, Any], derived: Sequence[Derived]
-    ) -> tuple[list[Seal], dict[str, int], Manifest | None]:
-        self.store.recover(record)
-        while True:
-            seals, problem = self._sound_seals()
-            if problem:  # What follows is published again, by a trainer that learns how far the service is.
-                self._go_back(seals[-1].version if seals else 0, problem)
-                continue
-            self.store.drop_unsealed(seals[-1].version if seals else 0)
-            checkpoint, seals = self._load_newest(seals, derived)
-            if (lost := self._replay(seals, checkpoint.version if checkpoint else 0, derived)) is None:
-                break
-            self._go_back(*lost)
-        whole = {name for seal in seals for name in seal.whole if seal.version > self.store.removed.get(name, 0)}
-        grown = self.store.grown_from
-        sizes = {each.spec.name: published_rows(each, grown.get(each.spec.name, 0), whole) for each in self.tables}
-        return seals, sizes, checkpoint
-
-    def _sound_seals(self) -> tuple[list[Seal], str]:
-        """The log's seals, see `ModelStore.seals`. Where one is damaged, those from a checkpoint on are enough."""
-        seals, problem = self.store.seals()
-        for manifest in self.checkpoints.manifests().manifests if problem else ():
-            later, problem_of_later = self.store.seals(manifest.version)
-            if later and (later[0].version, later[0].checksum) == (manifest.version, manifest.seal):
-                self._note_problem(problem)
-                return later, problem_of_later
-        return seals, problem
-
-    def _replay(self, seals: Sequence[Seal], version: int, derived: Sequence[Derived]) -> tuple[int, str] | None:
-        """Apply the log's versions after one that the tables are at; returns the last sound one, and what is wrong
-        with the next, if one is damaged.
-        """
-        missing = [seal for seal in seals if seal.version > version]
-        progress = Progress(f"model {self.name!r}: reading the log", sum(seal.rows for seal in missing))
-        self._applied = next((seal for seal in seals if seal.version == version), None)
-        for each in derived:
-            each.replay(version)
-        for seal in missing:
-            try:
-                self._apply(seal, None)
-            except (LogUnavailable, VolumeFailed):
-                raise
-            except StorageFailed as error:
-                return seal.version - 1, str(error)
-            for each in derived:
-                each.replay(seal.version)
-            progress.add(seal.rows)
-        return None
-
-    def _go_back(self, version: int, problem: str) -> None:
-        self._note_problem(
-            f"the log has nothing sound after version {version}, which is the newest now: {problem}"
+        recovery = Recovery(
+            self.name, self.log, self.store, self.checkpoints, self._applied, derived, self.problems
         )
-        self.store.go_back(version)
+        recovered = await self.on_thread(recovery.recover, record)
+        self.seals.extend(recovered.seals)
+        self.succession.find(self.seals.newest_version, steady_ns())
+        self.checkpointed = recovered.checkpoint
+        self.published = recovered.published
+        self.head = _head(self.seals.newest)
 
-    def _note_problem(self, problem: str) -> None:
-        if problem not in self.problems:  # What is tried again finds it again.
-            self.problems.append(problem)
 
-    def _load_newest(self, seals: list[Seal], derived: Sequence[Derived]) -> tuple[Manifest | None, list[Seal]]:
-        """Load the newest checkpoint that is sound and goes with the log, which has these seals.
+class _ModelAndViews:
+    """The subject of a checkpoint; see `checkpoints.writing.Subject`."""
 
-        Returns:
-            The checkpoint, None where the log has everything; and the seals that the log has then.
-        """
-        found = self.checkpoints.manifests()
-        if found.unreachable and self.log.shared:  # It may have what that log has lost.
-            raise StorageFailed("; ".join(found.unreachable))
-        for problem in (*found.problems, *found.unreachable):
-            self._note_problem(problem)
-        end = LogEnd(self.history, {seal.version: seal.checksum for seal in seals}, self.store.dropped)
-        usable = [(each, self._fitness(each, end)) for each in found.manifests]
-        for _, decision in usable:
-            if decision.fit is Fit.FORKED:
-                self._note_problem(decision.reason)
-        # Rather an older version than none: what comes after it is published again.
-        for wanted in ((Fit.FITS, Fit.AHEAD), (Fit.GAP,)):
-            for manifest, decision in usable:
-                if decision.fit in wanted and self._loaded(manifest, derived, found.unreachable):
-                    if decision.fit is not Fit.FITS:
-                        self._note_problem(f"{decision.reason}: the log goes on from it")
-                        self.store.go_back(manifest.version)
-                        self.store.add_seals(self._lost_seals(manifest, end))
-                        seals, _ = self._sound_seals()
-                    return manifest, seals
-            if found.unreachable and self.store.dropped:  # What cannot be read now may go with the log.
-                raise StorageFailed("; ".join(found.unreachable))
-        if self.store.dropped and not (found.manifests or found.problems or self.log.shared):
-            raise StorageFailed(  # Say, a volume that is not mounted: nothing shows that they are lost.
-                f"the log has no rows of model {self.name!r} up to version {self.store.dropped}, and there are no "
-                f"checkpoints of it: put them back, or {RESTORE}"
-            )
-        if self.store.dropped:
-            raise RowsLost(
-                f"the log has no rows of model {self.name!r} up to version {self.store.dropped}, and no "
-                f"checkpoint can be used: {'; '.join(self.problems) or 'there is none'}: {RESTORE}"
-            )
-        self._begin(None, derived)
-        return None, seals
+    def __init__(
+        self,
+        model: Model,
+        derived: Callable[[], Sequence[Derived]],
+        small: Callable[[], Mapping[str, bytes]],
+        check: Callable[[], None],
+    ) -> None:
+        self.small_records = small
+        self.check = check
+        self._model = model
+        self._derived = derived
 
-    def _fitness(self, manifest: Manifest, end: LogEnd) -> Fitness:
-        past = {manifest.version: manifest.seal}
-        if manifest.version > end.newest:
-            try:
-                past |= {seal.version: seal.checksum for seal in self._seals_of(manifest)}
-            except CheckpointDamaged as error:
-                return Fitness(Fit.FORKED, f"the checkpoint of version {manifest.version} is passed over: {error}")
-        return fitness(manifest.version, manifest.history, past, end)
+    def run(self, function: Callable[[], T]) -> T:
+        return self._model.submit(function).result()
 
-    def _seals_of(self, manifest: Manifest) -> Iterator[Seal]:
-        """The seals that a checkpoint has."""
-        for stream, number, _, _, payload in self.checkpoints.records(manifest):
-            if stream == f"seals/{self.name}":
-                with reading(f"seal of version {number} of model {self.name!r} in a checkpoint"):
-                    yield seal_of_record(unpack_json(payload))
+    def position(self) -> Position:
+        if (seal := self._model.applied) is None:
+            raise ServiceUnavailable(f"nothing of model {self._model.name!r} is published")
+        return Position(self._model.history, seal.version, seal.checksum)
 
-    def _lost_seals(self, manifest: Manifest, end: LogEnd) -> list[Seal]:
-        seals = self._seals_of(manifest) if manifest.version > end.newest else ()
-        return [seal for seal in seals if end.newest < seal.version <= manifest.version]
+    def sources(self) -> list[Source]:
+        return [self._model, *self._derived()]
 
-    def _loaded(self, manifest: Manifest, derived: Sequence[Derived], unreachable: list[str]) -> bool:
-        """Whether a checkpoint is loaded now; not if something of it is damaged, or cannot be read now, which is
-        added to `unreachable`.
-        """
-        tables = self._begin(manifest, derived)
-        try:
-            self.checkpoints.load(manifest, [tables.get(entry.key) for entry in manifest.tables])
-            dirty = self.checkpoints.dirty(manifest)
-        except (CheckpointDamaged, PlaceFailed) as error:
-            if isinstance(error, PlaceFailed):
-                unreachable.append(str(error))
-                if self.log.shared:  # It may have what that log has lost.
-                    raise
-            self._note_problem(f"the checkpoint of version {manifest.version} is passed over: {error}")
-            return False
-        for each in derived:
-            each.restored(dirty)
-        return True
+    def in_haste(self) -> bool:
+        log = self._model.log
+        return log.refusing or 2 * log.used_bytes() > log.capacity
 
-    def _begin(self, manifest: Manifest | None, derived: Sequence[Derived]) -> dict[TableKey, StampedTable]:
-        """Have all tables, empty, and those that are derived: those that a checkpoint has rows of, by its keys."""
-        removed = self.store.removed
-        self.tables = []  # Those of a try before: with new ones beside them there may be no room.
-        for each in derived:
-            each.let_go()
-        self.tables = [
-            StampedTable(spec, self.memory, removed.get(name, 0)) for name, spec in self.store.specs.items()
-        ]
-        found = {TableKey(_OWNER, each.spec.name, each.removed_before): each for each in self.tables}
-        for each in derived:
-            entries = [entry for entry in manifest.tables if entry.key.owner == each.owner] if manifest else []
-            state = manifest.states.get(each.owner) if manifest else None
-            for entry, table in zip(entries, each.restore(state, entries), strict=True):
-                if table:
-                    found[entry.key] = table
-        return found
+    def log_records(self, before: Manifest | None) -> Iterator[LogRecord]:
+        """The log's seals, and the heads of releases, that a checkpoint does not have, or all."""
+        numbers = dict[str, int]()
+        if before:
+            numbers = {
+                owner: state["head"]["number"] for owner, state in before.states.items() if state.get("head")
+            }
+            numbers[MODEL_OWNER] = before.version
+        streams = {MODEL_OWNER: f"seals/{self._model.name}"}
+        streams |= {each.owner: f"heads/{each.owner}" for each in self._derived()}
+        for owner, stream in streams.items():
+            for record in self._model.log.read(stream, numbers.get(owner, -1) + 1):
+                yield stream, record.number, record.part, record.index, bytes(record.payload)
 
 
 def _head(seal: Seal | None) -> Head | None:

@@ -2,20 +2,20 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakValueDictionary, ref
 
 import numpy as np
 
 from deltasync.base.errors import ServiceUnavailable, Superseded
-from deltasync.base.signals import Signal, first_of
+from deltasync.base.waiting import Signal, first_of
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.wire.row_messages import chunk_rows, chunked, release_chunk, rows_in_chunk
+from deltasync.wire.row_messages import at_end_of, chunk_rows, chunked, release_chunk
 
 NO_TABLES: frozenset[int] = frozenset()
 
@@ -49,25 +49,36 @@ class Head:
         return cls(number, seal.version, seal.step, seal.step_end_unix_ns, seal.event_time_unix_ns, checksum)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chunk:
     """Some rows of the table in `slot`, which are sent together.
 
     Attributes:
         slot: of the table.
-        rows: the rows, as views of the message.
-        message: what is sent to every replica.
+        rows: the rows, as views of the bytes in which they were published, or of the message.
     """
 
     slot: int
     rows: RowBatch
-    message: bytes
+    _message: bytes | None = None
 
     @classmethod
     def of(cls, slot: int, rows: RowBatch) -> "Chunk":
-        """A chunk of some rows, which are copied into its message."""
-        message = release_chunk(slot, rows)
-        return cls(slot, rows_in_chunk(message, rows), message)
+        """A chunk of some rows; unless they came in a message, they are copied into theirs."""
+        chunk = cls(slot, rows)
+        if rows.encoded is None:
+            chunk._write()
+        return chunk
+
+    @property
+    def message(self) -> bytes:
+        """What is sent to every replica, unless the release goes whole. It is written once."""
+        return self._message or self._write()
+
+    def _write(self) -> bytes:
+        self._message = release_chunk(self.slot, self.rows)
+        self.rows = at_end_of(self._message, self.rows)
+        return self._message
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +150,9 @@ def copied(slot: int, table: StampedTable, ids: Ids, told_after: int) -> Iterato
     size = chunk_rows(spec.row_bytes)
     for start in range(0, len(live), size):
         some = live[start : start + size]
-        yield Chunk.of(slot, table.read(some, np.empty((len(some), spec.dim), spec.dtype)))
+        read = table.read(some, np.empty((len(some), spec.dim), spec.dtype))
+        # Replicas may hold other bits than are sent, of which the digests are.
+        yield Chunk.of(slot, replace(read, digests=None))
     told = gone[table.numbers(gone) > told_after]
     yield from (Chunk.of(slot, piece) for piece in chunked(RowBatch.deletes(Shard.whole(spec), told)))
 
@@ -279,7 +292,7 @@ class Releases:
         return self.noted(freeze(tables, after, head, whole))
 
     def prepared(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
-        """Write the messages of rows, by slot, that the tables are about to get; None if there is no memory.
+        """A release of rows, by slot, that the tables are about to get; None if there is no memory.
 
         `completed` makes them the next release, for replicas that have everything before it.
         """

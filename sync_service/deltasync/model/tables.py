@@ -158,10 +158,12 @@ def _gathered(batches: Sequence[RowBatch]) -> Iterable[list[RowBatch]]:
 
 
 def _joined(batches: Sequence[RowBatch]) -> RowBatch:
-    table, first = batches[0].table, batches[0]
+    first, whole = batches[0], Shard.whole(batches[0].table)
     if len(batches) == 1:
-        return RowBatch(Shard.whole(table), first.ids, first.values, deleted=first.deleted)
+        return replace(first, shard=whole)  # It is sent in the bytes in which it came.
     ids = np.concatenate([batch.ids for batch in batches])
     if first.deleted:
-        return RowBatch.deletes(Shard.whole(table), ids)
-    return RowBatch.of_table(table, ids, np.concatenate([batch.values for batch in batches]))
+        return RowBatch.deletes(whole, ids)
+    values = np.concatenate([batch.values for batch in batches])
+    digests = [batch.digests for batch in batches if batch.digests is not None]
+    return RowBatch(whole, ids, values, digests=np.concatenate(digests) if len(digests) == len(batches) else None)

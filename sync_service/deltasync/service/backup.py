@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from deltasync.base.errors import Contradiction, InvalidInput, ServiceUnavailable, StorageFailed
-from deltasync.base.events import EventKind
+from deltasync.base.events import EventKind, Events
 from deltasync.base.words import counted
 from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.place import UNFINISHED, Place, Stored
@@ -31,7 +31,8 @@ from deltasync.log.data_directory import (
     for_owner_only,
     lock_data_directory,
 )
-from deltasync.service.checkpoints import records_of_others
+from deltasync.service.checkpoints import Checkpoints, records_of_others
+from deltasync.service.models import Models
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 
@@ -194,8 +195,14 @@ class BackupPlace:
 class Backups:
     """Makes backups of a service, one at a time. Used in the event loop."""
 
-    def __init__(self, service: Service) -> None:
-        self._service, self._making = service, asyncio.Lock()
+    def __init__(
+        self, models: Models, checkpoints: Checkpoints, data_dir: Path, events: Events, draining: asyncio.Event
+    ) -> None:
+        self._models = models
+        self._checkpoints = checkpoints
+        self._data_dir = data_dir
+        self._events, self._draining = events, draining
+        self._making = asyncio.Lock()
 
     async def make(self, url: str, by: str) -> Backup:
         """Copy everything that the service keeps to a new or empty place; `by` is who has asked for it. Cuts and
@@ -207,8 +214,7 @@ class Backups:
             ServiceUnavailable: models are still recovering, or the service is shutting down.
             StorageFailed: something could not be read or written.
         """
-        service = self._service
-        if service.hosting:
+        if self._models.storage.shared:
             raise Contradiction(
                 "the log is among brokers, and other processes have models: their checkpoints are at the URL of "
                 "--checkpoints, and deltasync restore makes a data directory of them"
@@ -217,10 +223,10 @@ class Backups:
         if self._making.locked():
             raise Contradiction("another backup is being made: wait for its end")
         async with self._making:
-            _check_url(url, service.options.data_dir)
+            _check_url(url, self._data_dir)
             backup = await self._make(BackupPlace(url))
         text = f"{counted(backup.files, 'file')}, {counted(backup.bytes, 'byte')}"
-        service.events.emit(EventKind.BACKED_UP, text, directory=url, by=by)
+        self._events.emit(EventKind.BACKED_UP, text, directory=url, by=by)
         return backup
 
     async def _make(self, place: BackupPlace) -> Backup:
@@ -229,7 +235,7 @@ class Backups:
 
         def check() -> None:
             place.check_own()
-            if left or self._service.draining.is_set():
+            if left or self._draining.is_set():
                 raise ServiceUnavailable("the caller has left, or the service is shutting down")
 
         making = asyncio.create_task(self._fill(place, check))
@@ -244,11 +250,11 @@ class Backups:
             raise
 
     async def _fill(self, place: BackupPlace, check: Check) -> Backup:
-        service, manifests = self._service, dict[str, Manifest]()
+        manifests = dict[str, Manifest]()
         self._check_recovered()  # Again: one that has failed meanwhile would be left out.
-        for name in sorted(service.models):
-            store = service.model(name).checkpoints
-            manifest = manifests[name] = await service.checkpoints.write(name)
+        for name in sorted(self._models):
+            store = self._models.model(name).checkpoints
+            manifest = manifests[name] = await self._checkpoints.write(name)
             await asyncio.to_thread(check)
             await asyncio.to_thread(store.copy, manifest, place.checkpoints, check)
         others = await asyncio.to_thread(self._others, manifests)
@@ -256,11 +262,11 @@ class Backups:
         return await asyncio.to_thread(place.complete, manifests, others)
 
     def _check_recovered(self) -> None:
-        for model in self._service.recovering:
-            self._service.check_recovered(model)
+        for model in self._models.recovering:
+            self._models.check_recovered(model)
 
     def _others(self, manifests: Mapping[str, Manifest]) -> dict[str, bytes]:
-        logs = self._service.logs.each()
+        logs = self._models.storage.logs.each()
         return {name: value for log in logs for name, value in records_of_others(log, manifests).items()}
 
 
@@ -281,8 +287,9 @@ def back_up_offline(data_dir: Path, url: str | Path) -> Backup:
         async with asyncio.TaskGroup() as tasks:
             service = Service(ServiceOptions(data_dir=data_dir), tasks)
             try:
-                await service.recover(patient=False)
-                return await Backups(service).make(url, "deltasync backup --data-dir")
+                await service.recovery.all(patient=False)
+                backups = Backups(service.models, service.checkpoints, data_dir, service.events, service.draining)
+                return await backups.make(url, "deltasync backup --data-dir")
             finally:
                 await service.drain()
 

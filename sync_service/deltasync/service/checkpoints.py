@@ -6,20 +6,217 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from deltasync.base.errors import NotFound, ServiceUnavailable
-from deltasync.base.events import EventKind
+from deltasync.base.events import EventKind, Events
 from deltasync.base.words import counted
 from deltasync.checkpoints.manifest import Manifest
+from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.log.log_store import LogStore
 from deltasync.log.records import reading, unpack_json
 from deltasync.model.model import Model
 from deltasync.model.model_store import KEPT_SEALS
+from deltasync.service.models import Models
+from deltasync.service.options import ServiceOptions
 from deltasync.views.log import view_name
+from deltasync.views.registry import ViewRegistry
 
-if TYPE_CHECKING:
-    from deltasync.service.service import Service
+T = TypeVar("T")
+_LOOK_SECONDS = 1.0
+# After a failure; it doubles with each one, up to `checkpoint_seconds`. Also between checkpoints of which none has
+# made room in a log that is full.
+_FIRST_PAUSE_SECONDS = 5.0
+
+
+class Checkpoints:
+    """Writes the checkpoints of a service's models, and copies them, one at a time per model. In the event loop.
+
+    Attributes:
+        failures: number of checkpoints that could not be written or copied.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        registry: ConsumerRegistry,
+        views: ViewRegistry,
+        options: ServiceOptions,
+        events: Events,
+        draining: asyncio.Event,
+    ) -> None:
+        self._models = models
+        self._registry = registry
+        self._views = views
+        self._options = options
+        self._events = events
+        self._draining = draining
+        self._states = dict[Model, _State]()
+        self.failures = 0
+
+    @property
+    def troubles(self) -> list[str]:
+        """Why checkpoints fail, in words."""
+        return [
+            f"checkpoints of model {each!r}: {why}" for each in sorted(self._models) if (why := self.failure(each))
+        ]
+
+    def failure(self, model: str) -> str:
+        """Why the last checkpoint of a model could not be written or copied; empty if it could."""
+        state = self._states.get(self._models[model]) if model in self._models else None
+        return state.writing.failure or state.copying.failure if state else ""
+
+    async def run(self) -> None:
+        """Write and copy the checkpoints that are due, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                self._states = {model: self._state(model) for model in self._models.values()}
+                for model, state in self._states.items():
+                    if state.writing.may_begin and self._is_due(model, state):
+                        tasks.create_task(self._try(self._write(model, state)))
+                    if state.copying.may_begin and self._lacks_copy(state):
+                        tasks.create_task(self._try(self._copy(model, state)))
+
+    async def make(self, name: str) -> Manifest:
+        """Write a checkpoint of a model now, and copy it.
+
+        Raises:
+            NotCopied: it could not be copied to the service's URL.
+            DeltasyncError: see `write`.
+        """
+        manifest = await self.write(name)
+        model = self._models.model(name)
+        if self._lacks_copy(self._state(model)):
+            await self._copy(model, self._state(model))
+        return manifest
+
+    async def write(self, name: str) -> Manifest:
+        """Write a checkpoint of a model now, in the data directory alone.
+
+        Raises:
+            NotFound: there is no such model, or nothing of it is published.
+            StorageFailed: it could not be written.
+            ServiceUnavailable: the model is recovering or was taken away, or the service ends.
+        """
+        model = self._models.model(name)
+        return await self._write(model, self._state(model))
+
+    async def _try(self, work: Awaitable[object]) -> None:
+        # The failure is reported already. Whatever it is, the service goes on and tries again.
+        with contextlib.suppress(Exception):
+            await work
+
+    def _state(self, model: Model) -> "_State":
+        if model not in self._states:
+            self._states[model] = _State(model, self._options.checkpoint_seconds)
+        return self._states[model]
+
+    def _is_due(self, model: Model, state: "_State") -> bool:
+        now, newer = time.monotonic(), model.versions_since_checkpoint
+        if model.head is None or model.failed:
+            return False
+        if model.log.refusing:
+            return newer > 0 or now >= state.made_room + _FIRST_PAUSE_SECONDS
+        return newer > 0 and (
+            now >= state.due
+            or newer >= KEPT_SEALS // 2
+            or model.bytes_since_checkpoint >= self._options.most_log_bytes
+        )
+
+    def _lacks_copy(self, state: "_State") -> bool:
+        newest, copied = list(state.written)[-1:], list(state.copied)[-1:]
+        return bool(self._options.checkpoints and newest and newest != copied)
+
+    async def _write(self, model: Model, state: "_State") -> Manifest:
+        """Write a checkpoint, cut the log, and remove older checkpoints."""
+        began = time.monotonic()
+        async with state.writing.turn:
+            with self._noting(model, state.writing, "no checkpoint of it is written, which is tried again"):
+                if model.seals.newest is None:
+                    raise NotFound(f"nothing of model {model.name!r} is published")
+                await self._registry.offsets_written()
+                views, small = partial(self._views.of_model, model), partial(_small_records, model)
+                manifest = await self._unless_left(model, partial(model.checkpoint, views, small))
+                state.written.append(manifest)
+                state.due = began + self._options.checkpoint_seconds
+                await self._cut_log(model, state, state.written, remote=False)
+            text = f"{counted(manifest.bytes, 'byte')}, {manifest.new_bytes} of them new"
+            self._events.emit(EventKind.CHECKPOINTED, text, model=model.name, version=manifest.version)
+            return manifest
+
+    async def _copy(self, model: Model, state: "_State") -> None:
+        """Copy the newest checkpoint to the service's URL."""
+        async with state.copying.turn:
+            with self._noting(model, state.copying, "its checkpoint is not copied, which is tried again"):
+                if not self._lacks_copy(state):  # Another caller has waited for the same.
+                    return
+                manifest = state.written[-1]
+                copy = partial(asyncio.to_thread, model.checkpoints.copy_to_remote, manifest)
+                await self._unless_left(model, copy)
+                state.copied.append(manifest)
+                await self._cut_log(model, state, state.copied, remote=True)
+
+    @contextlib.contextmanager
+    def _noting(self, model: Model, work: "_Work", text: str) -> Iterator[None]:
+        """Note how something ends that is done for a model."""
+        try:
+            yield
+        except (NotFound, ServiceUnavailable):
+            raise  # They do not say that another try would fail.
+        except Exception as error:
+            self.failures += 1
+            work.note(error)
+            self._events.emit(EventKind.FAILED, text, error, model=model.name)
+            raise
+        work.note(None)
+
+    async def _unless_left(self, model: Model, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
+        """Do some work, which calls a function that raises once nobody needs its result."""
+        left = False
+
+        def check() -> None:
+            if left:
+                raise ServiceUnavailable("the caller has left")
+            if self._draining.is_set():
+                raise ServiceUnavailable("the service is shutting down")
+            if self._models.get(model.name) is not model:
+                raise ServiceUnavailable(f"model {model.name!r} is not in this process any more")
+
+        doing = asyncio.ensure_future(work(check))
+        try:
+            return await asyncio.shield(doing)
+        except asyncio.CancelledError:
+            left = True
+            await asyncio.wait({doing})
+            doing.exception()  # There is nobody to report it to.
+            raise
+
+    async def _cut_log(self, model: Model, state: "_State", known: Sequence[Manifest], *, remote: bool) -> None:
+        """Drop what the log has up to the second newest checkpoint of a place, and remove older ones from there.
+
+        Processes that share a log have only what is in the remote place. A log that is full is cut up to the
+        newest, which has almost all files in common with the one before.
+        """
+        log, options = model.log, self._options
+        upto = list(known)[-1:] if log.refusing else list(known)[-2:-1]
+        if upto and log.shared == remote:
+            before = model.store.dropped
+            await asyncio.to_thread(model.cut_log, upto[0], self._views.of_model(model))
+            if log.refusing:
+                if model.store.dropped == before:
+                    await asyncio.to_thread(model.store.keep_fewer_seals, upto[0].version)
+                state.made_room = time.monotonic()
+                log.refusing = False  # If there is still no room, the next write is refused again.
+                for coordinator in self._models.publishers():
+                    coordinator.note_room()
+        keep = options.keep_checkpoints, options.keep_checkpoints_seconds
+        await asyncio.to_thread(partial(model.checkpoints.remove_old, *keep, remote=remote))
+
+
+def _small_records(model: Model) -> dict[str, bytes]:
+    """The small records that a checkpoint of a model has."""
+    return records_of_consumers(model.log, model.name) | records_of_model(model.log, model.name)
 
 
 def records_of_consumers(log: LogStore, model: str) -> dict[str, bytes]:
@@ -64,14 +261,6 @@ def models_of_consumers(log: LogStore) -> dict[str, str]:
     return found
 
 
-T = TypeVar("T")
-
-_LOOK_SECONDS = 1.0
-# After a failure; it doubles with each one, up to `checkpoint_seconds`. Also between checkpoints of which none has
-# made room in a log that is full.
-_FIRST_PAUSE_SECONDS = 5.0
-
-
 class _Work:
     """Something that is done for a model by one at a time, and again after growing pauses where it fails.
 
@@ -82,7 +271,9 @@ class _Work:
 
     def __init__(self, most_seconds: float) -> None:
         self.turn, self.failure = asyncio.Lock(), ""
-        self._most_seconds, self._pause, self._next = most_seconds, _FIRST_PAUSE_SECONDS, 0.0
+        self._most_seconds = most_seconds
+        self._pause = _FIRST_PAUSE_SECONDS
+        self._next = 0.0
 
     @property
     def may_begin(self) -> bool:
@@ -114,180 +305,3 @@ class _State:
         self.due, self.made_room = time.monotonic() + seconds, 0.0
         self.written = deque([each for each in (model.checkpointed,) if each], 2)
         self.copied = deque[Manifest]([], 2)
-
-
-class Checkpoints:
-    """Writes the checkpoints of a service's models, and copies them, one at a time per model. In the event loop.
-
-    Attributes:
-        failures: number of checkpoints that could not be written or copied.
-    """
-
-    def __init__(self, service: "Service") -> None:
-        self._service, self._states = service, dict[Model, _State]()
-        self.failures = 0
-
-    @property
-    def troubles(self) -> list[str]:
-        """Why checkpoints fail, in words."""
-        return [
-            f"checkpoints of model {each!r}: {why}"
-            for each in sorted(self._service.models)
-            if (why := self.failure(each))
-        ]
-
-    def failure(self, model: str) -> str:
-        """Why the last checkpoint of a model could not be written or copied; empty if it could."""
-        found = self._service.models.get(model)
-        if found is None or (state := self._states.get(found)) is None:
-            return ""
-        return state.writing.failure or state.copying.failure
-
-    async def run(self) -> None:
-        """Write and copy the checkpoints that are due, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                await asyncio.sleep(_LOOK_SECONDS)
-                self._states = {model: self._state(model) for model in self._service.models.values()}
-                for model, state in self._states.items():
-                    if state.writing.may_begin and self._is_due(model, state):
-                        tasks.create_task(self._try(self._write(model, state)))
-                    if state.copying.may_begin and self._lacks_copy(state):
-                        tasks.create_task(self._try(self._copy(model, state)))
-
-    async def make(self, name: str) -> Manifest:
-        """Write a checkpoint of a model now, and copy it.
-
-        Raises:
-            NotCopied: it could not be copied to the service's URL.
-            DeltasyncError: see `write`.
-        """
-        manifest = await self.write(name)
-        model = self._service.model(name)
-        if self._lacks_copy(self._state(model)):
-            await self._copy(model, self._state(model))
-        return manifest
-
-    async def write(self, name: str) -> Manifest:
-        """Write a checkpoint of a model now, in the data directory alone.
-
-        Raises:
-            NotFound: there is no such model, or nothing of it is published.
-            StorageFailed: it could not be written.
-            ServiceUnavailable: the model is recovering or was taken away, or the service ends.
-        """
-        model = self._service.model(name)
-        return await self._write(model, self._state(model))
-
-    async def _try(self, work: Awaitable[object]) -> None:
-        # The failure is reported already. Whatever it is, the service goes on and tries again.
-        with contextlib.suppress(Exception):
-            await work
-
-    def _state(self, model: Model) -> _State:
-        if model not in self._states:
-            self._states[model] = _State(model, self._service.options.checkpoint_seconds)
-        return self._states[model]
-
-    def _is_due(self, model: Model, state: _State) -> bool:
-        now, newer = time.monotonic(), model.versions_since_checkpoint
-        if model.head is None or model.failed:
-            return False
-        if model.log.refusing:
-            return newer > 0 or now >= state.made_room + _FIRST_PAUSE_SECONDS
-        return newer > 0 and (
-            now >= state.due
-            or newer >= KEPT_SEALS // 2
-            or model.bytes_since_checkpoint >= self._service.options.most_log_bytes
-        )
-
-    def _lacks_copy(self, state: _State) -> bool:
-        newest, copied = list(state.written)[-1:], list(state.copied)[-1:]
-        return bool(self._service.options.checkpoints and newest and newest != copied)
-
-    async def _write(self, model: Model, state: _State) -> Manifest:
-        """Write a checkpoint, cut the log, and remove older checkpoints."""
-        service, log, began = self._service, model.log, time.monotonic()
-        async with state.writing.turn:
-            with self._noting(model, state.writing, "no checkpoint of it is written, which is tried again"):
-                if model.seals.newest is None:
-                    raise NotFound(f"nothing of model {model.name!r} is published")
-                await service.registry.offsets_written()
-                derived = lambda: service.views.of_model(model)  # noqa: E731
-                small = lambda: records_of_consumers(log, model.name) | records_of_model(log, model.name)  # noqa: E731
-                manifest = await self._unless_left(model, lambda check: model.checkpoint(derived, small, check))
-                state.written.append(manifest)
-                state.due = began + service.options.checkpoint_seconds
-                await self._cut_log(model, state, state.written, remote=False)
-            text = f"{counted(manifest.bytes, 'byte')}, {manifest.new_bytes} of them new"
-            service.events.emit(EventKind.CHECKPOINTED, text, model=model.name, version=manifest.version)
-            return manifest
-
-    async def _copy(self, model: Model, state: _State) -> None:
-        """Copy the newest checkpoint to the service's URL."""
-        async with state.copying.turn:
-            with self._noting(model, state.copying, "its checkpoint is not copied, which is tried again"):
-                if not self._lacks_copy(state):  # Another caller has waited for the same.
-                    return
-                manifest = state.written[-1]
-                await self._unless_left(
-                    model, lambda check: asyncio.to_thread(model.checkpoints.copy_to_remote, manifest, check)
-                )
-                state.copied.append(manifest)
-                await self._cut_log(model, state, state.copied, remote=True)
-
-    @contextlib.contextmanager
-    def _noting(self, model: Model, work: _Work, text: str) -> Iterator[None]:
-        """Note how something ends that is done for a model."""
-        try:
-            yield
-        except (NotFound, ServiceUnavailable):
-            raise  # They do not say that another try would fail.
-        except Exception as error:
-            self.failures += 1
-            work.note(error)
-            self._service.events.emit(EventKind.FAILED, text, error, model=model.name)
-            raise
-        work.note(None)
-
-    async def _unless_left(self, model: Model, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
-        """Do some work, which calls a function that raises once nobody needs its result."""
-        service, left = self._service, False
-
-        def check() -> None:
-            if left:
-                raise ServiceUnavailable("the caller has left")
-            if service.draining.is_set():
-                raise ServiceUnavailable("the service is shutting down")
-            if service.models.get(model.name) is not model:
-                raise ServiceUnavailable(f"model {model.name!r} is not in this process any more")
-
-        doing = asyncio.ensure_future(work(check))
-        try:
-            return await asyncio.shield(doing)
-        except asyncio.CancelledError:
-            left = True
-            await asyncio.wait({doing})
-            doing.exception()  # There is nobody to report it to.
-            raise
-
-    async def _cut_log(self, model: Model, state: _State, known: Sequence[Manifest], *, remote: bool) -> None:
-        """Drop what the log has up to the second newest checkpoint of a place, and remove older ones from there.
-
-        Processes that share a log have only what is in the remote place. A log that is full is cut up to the
-        newest, which has almost all files in common with the one before.
-        """
-        service, log, options = self._service, model.log, self._service.options
-        upto = list(known)[-1:] if log.refusing else list(known)[-2:-1]
-        if upto and log.shared == remote:
-            before = model.store.dropped
-            await asyncio.to_thread(model.cut_log, upto[0], service.views.of_model(model))
-            if log.refusing:
-                if model.store.dropped == before:
-                    await asyncio.to_thread(model.store.keep_fewer_seals, upto[0].version)
-                state.made_room = time.monotonic()
-                log.refusing = False  # If there is still no room, the next write is refused again.
-                for coordinator in (*service.coordinators.values(), *service.unpublished):
-                    coordinator.note_room()
-        keep = options.keep_checkpoints, options.keep_checkpoints_seconds
-        await asyncio.to_thread(partial(model.checkpoints.remove_old, *keep, remote=remote))

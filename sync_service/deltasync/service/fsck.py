@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltasync.base.errors import Damaged, StorageFailed
-from deltasync.base.events import EventKind
+from deltasync.base.events import EventKind, Events
 from deltasync.base.progress import Progress
 from deltasync.base.words import counted
 from deltasync.checkpoints.manifest import DATA, MANIFESTS, id_of
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source
+from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.rows import DamagedRows
 from deltasync.core.stamps import StampedTable
 from deltasync.log.data_directory import (
@@ -32,7 +33,9 @@ from deltasync.log.volume import VolumeFailed
 from deltasync.model.model import Model
 from deltasync.model.model_store import ModelStore, recorded_models
 from deltasync.service.checkpoints import models_of_consumers
-from deltasync.service.service import Service
+from deltasync.service.models import Models
+from deltasync.views.registry import ViewRegistry
+from deltasync.views.view import View
 
 _BYTES_AT_ONCE = 4 << 20
 # Streams of a model, and of its consumers' views.
@@ -41,6 +44,51 @@ _LATER, _FROM_TRAINER = "versions from", "on have to come from the trainer once 
 # What a service makes in its data directory, and what file systems make there.
 _TOP = frozenset({"lock", "log", CHECKPOINTS, "kernels", "endpoints.json", "endpoints.new", "lost+found"})
 _LOG = frozenset({"data.mdb", "lock.mdb"})
+
+
+async def check_service(
+    models: Models, registry: ConsumerRegistry, views: ViewRegistry, data_dir: Path, events: Events, by: str
+) -> "list[Checked]":
+    """Read all that a running service keeps, while everything goes on; `by` is who has asked for it.
+
+    A model whose rows in memory do not fit their digests is reloaded.
+
+    Raises:
+        ServiceUnavailable: a model is still recovering, or is being reloaded.
+        StorageFailed: something cannot be read now.
+    """
+    for name in models.recovering:
+        models.check_recovered(name)
+    found, names = list[Checked](), sorted(models)
+    for name in names:
+        models.check_recovered(name)
+        if (model := models.get(name)) is None:
+            continue  # It was deleted meanwhile.
+        checked = Checked(model=name)
+        await _check_memory(checked, model, views.of_model(model))
+        consumers = [each.name for each in registry.of_model(name)]
+        await asyncio.to_thread(_check_stored, checked, model.log, model.checkpoints, consumers)
+        found.append(checked)
+    consumers = list(registry.consumers)
+    other = Checked(unknown=unknown_files(data_dir))
+    for log in models.storage.logs.each():
+        await asyncio.to_thread(_check_others, other, log, names, consumers)
+    problems = sum(len(each.problems) for each in [*found, other])
+    events.emit(EventKind.CHECKED, f"{counted(problems, 'problem')} in all that is kept", by=by)
+    return [*found, other]
+
+
+@for_owner_only()
+def check_data_directory(data_dir: Path) -> "list[Checked]":
+    """Read a data directory that no service uses; none can meanwhile.
+
+    Raises:
+        InvalidInput: it is none.
+        StorageFailed: a service uses it, it is of another format, or it cannot be read now.
+    """
+    check_is_data_directory(data_dir)
+    with closing(lock_data_directory(data_dir, ASK_IT)), writing(f"{data_dir} cannot be read", data_dir):
+        return _check_directory(data_dir)
 
 
 @dataclass(kw_only=True)
@@ -76,49 +124,6 @@ class Checked:
                 self.problems.append(str(error))
 
 
-async def check_service(service: Service, by: str) -> list[Checked]:
-    """Read all that a running service keeps, while everything goes on; `by` is who has asked for it.
-
-    A model whose rows in memory do not fit their digests is reloaded.
-
-    Raises:
-        ServiceUnavailable: a model is still recovering, or is being reloaded.
-        StorageFailed: something cannot be read now.
-    """
-    for name in service.recovering:
-        service.check_recovered(name)
-    found, names = list[Checked](), sorted(service.models)
-    for name in names:
-        service.check_recovered(name)
-        if (model := service.models.get(name)) is None:
-            continue  # It was deleted meanwhile.
-        checked = Checked(model=name)
-        await _check_memory(checked, model, service)
-        consumers = [each.name for each in service.registry.of_model(name)]
-        await asyncio.to_thread(_check_stored, checked, model.log, model.checkpoints, consumers)
-        found.append(checked)
-    consumers = list(service.registry.consumers)
-    other = Checked(unknown=unknown_files(service.options.data_dir))
-    for log in service.logs.each():
-        await asyncio.to_thread(_check_others, other, log, names, consumers)
-    problems = sum(len(each.problems) for each in [*found, other])
-    service.events.emit(EventKind.CHECKED, f"{counted(problems, 'problem')} in all that is kept", by=by)
-    return [*found, other]
-
-
-@for_owner_only()
-def check_data_directory(data_dir: Path) -> list[Checked]:
-    """Read a data directory that no service uses; none can meanwhile.
-
-    Raises:
-        InvalidInput: it is none.
-        StorageFailed: a service uses it, it is of another format, or it cannot be read now.
-    """
-    check_is_data_directory(data_dir)
-    with closing(lock_data_directory(data_dir, ASK_IT)), writing(f"{data_dir} cannot be read", data_dir):
-        return _check_directory(data_dir)
-
-
 def _check_directory(data_dir: Path) -> list[Checked]:
     place, other = Place(str(data_dir / CHECKPOINTS)), Checked(unknown=unknown_files(data_dir))
     models, log = {each.parent.name for each in (data_dir / CHECKPOINTS).glob(f"*/{MANIFESTS}")}, None
@@ -146,18 +151,17 @@ def _check_directory(data_dir: Path) -> list[Checked]:
 # Rows in memory.
 
 
-async def _check_memory(checked: Checked, model: Model, service: Service) -> None:
+async def _check_memory(checked: Checked, model: Model, views: Sequence[View]) -> None:
     """Compare all rows of a model and of its views with their digests, block by block: cuts go on meanwhile."""
-    views = [view for view in service.views.by_consumer().values() if view.model is model]
     sources: list[Source] = [model, *views]
     found = [each for source in sources for each in await model.on_thread(source.checkpoint_tables)]
-    total = sum(each.table.spec.rows for each in found)
+    total = sum(each.table.slots for each in found)
     progress = Progress(f"model {model.name!r}: comparing rows in memory", total)
     for each in found:
         table, owner = each.table, each.key.owner
         size = max(1, _BYTES_AT_ONCE // table.spec.row_bytes)
-        for first in range(0, table.spec.rows, size):
-            last = min(first + size, table.spec.rows)
+        for first in range(0, table.slots, size):
+            last = min(first + size, table.slots)
             try:
                 checked.rows += await model.on_thread(_compare, table, first, last)
             except DamagedRows as error:
@@ -169,7 +173,7 @@ async def _check_memory(checked: Checked, model: Model, service: Service) -> Non
 
 def _compare(table: StampedTable, first: int, last: int) -> int:
     """Compare some rows that ever changed with their digests; how many there are."""
-    ids = table.changed_in(first, last, 0)
+    ids = table.ids_of(table.changed_in(first, last, 0))
     live = ids[~table.deleted(ids)]
     table.check(live, table.rows_of(live))
     return len(ids)
@@ -232,16 +236,12 @@ def _check_log(checked: Checked, log: LogStore, consumers: Sequence[str], saved:
             except (LogUnavailable, VolumeFailed):
                 raise
             except StorageFailed as error:
-                if seal.version > _dropped(log, name):  # Else the log was cut meanwhile.
+                if seal.version > int(log.items(f"cut/{name}").get("") or 0):  # Else the log was cut meanwhile.
                     checked.problems.append(_of_cut(error, seal.version, saved))
             progress.add(seal.rows)
     for each in consumers:
         for kind in _OF_VIEWS:
             _read_stream(checked, log, f"{kind}/{each}", f"replicas of consumer {each!r} are sent every row then")
-
-
-def _dropped(log: LogStore, model: str) -> int:
-    return int(log.items(f"cut/{model}").get("") or 0)
 
 
 def _of_cut(error: Exception, version: int, saved: int) -> str:

@@ -3,20 +3,22 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, NotOwner, Owner, StorageFailed
-from deltasync.base.events import EventKind
+from deltasync.base.events import EventKind, Events
 from deltasync.base.words import listed
-from deltasync.checkpoints.place import Place, PlaceFailed
+from deltasync.checkpoints.place import PlaceFailed
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.consumers.offsets import recorded_consumers
-from deltasync.log.data_directory import CHECKPOINTS
+from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.log.log_store import Logs, LogStore
 from deltasync.log.records import check_log
-from deltasync.service.recovery import models_to_recover, recover_model
-from deltasync.service.service import Service
+from deltasync.service.checkpoints import Checkpoints
+from deltasync.service.models import Models
+from deltasync.service.recovery import Recoveries, Reloading, models_to_recover
 
 _SECONDS = 1.0
 _NO_FOLDER = Path("/nonexistent")  # A shared log may be new, whatever checkpoints this process has.
@@ -54,10 +56,25 @@ class SharedLogs(Logs, Protocol):
 
 
 class Hosting:
-    """Takes models that this process becomes the owner of, and gives them up: a `Models`. In the event loop."""
+    """Takes models that this process becomes the owner of, and gives them up: a `Host`. In the event loop."""
 
-    def __init__(self, service: Service, logs: SharedLogs) -> None:
-        self._service, self._logs = service, logs
+    def __init__(
+        self,
+        logs: SharedLogs,
+        models: Models,
+        registry: ConsumerRegistry,
+        recovery: Recoveries,
+        reloading: Reloading,
+        checkpoints: Checkpoints,
+        events: Events,
+    ) -> None:
+        self._logs = logs
+        self._models = models
+        self._registry = registry
+        self._events = events
+        self._recovery = recovery
+        self._reloading = reloading
+        self._checkpoints = checkpoints
         self._open = dict[str, LogStore]()
         self._owned = set[str]()
 
@@ -69,37 +86,35 @@ class Hosting:
         Raises:
             StorageFailed: its log, or its checkpoints, cannot be reached or read.
         """
-        service = self._service
         self._owned.add(model)
         log = self._open[model] = await asyncio.to_thread(self._logs.open, model, owner)
         recorded = await asyncio.to_thread(self._recorded, log)
-        service.registry.have(await asyncio.to_thread(recorded_consumers, log), log)
+        self._registry.have(await asyncio.to_thread(recorded_consumers, log), log)
         if record := recorded.get(model):
-            service.recovering[model] = record
-            await recover_model(service, model, record, patient=True)
-        for consumer in service.registry.of_model(model):
-            await service.owners.reserve_consumer(consumer.name, model)
+            self._models.recovering[model] = record
+            await self._recovery.model(model)
+        for consumer in self._registry.of_model(model):
+            await self._models.owners.reserve_consumer(consumer.name, model)
 
     async def give_up(self, model: str, reason: str) -> None:
         """Have a model no more: its streams end, and nothing of it is written any more but what it takes still."""
         if model not in self._owned:
             return
-        self._service.registry.end_streams(model)  # At once: what they say of the newest version is true no more.
-        written = self._service.owners.confirmed and await asyncio.to_thread(self._logs.lost, model) is None
+        self._registry.end_streams(model)  # At once: what they say of the newest version is true no more.
+        written = self._models.owners.confirmed and await asyncio.to_thread(self._logs.lost, model) is None
         if not written:  # First: who waits for it to be written would wait for long.
             await asyncio.to_thread(self._logs.close_log, model, written=False)
-        await self._let_go(model, lambda: self._gone(model, reason), written=written)
+        await self._let_go(model, partial(self._gone, model, reason), written=written)
         if written:
             await asyncio.to_thread(self._logs.close_log, model, written=True)
         self._owned.discard(model)
 
     async def forget(self, model: str) -> None:
-        """Have no log of a model that was deleted, or was never published; nobody owns it then."""
-        await self._let_go(model, lambda: self._gone(model, "it was deleted"), written=True)
+        """Remove the log of a model that was deleted, or was never published."""
+        await self._let_go(model, partial(self._gone, model, "it was deleted"), written=True)
         await asyncio.to_thread(self._logs.close_log, model, written=True)
         await asyncio.to_thread(self._logs.delete, model)
         self._owned.discard(model)
-        await self._service.owners.forget(model)
 
     async def save(self, model: str) -> None:
         """Write a checkpoint, so that the next owner has little of the log to read.
@@ -107,7 +122,7 @@ class Hosting:
         Raises:
             DeltasyncError: it could not be written or copied.
         """
-        await self._service.checkpoints.make(model)
+        await self._checkpoints.make(model)
 
     async def known(self) -> Collection[str]:
         """The models that have a log, whoever owns them.
@@ -125,14 +140,14 @@ class Hosting:
             for model in sorted(self._owned):
                 error = await asyncio.to_thread(self._logs.lost, model)
                 if error and model in self._owned:
-                    self._service.events.emit(EventKind.FAILED, "its log is lost", error, model=model)
-                    await self._service.owners.lost(model, str(error))
+                    self._events.emit(EventKind.FAILED, "its log is lost", error, model=model)
+                    await self._models.owners.lost(model, str(error))
 
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints in the data directory of models that this process does not own: their owners have
         written others at the URL.
         """
-        here = Place(str(self._service.options.data_dir / CHECKPOINTS))
+        here = self._models.storage.place
         with contextlib.suppress(PlaceFailed):  # What cannot be removed now is a second later.
             for each in here.names(""):
                 if each.name not in self._owned:
@@ -141,7 +156,7 @@ class Hosting:
     def _recorded(self, log: LogStore) -> dict[str, Mapping[str, Any]]:
         """Read the log's record of its model, once it is known that this version can read it. Blocks."""
         check_log(log, _NO_FOLDER)
-        return models_to_recover(log, self._service.checkpoint_store)
+        return models_to_recover(log, self._models.storage.checkpoints_of)
 
     async def _let_go(self, name: str, refusal: Callable[[], NotOwner], *, written: bool) -> None:
         """End everything that this process does for a model.
@@ -151,18 +166,18 @@ class Hosting:
             refusal: makes the error for its ranks and replicas.
             written: whether to write down what is under way: the log takes it still.
         """
-        service = self._service
-        await service.reloading.give_up(name)
-        async with service.changing:
-            service.recovering.pop(name, None)
+        await self._reloading.give_up(name)
+        async with self._models.changing:
+            self._models.recovering.pop(name, None)
             if log := self._open.pop(name, None):
-                service.registry.give_up(name, log, written=written)
-            if coordinator := service.coordinators.get(name) or service.unpublished.give_up(name):
-                await service.end_model(coordinator, refusal)
+                self._registry.give_up(name, log, written=written)
+            opened = self._models.opened.get(name)
+            if model := self._models.get(name) or (opened and opened.model):
+                await self._models.end(model, refusal)
 
     def _gone(self, model: str, reason: str) -> NotOwner:
         try:
-            self._service.owners.check(model)
+            self._models.owners.check(model)
         except NotOwner as error:
             return error
         except DeltasyncError as error:
@@ -170,11 +185,11 @@ class Hosting:
         return NotOwner(f"model {model!r} is not here any more: {reason}; reconnect")
 
 
-async def drain_process(service: Service, name: str) -> list[str]:
+async def drain_process(models: Models, name: str) -> list[str]:
     """Have this process give all its models to others, and take none any more: their names.
 
     Args:
-        service: this process.
+        models: those of this process.
         name: that of the process; empty is this one.
 
     Raises:
@@ -182,7 +197,7 @@ async def drain_process(service: Service, name: str) -> list[str]:
         NotFound: there is none of that name.
         Contradiction: there is no other that could have them.
     """
-    owners = service.owners
+    owners = models.owners
     others = {each.name: each for each in owners.processes() if each.name != owners.me.name}
     if name and name != owners.me.name:
         if name not in others:
@@ -190,6 +205,6 @@ async def drain_process(service: Service, name: str) -> list[str]:
         raise NotOwner(f"process {name!r} is to be asked itself", owner=others[name].owner())
     if all(each.draining for each in others.values()):
         raise Contradiction("there is no other process that could have the models: start one, or stop this one")
-    models = sorted(service.models)
+    names = sorted(models)
     await owners.drain()
-    return models
+    return names

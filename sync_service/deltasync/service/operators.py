@@ -1,32 +1,70 @@
-"""What operators do: pause and resume consumers, remove tables and models, have replicas verified."""
+"""What operators do: delete rows, tables and models, pause and resume consumers, verify replicas."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable
-from deltasync.base.events import EventKind
+from deltasync.base.events import EventKind, Events
 from deltasync.base.progress import Progress
-from deltasync.base.signals import first_of
+from deltasync.base.waiting import first_of
 from deltasync.base.words import listed
-from deltasync.consumers.consumer import Consumer, Pause, Replica, Verified
+from deltasync.consumers.consumer import ITSELF, Consumer, Pause, Replica, Verified
 from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.rows import DeleteRequest
 from deltasync.core.verified import VerifiedStatus
 from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.model.model_store import note_removal, remove_model
-from deltasync.service.service import Service
+from deltasync.service.models import Models, ranks_of
+from deltasync.views.registry import ViewRegistry
 
 # A cut that is being applied is waited for no longer.
 _LONGEST_SECONDS = 10.0
 
 
+@dataclass(frozen=True)
+class PendingDelete:
+    """A request to delete rows of a model, and what it waits for."""
+
+    model: str
+    request: DeleteRequest
+    reason: str
+
+
 class Removals:
-    """Removes what a service has: durable once a method returns, and told, with `by` whom it was asked for.
-    Used in the event loop. What is half done when the service ends is finished at the next start.
+    """Removes rows, tables, models and replicas, on behalf of `by`. Used in the event loop.
+
+    What a method has removed is durable once it returns. What is half done when the service ends is finished at
+    the next start.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, models: Models, registry: ConsumerRegistry, events: Events) -> None:
+        self._models = models
+        self._registry = registry
+        self._events = events
+
+    async def delete_rows(self, model: str, table: str, ids: Sequence[int], by: str = ITSELF) -> PendingDelete:
+        """Ask the trainer of a model to delete rows.
+
+        Raises:
+            NotFound: no such model, or no such table in it.
+            InvalidInput: no ids or too many, an id outside of the table, or a table that is none of embeddings.
+            Contradiction: too many deletes of the model are pending, or no ranks publish it.
+            ServiceUnavailable: the model is still recovering.
+        """
+        tables = [each.spec for each in self._models.model(model).tables]
+        coordinator = ranks_of(self._models, model)
+        request = await coordinator.deletes.ask(table, ids, tables, by)
+        return PendingDelete(model, request, coordinator.waits_for(request))
+
+    def pending_deletes(self) -> list[PendingDelete]:
+        """The deletes of rows that trainers have not met yet, by model and number."""
+        return [
+            PendingDelete(name, request, coordinator.waits_for(request))
+            for name, coordinator in sorted(self._models.coordinators.items())
+            for request in coordinator.deletes.requests.values()
+        ]
 
     async def forget_replica(self, consumer: str, replica: str, by: str) -> None:
         """Forget a replica that is away: no lag counts it. If it comes back, it goes on from what it holds.
@@ -35,9 +73,9 @@ class Removals:
             NotFound: there is no such consumer, or no such replica of it.
             Contradiction: it is connected.
         """
-        await self._service.registry.forget(consumer, replica)
+        await self._registry.forget(consumer, replica)
         text = "an operator has said that it does not come back"
-        self._service.events.emit(EventKind.REPLICA_FORGOTTEN, text, consumer=consumer, replica=replica, by=by)
+        self._events.emit(EventKind.REPLICA_FORGOTTEN, text, consumer=consumer, replica=replica, by=by)
 
     async def delete_model(self, name: str, by: str) -> None:
         """Delete a model, with its tables, its log and all that is asked of it.
@@ -61,24 +99,22 @@ class Removals:
         await asyncio.shield(asyncio.create_task(self._delete_table(model, table, by)))
 
     async def _delete_model(self, name: str, by: str) -> None:
-        service = self._service
-        async with service.changing:
-            model, coordinator = service.model(name), service.coordinators[name]
-            if ranks := coordinator.connected:
+        models = self._models
+        async with models.changing:
+            model, coordinator = models.model(name), models.coordinators.get(name)
+            if coordinator and (ranks := coordinator.connected):
                 raise Contradiction(f"model {name!r} is published by {_ranks(ranks)}: stop the trainer first")
-            if consumers := [each.name for each in service.registry.of_model(name)]:
+            if consumers := [each.name for each in self._registry.of_model(name)]:
                 raise Contradiction(f"consumers follow model {name!r}: {listed(consumers)}: delete them first")
             await asyncio.wrap_future(note_removal(model.log, name))
-            service.events.emit(EventKind.MODEL_DELETED, model=name, by=by)
-            await service.end_model(coordinator)
+            self._events.emit(EventKind.MODEL_DELETED, model=name, by=by)
+            await models.end(model)
             await asyncio.to_thread(remove_model, model.log, name, model.checkpoints)
-        if service.hosting:
-            await service.hosting.forget(name)
+        await models.owners.forget(name)
 
     async def _delete_table(self, name: str, table: str, by: str) -> None:
-        service = self._service
-        async with service.changing:
-            model, coordinator = service.model(name), service.coordinators[name]
+        async with self._models.changing:
+            model, coordinator = self._models.model(name), ranks_of(self._models, name)
             specs = [each.spec for each in model.tables]
             if table not in {each.name for each in specs}:
                 names = listed(each.name for each in specs) or "none"
@@ -90,10 +126,8 @@ class Removals:
                     said = f"table {table!r} is published by {_ranks(ranks)} of run {coordinator.run_id}"
                     raise Contradiction(f"{said}: stop the trainer first")
                 coordinator.forget_table(table)
-                before = model.table_bytes
                 await model.remove_table(table)
-                service.limits.taken["bytes_in_all"] -= before - model.table_bytes
-            service.events.emit(EventKind.TABLE_DELETED, model=name, table=table, by=by)
+            self._events.emit(EventKind.TABLE_DELETED, model=name, table=table, by=by)
 
 
 @asynccontextmanager
@@ -115,10 +149,13 @@ def _ranks(ranks: list[int]) -> str:
 
 
 class Brake:
-    """Pauses and resumes the consumers of a service. Used in the event loop."""
+    """Pauses and resumes consumers. Used in the event loop."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, models: Models, registry: ConsumerRegistry, views: ViewRegistry, events: Events) -> None:
+        self._models = models
+        self._registry = registry
+        self._views = views
+        self._events = events
 
     async def pull(self, name: str, reason: str, by: str) -> Consumer:
         """Hold a consumer's replicas at what they have, from now on, whatever is published; over restarts.
@@ -128,10 +165,9 @@ class Brake:
             InvalidInput: a reason that is too long, or is not printable.
             StorageFailed: it could not be written down, and holds until the service ends.
         """
-        pause, registry = Pause.now(by, reason), self._service.registry
-        consumer = registry.get(name)
-        self._service.events.emit(EventKind.CONSUMER_PAUSED, reason, consumer=consumer.name, by=by)
-        return await registry.pause(name, pause)
+        pause, consumer = Pause.now(by, reason), self._registry.get(name)
+        self._events.emit(EventKind.CONSUMER_PAUSED, reason, consumer=consumer.name, by=by)
+        return await self._registry.pause(name, pause)
 
     async def release(self, name: str, by: str) -> Consumer:
         """Let a consumer go on, with all that its replicas lack.
@@ -141,26 +177,25 @@ class Brake:
             ServiceUnavailable: its model is still recovering.
             StorageFailed: it could not be written down; it is paused as before.
         """
-        service = self._service
-        async with service.changing:
-            consumer = service.registry.get(name)
-            service.check_recovered(consumer.model)
+        async with self._models.changing:
+            consumer = self._registry.get(name)
+            self._models.check_recovered(consumer.model)
             if pause := consumer.pause:
-                await service.registry.resume(name, self._prepare)
+                await self._registry.resume(name, self._prepare)
                 self._accept(consumer.model)
-                service.events.emit(EventKind.CONSUMER_RESUMED, f"it was {pause.words}", consumer=name, by=by)
+                self._events.emit(EventKind.CONSUMER_RESUMED, f"it was {pause.words}", consumer=name, by=by)
             return consumer
 
     def _accept(self, model: str) -> None:
         """Take what was in quarantine for the history of its tables, once nobody is kept from it."""
-        coordinator = self._service.coordinators.get(model)
-        if coordinator and self._service.registry.quarantine_of(model) is None:
+        coordinator = self._models.coordinators.get(model)
+        if coordinator and self._registry.quarantine_of(model) is None:
             coordinator.sealer.guard.accept()
 
     async def _prepare(self, consumer: Consumer) -> None:
         """Have what its replicas are fed from, as it is now: not a version that they were to be kept from."""
-        if model := self._service.models.get(consumer.model):
-            await self._service.views.begin(consumer, model)
+        if model := self._models.get(consumer.model):
+            await self._views.begin(consumer, model)
             model.releases.forget()
 
 
@@ -168,7 +203,9 @@ class Brake:
 _LOOK_SECONDS = 1.0
 
 
-async def verify_replica(service: Service, consumer: str, replica: str, by: str) -> Verified:
+async def verify_replica(
+    registry: ConsumerRegistry, events: Events, draining: asyncio.Event, consumer: str, replica: str, by: str
+) -> Verified:
     """Have a replica read all its rows again, and compare what it finds with what it was sent.
 
     Raises:
@@ -176,8 +213,8 @@ async def verify_replica(service: Service, consumer: str, replica: str, by: str)
         Contradiction: it is away, or holds nothing yet.
         ServiceUnavailable: it has gone meanwhile, or the service ends.
     """
-    found = await _answer(service, _connected(service.registry, consumer, replica), consumer)
-    service.events.emit(EventKind.REPLICA_VERIFIED, _in_words(found), consumer=consumer, replica=replica, by=by)
+    found = await _answer(registry, draining, _connected(registry, consumer, replica), consumer)
+    events.emit(EventKind.REPLICA_VERIFIED, _in_words(found), consumer=consumer, replica=replica, by=by)
     return found
 
 
@@ -192,7 +229,9 @@ def _connected(registry: ConsumerRegistry, consumer: str, name: str) -> Replica:
     return replica
 
 
-async def _answer(service: Service, replica: Replica, consumer: str) -> Verified:
+async def _answer(
+    registry: ConsumerRegistry, draining: asyncio.Event, replica: Replica, consumer: str
+) -> Verified:
     verification = replica.verification
     number, what = verification.ask(), f"replica {replica.name!r}: reading its rows again"
     progress: Progress | None = None
@@ -201,10 +240,10 @@ async def _answer(service: Service, replica: Replica, consumer: str) -> Verified
         if rows:
             progress = progress or Progress(what, rows)
             progress.at(read)
-        await first_of(verification.signal.changed(), service.draining.wait(), seconds=_LOOK_SECONDS)
-        if service.draining.is_set():
+        await first_of(verification.signal.changed(), draining.wait(), seconds=_LOOK_SECONDS)
+        if draining.is_set():
             raise ServiceUnavailable("the service is shutting down; ask again")
-        _check_there(service.registry.get(consumer), replica)
+        _check_there(registry.get(consumer), replica)
     return found
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltasync.access.limits import LimitOptions
-from deltasync.core.rows import DeleteRequest
 from deltasync.cuts.norm_guard import NormLimit
 
 _CHECKPOINT_BYTES = 256 << 20
@@ -61,12 +60,3 @@ class ServiceOptions:
     def most_log_bytes(self) -> int:
         """Bytes of rows newer than the last checkpoint after which another one is written."""
         return self.checkpoint_bytes or min(_CHECKPOINT_BYTES, self.log_max_bytes // 4)
-
-
-@dataclass(frozen=True)
-class PendingDelete:
-    """A request to delete rows of a model, and what it waits for."""
-
-    model: str
-    request: DeleteRequest
-    reason: str

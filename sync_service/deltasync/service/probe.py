@@ -43,7 +43,9 @@ class ProbeStatus:
 
     def note(self, seconds: float) -> None:
         """Note that a row has come back."""
-        self.seconds, self.since_ns, self.failure = seconds, steady_ns(), ""
+        self.seconds = seconds
+        self.since_ns = steady_ns()
+        self.failure = ""
         self.turns += 1
 
     def note_failure(self, failure: str) -> None:

@@ -3,17 +3,18 @@
 import asyncio
 import time
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-from deltasync.base.backoff import backoff
 from deltasync.base.errors import ServiceUnavailable
-from deltasync.base.events import EventKind
-from deltasync.base.signals import first_of
+from deltasync.base.events import EventKind, Events
+from deltasync.base.waiting import backoff, first_of
 from deltasync.checkpoints.place import PlaceFailed
+from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.table_memory import NoTableMemory
 from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.volume import VolumeFailed
-from deltasync.model.model import Model, RowsLost
+from deltasync.model.model import Model
 from deltasync.model.model_store import (
     StoreOf,
     finish_removals,
@@ -21,13 +22,13 @@ from deltasync.model.model_store import (
     remove_records,
     remove_unpublished,
 )
-
-if TYPE_CHECKING:
-    from deltasync.service.service import Service
+from deltasync.model.recovery import RowsLost
+from deltasync.service.models import Models, Publishing
+from deltasync.views.registry import ViewRegistry
 
 
 def models_to_recover(log: LogStore, checkpoints_of: StoreOf) -> dict[str, Mapping[str, Any]]:
-    """What a log says of each model that was published, by name, once what is left of others is removed. Blocks.
+    """The records of the models that a log has, by name, once what is left of others is removed. Blocks.
 
     Raises:
         StorageFailed: a record is damaged, or the log could not be written.
@@ -36,62 +37,105 @@ def models_to_recover(log: LogStore, checkpoints_of: StoreOf) -> dict[str, Mappi
     return {name: record for name, record in recorded_models(log).items() if name not in removed}
 
 
-async def recover_model(service: "Service", name: str, record: Mapping[str, Any], *, patient: bool) -> None:
-    """Have a model of which this is written down: if `patient`, again and again while a volume refuses what that
-    needs, there is no memory for its tables, or its checkpoints or the log cannot be reached; meanwhile
-    `recovery_failures` of the service says why. Ends without it where the service ends. A process among others
-    waits for volumes alone: another one may have the rest.
-
-    Raises:
-        StorageFailed: a file is damaged or missing; or something passing, where that is not waited for.
-    """
-    passing = (VolumeFailed,) if service.hosting else (VolumeFailed, PlaceFailed, LogUnavailable, NoTableMemory)
-    started, model = time.monotonic(), None
-    try:
-        for pause in backoff():
-            try:
-                model = model or await _recovered(service, name, record)
-                await service.have(model)
-            except RowsLost as error:
-                service.events.emit(EventKind.FAILED, "its trainer has to send every row", error, model=name)
-                await asyncio.to_thread(remove_records, service.logs.of(name), name)
-                service.recovering.pop(name, None)
-                return
-            except passing as error:
-                if not patient:
-                    raise
-                text = "it waits until what has failed comes back"
-                service.events.emit(EventKind.FAILED, text, error, model=name)
-                # What a volume refuses, `volumes` says, with its path and until it takes it.
-                service.recovery_failures[name] = "" if isinstance(error, VolumeFailed) else str(error)
-            else:
-                took = f"in {time.monotonic() - started:.2f} s"
-                version = model.seals.newest_version
-                service.events.emit(EventKind.MODEL_RECOVERED, took, model=name, version=version)
-                return
-            await first_of(service.draining.wait(), seconds=pause)
-            if service.draining.is_set():
-                return
-    finally:
-        service.recovery_failures.pop(name, None)
-        if model and service.models.get(name) is not model:
-            await service.views.give_up(model)
-            await model.stop()
+# What may come back by itself.
+_PASSING = (VolumeFailed, PlaceFailed, LogUnavailable, NoTableMemory)
+_PASSING_IF_SHARED = (VolumeFailed,)
 
 
-async def _recovered(service: "Service", name: str, record: Mapping[str, Any]) -> Model:
-    model = service.make_model(name)
-    try:
-        derived = await service.views.derived(model, service.registry.of_model(name))
-        await model.recover(record, derived)
-    except BaseException:
-        await service.views.give_up(model)
-        await model.stop()
-        raise
-    finally:
-        for problem in model.problems:
-            service.events.emit(EventKind.FAILED, problem, model=name)
-    return model
+class Recoveries:
+    """Brings models back as of their last sealed cut. Used in the event loop."""
+
+    def __init__(
+        self,
+        models: Models,
+        publishing: Publishing,
+        registry: ConsumerRegistry,
+        views: ViewRegistry,
+        events: Events,
+        draining: asyncio.Event,
+    ) -> None:
+        self._models, self._publishing = models, publishing
+        self._registry = registry
+        self._views = views
+        self._events = events
+        self._draining = draining
+
+    async def all(self, *, patient: bool = True) -> None:
+        """Bring back all models that are recovering, at the same time; each can be used once it has recovered.
+
+        Raises:
+            StorageFailed: see `model`.
+        """
+        names = list(self._models.recovering)
+        ended = await asyncio.gather(
+            *(self.model(name, patient=patient) for name in names), return_exceptions=True
+        )
+        for error in ended:  # Now: none of them reads the log any more.
+            if error:
+                raise error
+
+    async def model(self, name: str, *, patient: bool = True) -> None:
+        """Bring back a model whose record is in `recovering`.
+
+        If `patient`, it is tried again while a volume refuses what that needs, there is no memory for its tables,
+        or its checkpoints or the log cannot be reached; `recovery_failures` says why. On logs that other processes
+        share, only volumes are waited for: another process may have the rest. Ends without the model where the
+        service ends.
+
+        Raises:
+            StorageFailed: a file is damaged or missing; or something passing, where that is not waited for.
+        """
+        models, started, model = self._models, time.monotonic(), None
+        record, passing = models.recovering[name], _PASSING_IF_SHARED if models.storage.shared else _PASSING
+        try:
+            for pause in backoff():
+                try:
+                    model = model or await self._recovered(name, record)
+                    await self._add(model)
+                except RowsLost as error:
+                    self._events.emit(EventKind.FAILED, "its trainer has to send every row", error, model=name)
+                    await asyncio.to_thread(remove_records, models.storage.logs.of(name), name)
+                    models.recovering.pop(name, None)
+                    return
+                except passing as error:
+                    if not patient:
+                        raise
+                    text = "it waits until what has failed comes back"
+                    self._events.emit(EventKind.FAILED, text, error, model=name)
+                    # What a volume refuses, `volumes` says, with its path and until it takes it.
+                    models.recovery_failures[name] = "" if isinstance(error, VolumeFailed) else str(error)
+                else:
+                    took = f"in {time.monotonic() - started:.2f} s"
+                    version = model.seals.newest_version
+                    self._events.emit(EventKind.MODEL_RECOVERED, took, model=name, version=version)
+                    return
+                await first_of(self._draining.wait(), seconds=pause)
+                if self._draining.is_set():
+                    return
+        finally:
+            models.recovery_failures.pop(name, None)
+            if model and models.get(name) is not model:
+                await models.drop(model)
+
+    async def _recovered(self, name: str, record: Mapping[str, Any]) -> Model:
+        model = self._models.storage.model(name)
+        try:
+            derived = await self._views.derived(model, self._registry.of_model(name))
+            await model.recover(record, derived)
+        except BaseException:
+            await self._models.drop(model)
+            raise
+        finally:
+            for problem in model.problems:
+                self._events.emit(EventKind.FAILED, problem, model=name)
+        return model
+
+    async def _add(self, model: Model) -> None:
+        await self._models.make_views(model)
+        async with self._models.changing:
+            coordinator = self._publishing.coordinator(model)
+            coordinator.deletes.recover()
+            await self._models.add(model, coordinator)
 
 
 _SECONDS = 1.0
@@ -99,41 +143,38 @@ _LONGEST_PAUSE_SECONDS = 60.0
 
 
 class Reloading:
-    """Reloads the failed models of a service. Used in the event loop.
+    """Reloads models whose rows do not fit their digests. Used in the event loop."""
 
-    Attributes:
-        reasons: why each model is away that is being reloaded, and what keeps it from coming back, by name.
-    """
-
-    def __init__(self, service: "Service", tasks: asyncio.TaskGroup) -> None:
-        self._service = service
-        self._tasks = tasks
-        self.reasons = dict[str, str]()
+    def __init__(
+        self,
+        models: Models,
+        recovery: Recoveries,
+        events: Events,
+        draining: asyncio.Event,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._models = models
+        self._recovery = recovery
+        self._events = events
+        self._draining, self._tasks = draining, tasks
         self._reloads = dict[str, asyncio.Task[None]]()
 
-    def reason(self, model: str) -> str:
-        """Why a model is being reloaded, or is about to be; empty if it is not."""
-        if reason := self.reasons.get(model):
-            return "; ".join(filter(None, (reason, self._service.recovery_failures.get(model))))
-        found = self._service.models.get(model)
-        return found.failed if found else ""
-
-    def check(self, model: str) -> None:
-        """Check that a model is not being reloaded.
-
-        Raises:
-            ServiceUnavailable: it is; the error has the reason.
-        """
-        if reason := self.reason(model):
-            text = f"model {model!r} is being reloaded from its checkpoint and the log; try again"
-            raise ServiceUnavailable(text, detail=f" ({reason})")
+    async def run(self) -> None:
+        """Watch each model in a task of its own, until cancelled."""
+        watched = set[Model]()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for model in set(self._models.values()) - watched:
+                    tasks.create_task(self.watch(model))
+                watched = set(self._models.values())
+                await self._models.added.changed()
 
     async def watch(self, model: Model) -> None:
         """Reload a model as soon as it fails; ends then, or once the model is not here any more."""
         name = model.name
-        while self._service.models.get(name) is model:
+        while self._models.get(name) is model:
             if model.failed:
-                self.reasons[name] = model.failed
+                self._models.reloading[name] = model.failed
                 self._reloads[name] = self._tasks.create_task(self._reload(model))
                 return
             await first_of(model.signal.changed(), seconds=_SECONDS)
@@ -144,7 +185,7 @@ class Reloading:
             reload.cancel()
             await asyncio.wait([reload])
             if self._reloads.get(model) is reload:  # It had not begun, and so could not clean up.
-                del self.reasons[model], self._reloads[model]
+                del self._models.reloading[model], self._reloads[model]
 
     async def end(self) -> None:
         """Stop all reloads: the service ends."""
@@ -152,44 +193,43 @@ class Reloading:
             await self.give_up(name)
 
     async def _reload(self, model: Model) -> None:
-        service, name, why, started = self._service, model.name, model.failed, time.monotonic()
-        service.events.emit(
-            EventKind.ROWS_DAMAGED, f"{why}; the model is reloaded from its checkpoint and the log", model=name
-        )
+        models, name, why, started = self._models, model.name, model.failed, time.monotonic()
+        text = f"{why}; the model is reloaded from its checkpoint and the log"
+        self._events.emit(EventKind.ROWS_DAMAGED, text, model=name)
         try:
             for pause in backoff(_LONGEST_PAUSE_SECONDS):
                 try:
                     await _to_the_end(self._drop(model))
-                    await recover_model(service, name, service.recovering[name], patient=True)
+                    await self._recovery.model(name)
                 except Exception as error:  # noqa: BLE001  # one model's trouble is its own
-                    self.reasons[name] = f"{why}; that has failed, and is tried again: {error}"
-                    service.events.emit(EventKind.FAILED, "its reload is tried again", error, model=name)
+                    models.reloading[name] = f"{why}; that has failed, and is tried again: {error}"
+                    self._events.emit(EventKind.FAILED, "its reload is tried again", error, model=name)
                 else:
                     break
-                await first_of(service.draining.wait(), seconds=pause)
-                if service.draining.is_set():
+                await first_of(self._draining.wait(), seconds=pause)
+                if self._draining.is_set():
                     return
         finally:
-            del self.reasons[name], self._reloads[name]
-        if reloaded := service.models.get(name):  # Else the service ends.
+            del models.reloading[name], self._reloads[name]
+        if reloaded := models.get(name):  # Else the service ends.
             text = f"it was away for {time.monotonic() - started:.2f} s: {why}"
             version = reloaded.seals.newest_version
-            service.events.emit(EventKind.MODEL_RELOADED, text, model=name, version=version)
+            self._events.emit(EventKind.MODEL_RELOADED, text, model=name, version=version)
 
     async def _drop(self, model: Model) -> None:
-        """Have a model no more until it is recovered. Its consumers, with their offsets, stay.
+        """End a model until it is recovered. Its consumers, with their offsets, stay.
 
         Raises:
             StorageFailed: the log cannot be read now.
         """
-        service, name = self._service, model.name
-        async with service.changing:
-            if service.models.get(name) is model:
-                service.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
-                reloading = lambda: ServiceUnavailable(f"model {name!r} is being reloaded; try again")  # noqa: E731
-                await service.end_model(service.coordinators[name], reloading)
+        models, name = self._models, model.name
+        async with models.changing:
+            if models.get(name) is model:
+                models.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
+                text = f"model {name!r} is being reloaded; try again"
+                await models.end(model, partial(ServiceUnavailable, text))
             # Anew each time: a cut that was being sealed may have brought another table.
-            service.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
+            models.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
 
 
 def _recorded(log: LogStore, name: str) -> Mapping[str, Any]:
@@ -197,7 +237,7 @@ def _recorded(log: LogStore, name: str) -> Mapping[str, Any]:
 
 
 async def _to_the_end(work: Coroutine[None, None, None]) -> None:
-    """Do some work, also where whoever waits for it is cancelled meanwhile."""
+    """Do some work to its end, also where its caller is cancelled meanwhile."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

@@ -1,78 +1,138 @@
 """Everything of a service on one screen: what the page, `deltasync status` and `/readyz` show."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import asyncio
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from heapq import nlargest
+from typing import Literal
 
+from deltasync.access.access import Access
+from deltasync.access.limits import Limits
 from deltasync.base.clock import steady_ns
-from deltasync.base.events import RecentEvent
+from deltasync.base.events import EventCounts, RecentEvent, RecentEvents
 from deltasync.base.progress import under_way
 from deltasync.base.words import listed, utc
-from deltasync.core.seal import DeliveryDurations
+from deltasync.cluster.owners import Owners
+from deltasync.consumers.consumer import Consumer
+from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.seal import CutTimes, DeliveryDurations
+from deltasync.cuts.coordinator import CutCoordinator, RankSession
+from deltasync.cuts.sealing import CutSealer
 from deltasync.log.volume import Volume
+from deltasync.model.model import Model
+from deltasync.service.checkpoints import Checkpoints
+from deltasync.service.consumers import Consumers
+from deltasync.service.models import Models
 from deltasync.service.probe import ProbeStatus
-from deltasync.service.service import Service
-from deltasync.status.lag import ConsumerLag, State
-from deltasync.status.report import needs_somebody
-from deltasync.status.trainers import TrainerLine, VersionLine
+from deltasync.service.volumes import Volumes
+from deltasync.status.lag import ConsumerLag, State, needs_somebody
+
+# How many cuts and events an overview shows.
+CUTS, EVENTS = 20, 30
+
+
+@dataclass(kw_only=True)
+class ProcessState:
+    """How this process is doing. The server keeps it up to date.
+
+    Attributes:
+        draining: set once the service is to end.
+        started_unix_ns: when the process started, nanoseconds since 1970.
+        compiling: whether kernels are still compiled, and no streams are accepted.
+        probe: how rows of the probe fare; None if there is no probe.
+        certificates_expire: when each certificate expires, seconds since 1970, by the name of its setting.
+    """
+
+    draining: asyncio.Event
+    started_unix_ns: int = field(default_factory=time.time_ns)
+    compiling: bool = False
+    probe: ProbeStatus | None = None
+    certificates_expire: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """What status reads of a service, and changes nothing of."""
+
+    models: Models
+    registry: ConsumerRegistry
+    consumers: Consumers
+    checkpoints: Checkpoints
+    volumes: Volumes
+    limits: Limits
+    event_counts: EventCounts
+    recent_events: RecentEvents
+    process: ProcessState
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that has to be right: its name, and why it is not; empty if it is."""
+    """A condition for being ready: its name, and what keeps it from being true; empty if it is true."""
 
     check: str
     trouble: str
 
     @property
     def ok(self) -> bool:
-        """Whether it is."""
+        """Whether the condition is true."""
         return not self.trouble
 
 
-def checks(service: Service) -> list[Check]:
-    """All of them, in the order in which they come to be right."""
-    volumes, compiling = service.volumes.trouble, "still compiling for this machine; the log says how far it is"
+def checks(sources: Sources) -> list[Check]:
+    """All checks, in the order in which a starting process passes them. In the event loop."""
+    models, process, volumes = sources.models, sources.process, sources.volumes.trouble
+    compiling = "still compiling for this machine; the log says how far it is"
     return [
-        Check("running", "the service is shutting down" if service.draining.is_set() else ""),
-        Check("kernels", compiling if service.compiling else ""),
-        Check("processes", "" if service.owners.confirmed else _UNCONFIRMED),
-        Check("models", _recovering(service)),
+        Check("running", "the service is shutting down" if process.draining.is_set() else ""),
+        Check("kernels", compiling if process.compiling else ""),
+        Check("processes", "" if models.owners.confirmed else _UNCONFIRMED),
+        Check("models", _recovering(models)),
         Check("volumes", f"nothing new can be written: {volumes}" if volumes else ""),
-        Check("log", "; ".join([_FULL, *service.checkpoints.troubles]) if service.logs.refusing else ""),
+        Check("log", "; ".join([_FULL, *sources.checkpoints.troubles]) if models.storage.logs.refusing else ""),
     ]
 
 
-def _recovering(service: Service) -> str:
-    reloading, failed = sorted(service.reloading.reasons), service.recovery_failures
-    found = [f"model {name!r} is being reloaded: {service.reloading.reason(name)}" for name in reloading]
-    away = [name for name in service.recovering if name not in reloading]
-    found += [f"model {name!r} is still recovering: {failed[name]}" for name in away if failed.get(name)]
-    recovering = [name for name in away if not failed.get(name)]
-    return "; ".join(found + ([f"still recovering: {listed(recovering)}"] if recovering else []))
+def _recovering(models: Models) -> str:
+    reloading, failures = sorted(models.reloading), models.recovery_failures
+    texts = [f"model {name!r} is being reloaded: {models.reload_reason(name)}" for name in reloading]
+    away = [name for name in models.recovering if name not in reloading]
+    texts += [f"model {name!r} is still recovering: {failures[name]}" for name in away if failures.get(name)]
+    if recovering := [name for name in away if not failures.get(name)]:
+        texts.append(f"still recovering: {listed(recovering)}")
+    return "; ".join(texts)
 
 
 _FULL = "the log is full: it is cut once a checkpoint is written"
+
+
 _UNCONFIRMED = "the other processes have not heard of this one: brokers do not answer, or have just been asked"
-# These alone are the reason, whatever else is wrong.
+
+
+# If one of these fails, the others follow from it.
 _ALONE = ("running", "kernels", "processes")
 
 
-def not_ready(found: Iterable[Check]) -> str:
-    """Why the service takes no streams, or can keep nothing of what they bring; empty if it can."""
-    wrong = [each for each in found if not each.ok]
+def not_ready(every: Iterable[Check]) -> str:
+    """Why the service accepts no streams, or cannot keep what they bring; empty if it is ready."""
+    wrong = [each for each in every if not each.ok]
     if wrong and wrong[0].check in _ALONE:
         return wrong[0].trouble
-    full = [each for each in wrong if each.check != "log"] or wrong
-    return "; ".join(each.trouble for each in full)
+    # A full log is what comes of the others.
+    causes = [each for each in wrong if each.check != "log"] or wrong
+    return "; ".join(each.trouble for each in causes)
 
 
-CUTS, EVENTS = 20, 30
+def troubles(sources: Sources) -> list[str]:
+    """Problems of this process that do not keep it from being ready. In the event loop."""
+    risks = [f"accepted: {each}" for each in sources.models.storage.logs.accepted_risks]
+    return [*sources.models.troubles, *sources.consumers.troubles, *risks, *sources.checkpoints.troubles]
 
 
 @dataclass(frozen=True)
 class ProbeLine:
-    """What has become of rows that go all the way from a publisher to a replica, both of the service's own: the
-    `seconds` of the last one, and how long ago that was; `trouble` says why the next one did not, if it did not.
+    """How rows of the service's own publisher fare on their way to its own replica: how many `seconds` the last
+    one took, and how long ago that was. `trouble` says why the next one did not arrive; empty if it did.
     """
 
     seconds: float | None
@@ -84,8 +144,8 @@ class ProbeLine:
 
 @dataclass(frozen=True)
 class VolumeOverview:
-    """Where a process writes to: what is left for it, null of brokers, and what it refuses; `refused` is empty if
-    it does not.
+    """A volume that a process writes to: the bytes that are left, null for brokers, and why it refuses writes;
+    `refused` is empty if it accepts them.
     """
 
     volume: str
@@ -93,10 +153,18 @@ class VolumeOverview:
     refused: str
 
 
+def volume_overviews(volumes: Sequence[Volume]) -> list[VolumeOverview]:
+    """The volumes that this process writes to. Asks the system; any thread."""
+    return [
+        VolumeOverview(each.name, each.free_bytes, each.refusal.in_words if each.refusal else each.trouble)
+        for each in volumes
+    ]
+
+
 @dataclass(frozen=True)
 class ProcessOverview:
-    """A process of the service: `ready` is what its `/readyz` says, and `troubles` what lacks all the same.
-    `work` is what takes long just now, and how far it is; `probe` is null where none goes on.
+    """A process of the service. `ready` is what its `/readyz` says; `troubles` are problems that do not keep it
+    from being ready. `work` is long work under way, and how far it is. `probe` is null if there is no probe.
     """
 
     process: str
@@ -110,13 +178,33 @@ class ProcessOverview:
     volumes: list[VolumeOverview]
 
 
+def process_overview(sources: Sources, volumes: list[VolumeOverview], access: Access | None) -> ProcessOverview:
+    """This process. In the event loop."""
+    every, me, probe = checks(sources), sources.models.owners.me, sources.process.probe
+    return ProcessOverview(
+        process=me.name,
+        grpc=me.grpc,
+        started=utc(sources.process.started_unix_ns),
+        ready=all(each.ok for each in every),
+        checks=every,
+        troubles=[*(access.troubles if access else ()), *troubles(sources)],
+        work=under_way(),
+        probe=ProbeLine(*(getattr(probe, each.name) for each in fields(ProbeLine))) if probe else None,
+        volumes=volumes,
+    )
+
+
+def other_processes(owners: Owners) -> list[str]:
+    """The names of the other processes that are alive. In the event loop."""
+    return sorted(each.name for each in owners.processes() if each.name != owners.me.name)
+
+
 @dataclass(frozen=True)
 class ModelOverview:
     """A model and its trainer. Of its `ranks` some are `connected`, and some have `finished`, with a goodbye.
-    `published_rows` and `published_bytes` are of cuts since the service started;
-    `bytes` those of its tables' values. `trouble` says what keeps cuts from being sealed; empty if nothing does.
-    Of a model that no process has, or that is still recovering here, `trouble` says so, and what is not known is
-    null.
+    `published_rows` and `published_bytes` are of cuts since the service started, `bytes` of its tables' values.
+    `trouble` says what keeps cuts from being sealed; empty if nothing does. If no process has the model, or it is
+    still recovering here, `trouble` says so, and numbers that are not known are null.
     """
 
     model: str
@@ -134,10 +222,125 @@ class ModelOverview:
     trouble: str
 
 
+def model_overviews(models: Models) -> list[ModelOverview]:
+    """The models of this process, by name: also those that are still recovering, and those that no process has.
+
+    In the event loop.
+    """
+    lost = dict.fromkeys(unowned_models(models), "no process that is known to be alive has this model")
+    without = lost | {name: _still_recovering(models, name) for name in models.recovering}
+    lines = {
+        name: ModelOverview(name, None, None, None, "", 0, 0, 0, None, None, 0, 0, why)
+        for name, why in without.items()
+    }
+    lines |= {name: _model(model, models.coordinators.get(name)) for name, model in models.items()}
+    return [lines[name] for name in sorted(lines)]
+
+
+def unowned_models(models: Models) -> list[str]:
+    """The models that no process has, as far as this one knows. In the event loop."""
+    owners = models.owners
+    return [each for each in owners.models() if each not in models and owners.owner_of(each) is None]
+
+
+def _still_recovering(models: Models, model: str) -> str:
+    if reason := models.reload_reason(model):
+        return f"being reloaded: {reason}"
+    why = models.waits_for(model)
+    return f"still recovering: {why}" if why else "still recovering"
+
+
+def _model(model: Model, coordinator: CutCoordinator | None) -> ModelOverview:
+    newest = model.seals.newest
+    sealer, run = (coordinator.sealer, coordinator.run) if coordinator else (None, None)
+    return ModelOverview(
+        model=model.name,
+        head=model.seals.newest_version,
+        step=newest.step if newest else 0,
+        seconds_since_cut=model.succession.seconds_since(newest.version, steady_ns()) if newest else None,
+        run=coordinator.run_id if coordinator else "",
+        ranks=run.world_size if run else 0,
+        connected=len(coordinator.connected) if coordinator else 0,
+        finished=sum(each.finished for each in coordinator.sessions.values()) if coordinator else 0,
+        tables=len(model.tables),
+        bytes=sum(table.spec.nbytes for table in model.tables),
+        published_rows=sealer.rows if sealer else 0,
+        published_bytes=sealer.bytes if sealer else 0,
+        trouble=model.failure or (_kept_from_sealing(sealer) if sealer else ""),
+    )
+
+
+def _kept_from_sealing(sealer: CutSealer) -> str:
+    """What keeps a model's cuts from being sealed, in words; empty if nothing does."""
+    return sealer.quarantine or (sealer.refusal.reason if sealer.refusal else "")
+
+
+RankState = Literal["connected", "away", "finished"]
+
+
+@dataclass(frozen=True)
+class TrainerLine:
+    """A rank of a run that publishes a model, in a list.
+
+    Attributes:
+        model: the model's name.
+        run: the run's id.
+        ranks: number of ranks of the run.
+        rank: number of this rank.
+        process: the process of the rank, as it names itself.
+        connected: whether it is connected.
+        finished: whether it has said goodbye. A rank that has neither said goodbye nor is connected is lost.
+        since_seconds: seconds since it connected, or left.
+        left: why its last stream ended; empty while it is connected.
+        tables: number of tables that it publishes.
+    """
+
+    model: str
+    run: str
+    ranks: int
+    rank: int
+    process: str
+    connected: bool
+    finished: bool
+    since_seconds: float
+    left: str
+    tables: int
+
+
+def rank_state(session: RankSession) -> RankState:
+    """Whether a rank is connected, has gone without a goodbye, or has finished."""
+    return "finished" if session.finished else "away" if session.ended else "connected"
+
+
+def trainer_lines(coordinators: Mapping[str, CutCoordinator]) -> list[TrainerLine]:
+    """The ranks of all models, also those that have gone since the service started. In the event loop."""
+    return [line for name in sorted(coordinators) for line in _ranks(name, coordinators[name])]
+
+
+def _ranks(name: str, coordinator: CutCoordinator) -> list[TrainerLine]:
+    now = steady_ns()
+    return [
+        TrainerLine(
+            model=name,
+            run=coordinator.run_id,
+            ranks=coordinator.run.world_size if coordinator.run else 0,
+            rank=rank,
+            process=each.process,
+            connected=not each.ended,
+            finished=each.finished,
+            since_seconds=round((now - each.since_ns) / 1e9, 3),
+            left=each.left,
+            tables=len(each.tables),
+        )
+        for rank, each in sorted(coordinator.sessions.items())
+    ]
+
+
 @dataclass(frozen=True)
 class Freshness:
-    """Seconds from the end of a step until replicas held it: `p50` and `p99` of the last 500 deliveries, of which
-    there are `count`. `counts` are of all since the service started, by `freshness_bounds`; last, of longer ones.
+    """Seconds from the end of a step until replicas held it: `p50` and `p99` of the last `count` deliveries, at
+    most 500. `counts` are of all deliveries since the service started, by `freshness_bounds`; the last one counts
+    longer ones.
     """
 
     counts: list[int]
@@ -146,9 +349,16 @@ class Freshness:
     p99: float | None = None
 
 
+def freshness_of(durations: DeliveryDurations) -> Freshness:
+    """How long it took until a consumer's replicas held what a step had changed."""
+    shares = (durations.within(share) for share in (0.5, 0.99))
+    p50, p99 = (None if seconds is None else round(seconds, 4) for seconds in shares)
+    return Freshness(list(durations.freshness.read()[0]), len(durations.recent), p50, p99)
+
+
 @dataclass(frozen=True)
 class WrongReplica:
-    """A replica of which somebody should know, and why."""
+    """A replica that needs attention, and why."""
 
     replica: str
     reason: str
@@ -156,8 +366,8 @@ class WrongReplica:
 
 @dataclass(frozen=True)
 class ConsumerOverview:
-    """A consumer, in the list of all: its lag, and how many replicas it has. `policy` is in words. `wrong` are the
-    replicas of which somebody should know. Until this process has the model, what is not known of it is null.
+    """A consumer, in a list: its lag, and how many replicas it has. `policy` is in words. `wrong` are the replicas
+    that need attention. Numbers are null until this process has the model.
     """
 
     consumer: str
@@ -181,54 +391,34 @@ class ConsumerOverview:
     policy: str
 
 
-@dataclass(frozen=True)
-class Overview:
-    """A process at one moment; `unix_ms` is when that was, milliseconds since 1970. `missing` names the other
-    processes of the service that are alive: each has an overview of its own.
-    """
-
-    unix_ms: int
-    freshness_bounds: list[float]
-    processes: list[ProcessOverview]
-    missing: list[str]
-    models: list[ModelOverview]
-    trainers: list[TrainerLine]
-    consumers: list[ConsumerOverview]
-    cuts: list[VersionLine]
-    events: list[RecentEvent]
+# The numbers of a lag that the overview of its consumer and the consumer's history have.
+LAG_NUMBERS = ("versions", "rows", "bytes", "seconds", "unsent_norm", "unsent_share")
 
 
-def consumer_overviews(service: Service, lags: Iterable[ConsumerLag]) -> list[ConsumerOverview]:
+def consumer_overviews(
+    models: Models, registry: ConsumerRegistry, lags: Iterable[ConsumerLag]
+) -> list[ConsumerOverview]:
     """The consumers of this process, by name, also of models that are still recovering. In the event loop."""
-    lines = {each.consumer: _consumer(service, each) for each in lags}
-    for model in service.recovering:
-        failed = service.waits_for(model) or service.reloading.reason(model)
+    lines = {each.consumer: _consumer(registry.consumers.get(each.consumer), each) for each in lags}
+    for model in models.recovering:
+        failed = models.waits_for(model) or models.reload_reason(model)
         state: State = "failed" if failed else "waiting"
-        for each in service.registry.of_model(model):
-            lines.setdefault(each.name, _waiting(each.name, model, state, _still_recovering(service, model)))
-    for name, model in _coming_consumers(service):
+        for each in registry.of_model(model):
+            lines.setdefault(each.name, _waiting(each.name, model, state, _still_recovering(models, model)))
+    for name, model in _coming_consumers(models.owners, registry):
         lines.setdefault(name, _waiting(name, model, "waiting", "this process is about to take it over"))
     return [lines[name] for name in sorted(lines)]
 
 
-def _still_recovering(service: Service, model: str) -> str:
-    if reason := service.reloading.reason(model):
-        return f"being reloaded: {reason}"
-    why = service.waits_for(model)
-    return f"still recovering: {why}" if why else "still recovering"
-
-
-def _coming_consumers(service: Service) -> Iterator[tuple[str, str]]:
+def _coming_consumers(owners: Owners, registry: ConsumerRegistry) -> Iterator[tuple[str, str]]:
     """Consumers of models that this process owns and whose logs it has not read yet: name and model."""
-    owners, here = service.owners, service.registry.consumers
     for model in owners.models():
         owner = owners.owner_of(model)
         if owner and owner.process == owners.me.name:
-            yield from ((name, model) for name in owners.consumers_of(model) if name not in here)
+            yield from ((name, model) for name in owners.consumers_of(model) if name not in registry.consumers)
 
 
-def _consumer(service: Service, lag: ConsumerLag) -> ConsumerOverview:
-    consumer = service.registry.consumers.get(lag.consumer)
+def _consumer(consumer: Consumer | None, lag: ConsumerLag) -> ConsumerOverview:
     return ConsumerOverview(
         consumer=lag.consumer,
         model=lag.model,
@@ -236,12 +426,7 @@ def _consumer(service: Service, lag: ConsumerLag) -> ConsumerOverview:
         reason=lag.reason,
         head=lag.head,
         offset=lag.offset,
-        versions=lag.lag.versions,
-        rows=lag.lag.rows,
-        bytes=lag.lag.bytes,
-        seconds=lag.lag.seconds,
-        unsent_norm=lag.lag.unsent_norm,
-        unsent_share=lag.lag.unsent_share,
+        **{name: getattr(lag.lag, name) for name in LAG_NUMBERS},
         replicas=len(lag.fleet),
         connected=sum(each.connected for each in lag.fleet),
         wrong=[WrongReplica(each.replica, each.reason) for each in lag.fleet if needs_somebody(each)],
@@ -258,14 +443,7 @@ def _waiting(consumer: str, model: str, state: State, why: str) -> ConsumerOverv
         model=model,
         state=state,
         reason=f"nobody answers for model {model!r}: {why}",
-        head=None,
-        offset=None,
-        versions=None,
-        rows=None,
-        bytes=None,
-        seconds=None,
-        unsent_norm=None,
-        unsent_share=None,
+        **dict.fromkeys(("head", "offset", *LAG_NUMBERS)),
         replicas=0,
         connected=0,
         wrong=[],
@@ -276,92 +454,105 @@ def _waiting(consumer: str, model: str, state: State, why: str) -> ConsumerOverv
     )
 
 
-def freshness_of(durations: DeliveryDurations) -> Freshness:
-    """How fresh what a consumer's replicas were given was."""
-    p50, p99 = (None if (found := durations.within(share)) is None else round(found, 4) for share in (0.5, 0.99))
-    return Freshness(list(durations.freshness.read()[0]), len(durations.recent), p50, p99)
+_DIGITS = 6
 
 
-def model_overviews(service: Service) -> list[ModelOverview]:
-    """The models of this process, by name: also those that are still recovering, and those that no process has.
-
-    In the event loop.
+@dataclass(frozen=True)
+class PartSeconds:
+    """Seconds of each part of a cut's way; null while it is not over. `release` and `ack` are of the consumer for
+    which both together took longest.
     """
-    lost = dict.fromkeys(unowned_models(service), "no process that is known to be alive has this model")
-    without = lost | {name: _still_recovering(service, name) for name in service.recovering}
-    lines = {
-        name: ModelOverview(name, None, None, None, "", 0, 0, 0, None, None, 0, 0, why)
-        for name, why in without.items()
-    }
-    lines |= {name: _model(service, name) for name in service.models}
-    return [lines[name] for name in sorted(lines)]
+
+    gather: float | None = None
+    send: float | None = None
+    seal: float | None = None
+    log: float | None = None
+    apply: float | None = None
+    release: float | None = None
+    ack: float | None = None
 
 
-def unowned_models(service: Service) -> list[str]:
-    """The models that no process has, as far as this one knows. In the event loop."""
-    owners = service.owners
-    return [each for each in owners.models() if each not in service.models and owners.owner_of(each) is None]
+@dataclass(frozen=True)
+class DeliveryLine:
+    """That `replicas` of a consumer hold a version; `release` and `ack` are the seconds of the slowest of them."""
+
+    consumer: str
+    replicas: int
+    release: float
+    ack: float
 
 
-def _model(service: Service, name: str) -> ModelOverview:
-    model, coordinator = service.models[name], service.coordinators[name]
-    newest, sealer = model.seals.newest, coordinator.sealer
-    refused = sealer.refusal.reason if sealer.refusal else ""
-    since = model.succession.seconds_since(newest.version, steady_ns()) if newest else None
-    return ModelOverview(
-        model=name,
-        head=model.seals.newest_version,
-        step=newest.step if newest else 0,
-        seconds_since_cut=since,
-        run=coordinator.run_id,
-        ranks=coordinator.run.world_size if coordinator.run else 0,
-        connected=len(coordinator.connected),
-        finished=sum(each.finished for each in coordinator.sessions.values()),
-        tables=len(model.tables),
-        bytes=sum(table.spec.nbytes for table in model.tables),
-        published_rows=sealer.rows,
-        published_bytes=sealer.bytes,
-        trouble=model.failure or sealer.quarantine or refused,
-    )
+@dataclass(frozen=True)
+class VersionLine:
+    """A version of a model, sealed since the service started: `sealed` is when, in UTC."""
+
+    model: str
+    version: int
+    step: int
+    run: str
+    rows: int
+    bytes: int
+    sealed: str
+    seconds_ago: float
+    seconds: PartSeconds
+    consumers: list[DeliveryLine]
 
 
-def troubles(service: Service) -> list[str]:
-    """What a process lacks, although it may be ready. In the event loop."""
-    risks = [f"accepted: {each}" for each in service.logs.accepted_risks]
-    return [*service.shortcomings, *risks, *service.checkpoints.troubles]
+# The name of a model, and a cut of it.
+NamedCuts = list[tuple[str, CutTimes]]
 
 
-def process_overview(
-    service: Service, volumes: list[VolumeOverview], of_access: Iterable[str] = ()
-) -> ProcessOverview:
-    """This process; `of_access` is what is wrong with who may do what. In the event loop."""
-    found, me = checks(service), service.owners.me
-    return ProcessOverview(
-        process=me.name,
-        grpc=me.grpc,
-        started=utc(service.started_unix_ns),
-        ready=all(each.ok for each in found),
-        checks=found,
-        troubles=[*of_access, *troubles(service)],
-        work=under_way(),
-        probe=_probe(service.probe) if service.probe else None,
-        volumes=volumes,
-    )
+def last_cuts(models: Iterable[Model], count: int) -> NamedCuts:
+    """The last cuts of some models, for another thread. In the event loop."""
+    cuts = ((model.name, cut) for model in models for cut in model.recent.newest(count))
+    return [(name, cut.copy()) for name, cut in nlargest(count, cuts, key=lambda pair: pair[1].durable_ns)]
 
 
-def other_processes(service: Service) -> list[str]:
-    """The names of those that are alive, besides this one. In the event loop."""
-    owners = service.owners
-    return sorted(each.name for each in owners.processes() if each.name != owners.me.name)
+def version_lines(cuts: NamedCuts) -> list[VersionLine]:
+    """A line for each cut. Any thread."""
+    now_ns = steady_ns()
+    return [_line(*each, now_ns) for each in cuts]
 
 
-def _probe(probe: ProbeStatus) -> ProbeLine:
-    return ProbeLine(probe.seconds, probe.age_seconds, probe.turns, probe.failures, probe.trouble)
-
-
-def volume_overviews(volumes: Sequence[Volume]) -> list[VolumeOverview]:
-    """Where it writes to. Asks the system; any thread."""
-    return [
-        VolumeOverview(each.name, each.free_bytes, each.refusal.in_words if each.refusal else each.trouble)
-        for each in volumes
+def _line(model: str, cut: CutTimes, now_ns: int) -> VersionLine:
+    deliveries = [
+        DeliveryLine(name, each.replicas, round(each.release, _DIGITS), round(each.ack, _DIGITS))
+        for name, each in sorted(cut.deliveries.items())
     ]
+    return VersionLine(
+        model=model,
+        version=cut.seal.version,
+        step=cut.seal.step,
+        run=cut.seal.run,
+        rows=cut.seal.rows,
+        bytes=cut.seal.bytes,
+        sealed=utc(cut.seal.sealed_unix_ns),
+        seconds_ago=round((now_ns - cut.durable_ns) / 1e9, 3),
+        seconds=_seconds(cut, deliveries),
+        consumers=deliveries,
+    )
+
+
+def _seconds(cut: CutTimes, deliveries: list[DeliveryLine]) -> PartSeconds:
+    parts = {name: round(seconds, _DIGITS) for name, seconds in cut.seconds.items()}
+    if deliveries:
+        slowest = max(deliveries, key=lambda each: each.release + each.ack)
+        parts |= {"release": slowest.release, "ack": slowest.ack}
+    return PartSeconds(**parts)
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A process at one moment; `unix_ms` is when that was, milliseconds since 1970. `missing` names the other
+    processes of the service that are alive: each has an overview of its own.
+    """
+
+    unix_ms: int
+    freshness_bounds: list[float]
+    processes: list[ProcessOverview]
+    missing: list[str]
+    models: list[ModelOverview]
+    trainers: list[TrainerLine]
+    consumers: list[ConsumerOverview]
+    cuts: list[VersionLine]
+    events: list[RecentEvent]

@@ -13,18 +13,17 @@ from deltasync.base.clock import Succession
 from deltasync.base.decision import Decision
 from deltasync.base.errors import StorageFailed
 from deltasync.core.position import NOWHERE, Position, resume
-from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.rows import Ids
 from deltasync.core.seal import Seal, release_checksum
-from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.log_store import LAST_NUMBER, LogStore
 from deltasync.log.records import (
     event_time_record,
     name_of,
+    pack_ids,
     pack_json,
-    pack_rows,
     reading,
+    unpack_ids,
     unpack_json,
-    unpack_rows,
 )
 from deltasync.model.feed import Amount, ReleaseStatistics
 from deltasync.model.releases import Head
@@ -199,8 +198,6 @@ def table_record(table: ViewTable) -> dict[str, Any]:
 _PIECE_IDS = 1 << 16
 # Records handed to the log that are not on disk yet: others write to it as well.
 _UNWRITTEN_RECORDS = 16
-# Records of ids are records of rows without values: the table does not matter.
-_IDS = Shard.whole(TableSpec("ids", 1, 1))
 
 
 class ViewLog:
@@ -239,10 +236,7 @@ class ViewLog:
         for slot, some in enumerate(ids):
             for index, start in enumerate(range(0, len(some), _PIECE_IDS)):
                 piece = some[start : start + _PIECE_IDS]
-                rows = RowBatch(_IDS, piece, np.empty((len(piece), 0), np.float32))
-                written.append(
-                    self._log.append(self._ids, number, slot, index, *pack_rows(slot, rows), patient=True)
-                )
+                written.append(self._log.append(self._ids, number, slot, index, pack_ids(piece), patient=True))
                 if len(written) >= _UNWRITTEN_RECORDS:
                     written[-_UNWRITTEN_RECORDS].exception()  # The head is refused, too, if this was.
         self._log.append(self._heads, number, 0, 0, pack_json(head), after=written).result()
@@ -288,7 +282,7 @@ class ViewLog:
             # What there is beyond that is of a release of this number that was never finished.
             if each.part < len(rows) and missing[each.part] > 0:
                 with reading(name_of(self._ids, number, each.part, each.index)):
-                    found[each.part].append(unpack_rows(each.payload, lambda _: [_IDS] * len(rows)).ids)
+                    found[each.part].append(unpack_ids(each.payload))
                 missing[each.part] -= len(found[each.part][-1])
         if any(missing):
             raise StorageFailed(f"the log does not have the rows that release {number} took")

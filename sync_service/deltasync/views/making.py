@@ -23,7 +23,7 @@ from deltasync.kernels.ranking import split_amounts
 from deltasync.model.feed import Amount, Backlog, total
 from deltasync.views.ranking import DirtyRows
 from deltasync.views.state import ViewState
-from deltasync.views.table import Look, Take, ViewTable
+from deltasync.views.table import Comparison, RowUpdate, ViewTable
 
 # Cuts wait for no more than this and one block.
 _TURN_SECONDS = 0.01
@@ -85,21 +85,24 @@ class Making:
         """Begin with the tables of a plan, some of which grow now; `consumer` is whose view it is."""
         for grow in plan.growth:
             grow()
-        self.tables, self.new, self.stamp = plan.tables, plan.new, stamp
+        self.tables = plan.tables
+        self.new = plan.new
+        self.stamp = stamp
         self._before = before
         for table in self.new:
             table.stamp = stamp
         since = before.compared_version + 1
-        self._looks = {table: Look(table, since) for table in self.tables if table not in self.new}
-        after = [table.compared if table in self._looks else 0 for table in self.tables]
+        self._comparisons = {table: Comparison(table, since) for table in self.tables if table not in self.new}
+        after = [table.compared if table in self._comparisons else 0 for table in self.tables]
         self._block_bytes = _COPIED_BYTES if self.new else _COMPARED_BYTES
         self._copy = PreCopy([table.source for table in self.tables], after, self._block_bytes)
-        self._copied, self._takes = False, list[Take]()
+        self._copied = False
+        self._updates = list[RowUpdate]()
         what = f"consumer {consumer!r}: reading rows of the model"
         self._progress = Progress(what, self._copy.left_bytes, "bytes")
 
     def go_on(self) -> bool:
-        """Copy or compare for a while; whether that is done, apart from a little that is left for `look`."""
+        """Copy or compare for a while; whether that is done, apart from a little left for `compare_rest`."""
         begun, blocks = time.perf_counter(), 0
         while not self._copied:
             block = self._copy.next_block(self._block_bytes)
@@ -114,12 +117,12 @@ class Making:
                 return False
         return True
 
-    def look(self, version: int) -> None:
+    def compare_rest(self, version: int) -> None:
         """Copy and compare all that is left, while the model's tables are at `version`."""
         for slot, ids in self._copy.rest():
             self._see(slot, ids)
-        for look in self._looks.values():
-            look.finish(version)
+        for comparison in self._comparisons.values():
+            comparison.finish(version)
         for table in self.new:
             table.copied(version)
 
@@ -134,53 +137,53 @@ class Making:
         self._force_handed_over(found)
         return found
 
-    def take(self, taken: Sequence[Mask], number: int) -> tuple[list[Ids], Amount, dict[str, Backlog]]:
-        """Begin to take the `taken` dirty rows, by slot, as they are now, and all rows of new tables.
+    def begin_update(self, taken: Sequence[Mask], number: int) -> tuple[list[Ids], Amount, dict[str, Backlog]]:
+        """Begin to update the `taken` dirty rows, by slot, to what they are now, and all rows of new tables.
 
-        Replicas at release `number` are to hold them. `take_on` does the work.
+        Replicas at release `number` are to hold them. `go_on_updating` does the work.
 
         Returns:
-            The dirty rows ([n], ascending) that it takes, by slot; how much it takes, new tables included; and
+            The dirty rows ([n], ascending) that it updates, by slot; how much it updates, new tables included; and
             what it leaves of each table, by name.
         """
-        every, amounts, backlog, takes = list[Ids](), list[Amount](), dict[str, Backlog](), list[Take]()
+        every, amounts, backlog, updates = list[Ids](), list[Amount](), dict[str, Backlog](), list[RowUpdate]()
         for table, mask in zip(self.tables, taken, strict=True):
             amount, left, oldest = _split(table, mask)
             amounts.append(_whole(table) if table in self.new else amount)
             backlog[table.name] = Backlog(left, table.source.norm, oldest)
             which = np.flatnonzero(mask)  # A few times as fast as by a mask.
             every.append(table.dirty.ids[which])
-            takes.append(Take(table, every[-1], table.dirty.norms[which], number))
-        for each in takes:  # Last: what has begun must not fail.
+            updates.append(RowUpdate(table, every[-1], table.dirty.norms[which], number))
+        for each in updates:  # Last: what has begun must not fail.
             each.begin()
-        self._takes = takes
+        self._updates = updates
         return every, total(amounts), backlog
 
-    def take_on(self) -> bool:
-        """Take rows for a while; whether all are taken. Cuts may be applied meanwhile.
+    def go_on_updating(self) -> bool:
+        """Update rows for a while; whether all are updated. Cuts may be applied meanwhile.
 
         Raises:
-            DamagedRows: rows of the model do not fit their digests, or could not be taken. The tables are at no
+            DamagedRows: rows of the model do not fit their digests, or could not be updated. The tables are at no
                 release now.
         """
         begun = time.perf_counter()
-        while self._takes:
+        while self._updates:
             try:
-                if self._takes[-1].go_on():
-                    self._takes.pop()
+                if self._updates[-1].go_on():
+                    self._updates.pop()
             except DamagedRows:
                 raise
             except Exception as error:  # Say, no memory: some rows are of this release, and others are not.
-                table = self.tables[len(self._takes) - 1]
+                table = self.tables[len(self._updates) - 1]
                 raise DamagedRows(table.name, table.dirty.ids) from error
             if time.perf_counter() >= begun + _TURN_SECONDS:
                 break
-        return not self._takes
+        return not self._updates
 
     def _see(self, slot: int, ids: Ids) -> None:
         table = self.tables[slot]
-        if look := self._looks.get(table):
-            look.add(ids)
+        if comparison := self._comparisons.get(table):
+            comparison.add(ids)
         else:
             table.copy(ids)
 

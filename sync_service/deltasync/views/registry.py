@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from deltasync.base.backoff import backoff
 from deltasync.base.clock import Moment, steady_ns
 from deltasync.base.errors import InvalidInput, StorageFailed
-from deltasync.base.events import EventKind, Events, described
-from deltasync.base.signals import first_of
+from deltasync.base.events import EventKind, Events, error_text
+from deltasync.base.waiting import backoff, first_of
 from deltasync.consumers.consumer import Consumer
 from deltasync.core.policy import Policy
 from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.model import Model
+from deltasync.model.recovery import ViewRecovery
 from deltasync.views.log import ViewLog
 from deltasync.views.pacing import PACE_VERSIONS, Situation, due
 from deltasync.views.view import View
@@ -52,7 +52,7 @@ class ReleaseLoop:
                 seconds = await self._advance()
             except Exception as error:  # noqa: BLE001  # it must not end the service
                 text = "its releases cannot be made, which is tried again"
-                self._view.failure = f"{text}: {described(error)}"
+                self._view.failure = f"{text}: {error_text(error)}"
                 self._emit(EventKind.FAILED, text, error)
                 # Not cut short by what is new: an error at every cut would fill the service's log.
                 await first_of(self._stopping.wait(), seconds=next(self._pauses))
@@ -173,7 +173,7 @@ class ViewRegistry:
         """The views of a model, for its checkpoints. Any thread."""
         return [entry.view for entry in list(self._entries.values()) if entry.view.model is model]
 
-    async def derived(self, model: Model, consumers: Sequence[Consumer]) -> list[View]:
+    async def derived(self, model: Model, consumers: Sequence[Consumer]) -> list[ViewRecovery]:
         """The views that a model's consumers have in the log, to be recovered with it: `follow` then goes on.
 
         Raises:
@@ -192,7 +192,7 @@ class ViewRegistry:
             if record is not None:
                 views.append(View(consumer.name, model, record))
         self._recovering |= {view.owner: view for view in views}
-        return views
+        return [view.replay for view in views if view.replay]
 
     async def follow(self, consumer: Consumer, model: Model) -> None:
         """Have a view of a consumer, if it needs one: the one that was recovered with the model, or a new one.

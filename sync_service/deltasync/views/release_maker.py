@@ -67,8 +67,11 @@ class ReleaseMaker:
     """
 
     def __init__(self, consumer: str, model: Model, log: ViewLog, history: str) -> None:
-        self.state, self.history = ViewState(), ReleaseHistory(history)
-        self._consumer, self._model, self._log = consumer, model, log
+        self.state = ViewState()
+        self.history = ReleaseHistory(history)
+        self._consumer = consumer
+        self._model = model
+        self._log = log
         # A release that is not on disk yet: where the view is with it, and the rows that it took, by slot. Set on
         # the model's thread; the event loop sets it to None once the release is there.
         self._made: tuple[ViewState, Sequence[Ids]] | None = None
@@ -140,7 +143,8 @@ class ReleaseMaker:
             raise
         self.history.first_version = record["first_version"]
         self.history.add(head_of_record(record), steady_ns())
-        self.state, self._made = state, None
+        self.state = state
+        self._made = None
 
     @property
     def _resyncs(self) -> bool:
@@ -163,7 +167,7 @@ class ReleaseMaker:
     def _go_on(self, making: Making, wish: Wish, resyncs: bool) -> bool:
         """Go on with a release; whether it is through: made, or not wanted any more."""
         if self._taking:
-            return self._take_on(making)
+            return self._go_on_updating(making)
         seal = self._model.applied
         if seal is None or not wish.goes_on():
             return True
@@ -173,7 +177,7 @@ class ReleaseMaker:
         # The newest cut may be applied before the event loop knows of its seal.
         if resyncs or (seal.resync and seal.version > self.state.compared_version):
             policy = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
-        making.look(seal.version)
+        making.compare_rest(seal.version)
         dirty = making.dirty(wish.overdue_version)
         picked = pick(dirty, policy)
         described = [table_record(table) for table in making.tables]
@@ -182,7 +186,7 @@ class ReleaseMaker:
             self._log.note(self.state.record)
             return True
         self._take(making, picked, seal)
-        return self._take_on(making)
+        return self._go_on_updating(making)
 
     def _take(self, making: Making, picked: Pick, seal: Seal) -> None:
         """Begin to take the rows of a release, of a version that everything was compared at."""
@@ -195,7 +199,7 @@ class ReleaseMaker:
             table.born, removed = number, table.source.removed_before
             # Of another table of that name, replicas may hold rows that this one never had.
             table.sent.removed_before = number - 1 if removed and before.head else removed
-        ids, taken, backlog = making.take(picked.taken, number)
+        ids, taken, backlog = making.begin_update(picked.taken, number)
         statistics = ReleaseStatistics(
             number=number,
             version=seal.version,
@@ -216,11 +220,13 @@ class ReleaseMaker:
         }
         self._taking = ViewState(making.tables, record, seal.version, backlog), ids
 
-    def _take_on(self, making: Making) -> bool:
+    def _go_on_updating(self, making: Making) -> bool:
         """Go on with the rows that a release takes; whether it is made."""
-        if not making.take_on():
+        if not making.go_on_updating():
             return False
-        self._made, self._taking, self._refused = self._taking, None, False
+        self._made = self._taking
+        self._taking = None
+        self._refused = False
         return True
 
     @property

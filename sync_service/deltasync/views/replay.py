@@ -43,36 +43,46 @@ def _reading() -> Iterator[None]:
 
 
 class Replay:
-    """Makes a view again, on the model's thread.
+    """Makes a view again, on the model's thread: a `ViewRecovery`.
 
     A table that the model does not have any more is left out. What the log says of it is passed over.
 
     Attributes:
+        owner: the view's consumer.
+        begun: whether it has read what there is of the view.
         state: where the view is.
         lost: why the view cannot be made again; empty if it can.
     """
 
-    def __init__(self, model: Model, log: ViewLog, history: str) -> None:
-        self.state, self.lost = ViewState(), ""
-        self._model, self._log, self._history, self._owner = model, log, history, ""
-        self._sources = {(table.spec.name, table.removed_before): table for table in model.tables}
+    def __init__(self, owner: str, model: Model, log: ViewLog, history: str) -> None:
+        self.owner = owner
+        self._model = model
+        self._log = log
+        self._history = history
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep nothing of an earlier `restore`."""
+        self.begun = False
+        self.state = ViewState()
+        self.lost = ""
+        self._sources = dict[tuple[str, int], StampedTable]()
         self._heads = deque[dict[str, Any]]()
         # The version at which nothing was dirty after the release that the checkpoint has, as the log says.
         self._clean_at = 0
 
-    def begin(
-        self, owner: str, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]
-    ) -> list[StampedTable | None]:
-        """Begin with the tables that a checkpoint has; see `Derived.restore`.
+    def restore(self, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]) -> list[StampedTable | None]:
+        """Begin with the tables that a checkpoint has; see `ViewRecovery.restore`.
 
         Raises:
             StorageFailed: there is no room for them, or the log cannot be read now.
         """
-        self._owner = owner
+        self.begun = True
+        self._sources = {(table.spec.name, table.removed_before): table for table in self._model.tables}
         if state and line_of(state["history"]) == line_of(self._history):
             made = [(table, each["compared"]) for each in state["tables"] if (table := self._make(each))]
             for table, compared in made:
-                table.looked(table.dirty, table.clean, compared)
+                table.note_compared(table.dirty, table.clean, compared)
             self.state = ViewState(tuple(table for table, _ in made), state["head"], state["compared"])
         head = self.state.head
         try:
@@ -86,23 +96,23 @@ class Replay:
                         self._clean_at = record["compared"]
         except _Lost as error:
             self.lost = str(error)
-        keys = {each.key: each.table for each in sources(owner, self.state)}
+        keys = {each.key: each.table for each in sources(self.owner, self.state)}
         loaded = [keys.pop(entry.key, None) for entry in entries]
         for key in keys:
             self.lost = f"the checkpoint has no rows of table {key.name!r}"
         return loaded
 
-    def loaded(self, dirty: Mapping[TableKey, tuple[Ids, Versions]]) -> None:
-        """Note that all rows of the tables are loaded; see `Derived.restored`."""
+    def restored(self, dirty: Mapping[TableKey, tuple[Ids, Versions]]) -> None:
+        """Go on once all rows of the tables are loaded; see `ViewRecovery.restored`."""
         none = NONE_DIRTY.ids, NONE_DIRTY.since
         for table in self.state.tables:
-            ids, since = dirty.get(TableKey(self._owner, table.name, table.born), none)
+            ids, since = dirty.get(TableKey(self.owner, table.name, table.born), none)
             table.restore(ids, since, table.compared)
         self.state = replace(self.state, backlog={table.name: left_of(table) for table in self.state.tables})
         if self._clean_at > self.state.compared_version:
             self._nothing_dirty(self._clean_at)
 
-    def go_on(self, version: int) -> None:
+    def replay(self, version: int) -> None:
         """Make again the releases that were made of a version, which the model's tables are at.
 
         Raises:
@@ -128,17 +138,17 @@ class Replay:
         if record["from"] > self.state.compared_version:
             self._nothing_dirty(record["from"])
         plan = self._plan(whole["tables"], number)
-        making = Making(self.state, plan, plan.new[0].stamp if plan.new else 0, self._owner)
+        making = Making(self.state, plan, plan.new[0].stamp if plan.new else 0, self.owner)
         while not making.go_on():
             pass
-        making.look(version)
+        making.compare_rest(version)
         by_name = {each["table"]: some for each, some in zip(whole["tables"], ids, strict=True)}
         taken = [members(table.dirty.ids, by_name[table.name]) for table in plan.tables]
         for table, mask in zip(plan.tables, taken, strict=True):
             if np.count_nonzero(mask) != len(by_name[table.name]):
                 raise _Lost(f"release {number} took rows of table {table.name!r} that had not changed")
-        _, _, backlog = making.take(taken, number)
-        while not making.take_on():
+        _, _, backlog = making.begin_update(taken, number)
+        while not making.go_on_updating():
             pass
         self.state = ViewState(plan.tables, whole, version, backlog)
         if record["compared"] > version:
@@ -156,7 +166,7 @@ class Replay:
             raise _Lost(f"release {number} was made of another version {version} than the model has")
 
     def _nothing_dirty(self, version: int) -> None:
-        """Go on from a look at a version that has found no dirty row."""
+        """Go on from a version at which no row was dirty."""
         for table in self.state.tables:
             table.forget_dirty(version)
         self.state = self.state.without_dirty(version)

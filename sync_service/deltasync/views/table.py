@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.base.parallel import in_shares
-from deltasync.base.threads import MODEL_THREAD, confined
+from deltasync.base.threads import MODEL_THREAD, confined, in_shares
 from deltasync.core.changes import ChangeCounts, Stamps
 from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import RowDigests
 from deltasync.core.rows import Ids, Mask, RowBatch, Values, members
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamps import Slots, StampedTable
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import distances
@@ -24,25 +23,27 @@ Flags = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)
-class Findings:
-    """What a look at some rows has found: columns [n], sorted by id.
+class ComparedRows:
+    """Some rows, compared with what replicas hold of them: columns [n], sorted by id.
 
     Attributes:
         ids: int64, strictly ascending.
+        slots: int64, where the rows are in the arrays of the table.
         norms: float64, L2 norms of the deltas.
         flags: uint8, `NEVER_SENT` and `DELETED` of `kernels.dirty_rows`.
         dirty: whether replicas hold something else than the row.
     """
 
     ids: Ids
+    slots: Slots
     norms: Floats
     flags: Flags
     dirty: Mask
 
     @classmethod
-    def joined(cls, parts: "Sequence[Findings]") -> "Findings":
+    def joined(cls, parts: "Sequence[ComparedRows]") -> "ComparedRows":
         """Several of them, of ascending rows, as one."""
-        columns = zip(*((each.ids, each.norms, each.flags, each.dirty) for each in parts), strict=True)
+        columns = zip(*((each.ids, each.slots, each.norms, each.flags, each.dirty) for each in parts), strict=True)
         return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, columns))
 
 
@@ -79,20 +80,31 @@ class DirtySet:
         return mask
 
     def after(
-        self, seen: Findings, version: int, held_stamps: Stamps, clean: ChangeCounts
+        self, compared_rows: ComparedRows, version: int, held_stamps: Stamps, clean: ChangeCounts
     ) -> "tuple[DirtySet, ChangeCounts]":
-        """The set after a look at some rows, and the counts of the stamps of rows that are not dirty.
+        """The set once some rows were compared, and the counts of the stamps of rows that are not dirty.
 
         Args:
-            seen: what was found. Rows that were not dirty before are dirty since `version`.
+            compared_rows: the rows. Those that were not dirty before are dirty since `version`.
             version: see there.
-            held_stamps: [N], when replicas were last sent each row of the table.
-            clean: counts of the stamps of all rows that were not dirty before the look.
+            held_stamps: [N], when replicas were last sent each row of the table, by slot.
+            clean: counts of the stamps of all rows that were not dirty before.
         """
-        to = _room(len(self) + len(seen.ids))
-        marked, cleaned = np.empty((2, len(seen.ids)), np.int64)
-        columns, found = self._columns, (seen.ids, seen.norms, seen.flags, seen.dirty)
-        rows, came, left = dirty_rows.merge(*columns, *found, version, held_stamps, *to._columns, marked, cleaned)
+        to = _room(len(self) + len(compared_rows.ids))
+        marked, cleaned = np.empty((2, len(compared_rows.ids)), np.int64)
+        rows, came, left = dirty_rows.merge(
+            *self._columns,
+            compared_rows.ids,
+            compared_rows.slots,
+            compared_rows.norms,
+            compared_rows.flags,
+            compared_rows.dirty,
+            version,
+            held_stamps,
+            *to._columns,
+            marked,
+            cleaned,
+        )
         return to._first(rows), clean.without(marked[:came]).plus(cleaned[:left])
 
     def dated_as(self, before: "DirtySet", version: int) -> "DirtySet":
@@ -136,24 +148,19 @@ class EncodedTable(StampedTable):
 
     def __init__(self, delivery: Delivery, memory: TableMemory) -> None:
         super().__init__(delivery.encoded_spec, memory, normed=False)
+        self.held_as_stored = delivery.held_as_encoded
         self._delivery = delivery
 
     def held_digests(self, rows: Values) -> RowDigests:
         """See `StampedTable.held_digests`."""
         return self._delivery.held_digests(rows)
 
-    def read(self, ids: Ids, out: Values) -> RowBatch:
-        """See `StampedTable.read`."""
-        if self._delivery.held_as_encoded:
-            return super().read(ids, out)
-        np.take(self.rows, ids, axis=0, out=out, mode="clip")
-        self.check(ids, out)
-        return RowBatch.of_table(self.spec, ids, out)
-
 
 @confined(dirty=MODEL_THREAD)
 class ViewTable:
     """One table of a view. Used on the model's thread only, except for `delivery`, `lacking` and `grown`.
+
+    Its arrays have each row in the same slot as the source.
 
     A row is dirty while replicas at the newest release hold something else than the model's row, as it is sent.
 
@@ -164,7 +171,7 @@ class ViewTable:
         stamp: what its rows were stamped with then; 0 = as in the source.
         held: what replicas at the newest release hold, in the value type.
         sent: what replicas are sent: `held`, or the norms.
-        dirty: the rows that were dirty at the last look.
+        dirty: the rows that were dirty when rows were last compared.
     """
 
     def __init__(
@@ -175,7 +182,10 @@ class ViewTable:
         Raises:
             StorageFailed: there is no room.
         """
-        self.source, self.delivery, self.born, self.stamp = source, delivery, born, stamp
+        self.source = source
+        self.delivery = delivery
+        self.born = born
+        self.stamp = stamp
         self.held = EncodedTable(delivery, memory)
         self.sent: StampedTable = self.held
         if delivery.mode is Mode.IDS:
@@ -209,7 +219,7 @@ class ViewTable:
 
     def within(self, ids: Ids) -> Ids:
         """Those of some ids of the source ([n], ascending) that the table has room for."""
-        return ids[: np.searchsorted(ids, self.delivery.spec.rows)]
+        return ids[: np.searchsorted(self.source.locate(ids), self.held.slots)]
 
     def lacking(self, number: int) -> int:
         """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.
@@ -218,7 +228,7 @@ class ViewTable:
         last compared. Which of the latter are dirty or were sent before is not known: these are counted twice.
         """
         clean, compared = self._counted  # Before the source's counts, which may only be newer.
-        rows, changed = self.source.spec.rows, self.source.counts.after(compared)
+        rows, changed = self.source.slots, self.source.counts.after(compared)
         return min(rows, rows - clean.rows + clean.after(number) + changed)
 
     # A new table, and one that grows.
@@ -234,7 +244,7 @@ class ViewTable:
         ids = self.within(ids)
         self._write(ids, None, self.stamp or 1)
         if not self.stamp:
-            self.held.restamp(ids, self.source.stamps[ids])
+            self.held.restamp(ids, self.source.stamps[self.source.locate(ids)])
 
     def copied(self, version: int) -> None:
         """Note that all rows were copied, as they are at a version."""
@@ -253,35 +263,38 @@ class ViewTable:
         steps = [table.grown(spec) for table, spec in zip(self.stamped, specs, strict=True)]
 
         def grow() -> None:
-            before, (clean, compared) = self.delivery.spec.rows, self._counted
+            before, (clean, compared) = self.held.slots, self._counted
             for step in steps:
                 step()
             self.delivery = delivery
-            # Rows that there was no room for may have changed before the last look, which did not compare them.
-            new = self.source.changed_in(before, delivery.spec.rows, 0)
+            # Rows that there was no room for may have changed before rows were last compared, and were not.
+            new = self.source.ids_of(self.source.changed_in(before, self.held.slots, 0))
             uncompared = len(new) > 0 and self.source.numbers(new).min() <= compared
-            more = clean.plus_unchanged(delivery.spec.rows - before)
+            more = clean.plus_unchanged(self.held.slots - before)
             self._counted = more, 0 if uncompared else compared
 
         return grow
 
     # Which rows are dirty.
 
-    def compare(self, ids: Ids) -> Findings:
+    def compare(self, ids: Ids) -> ComparedRows:
         """Compare rows of the source ([n], ascending) with what replicas hold."""
-        norms, differs, dirty = np.empty(len(ids)), np.empty(len(ids), np.bool_), np.empty(len(ids), np.bool_)
-        rows, held, flags = self.source.rows, self.held.rows, np.empty(len(ids), np.uint8)
+        slots = self.source.locate(ids)
+        norms, differs = np.empty(len(ids)), np.empty(len(ids), np.bool_)
+        flags, dirty = np.empty(len(ids), np.uint8), np.empty(len(ids), np.bool_)
+        rows, held = self.source.rows, self.held.rows
 
         def compare(some: slice) -> None:
-            norms[some], differs[some] = self.delivery.compare(rows, held, ids[some])
+            norms[some], differs[some] = self.delivery.compare(rows, held, slots[some])
 
         in_shares(compare, len(ids))
-        dirty_rows.judge(ids, differs, self.source.stamps, self.held.stamps, dirty, flags)
-        return Findings(ids, norms, flags, dirty)
+        dirty_rows.judge(slots, differs, self.source.stamps, self.held.stamps, dirty, flags)
+        return ComparedRows(ids, slots, norms, flags, dirty)
 
-    def looked(self, dirty: DirtySet, clean: ChangeCounts, version: int) -> None:
-        """Note what a look at all rows that have changed up to a version has found."""
-        self.dirty, self._counted = dirty, (clean, version)
+    def note_compared(self, dirty: DirtySet, clean: ChangeCounts, version: int) -> None:
+        """Note the dirty rows, once all rows that have changed up to a version were compared."""
+        self.dirty = dirty
+        self._counted = clean, version
 
     @property
     def clean(self) -> ChangeCounts:
@@ -292,16 +305,16 @@ class ViewTable:
         """Go on with dirty rows that a checkpoint has, once all rows are loaded.
 
         How far each row is from what is held is found anew. It is right for rows that have not changed since they
-        were compared; the next look compares the others.
+        were compared; the next comparison has the others.
         """
         found = self.compare(ids)
         self.dirty = DirtySet(ids, found.norms, since, found.flags)
-        self._counted = self.held.counts.without(self.held.stamps[ids]), compared
+        self._counted = self.held.counts.without(self.held.stamps[self.held.locate(ids)]), compared
 
     # What a release does.
 
-    def take(self, ids: Ids, norms: Floats, number: int) -> None:
-        """Have replicas at release `number` hold dirty rows ([n], ascending) as the source has them now.
+    def update(self, ids: Ids, norms: Floats, number: int) -> None:
+        """Update what replicas at release `number` hold of dirty rows ([n], ascending) to what the source has now.
 
         Args:
             ids: the rows.
@@ -309,19 +322,19 @@ class ViewTable:
             number: the release.
 
         Raises:
-            DamagedRows: rows of the source do not fit their digests. Some of the others are taken already.
+            DamagedRows: rows of the source do not fit their digests. Some of the others are updated already.
         """
         self._write(ids, norms, number)
 
-    def taken(self, ids: Ids, number: int) -> None:
+    def note_updated(self, ids: Ids, number: int) -> None:
         """Note that replicas at release `number` hold these dirty rows ([n], ascending)."""
         clean, compared = self._counted
         self._counted = clean.plus_rows(len(ids), number), compared
         self.dirty = self.dirty.without(ids)
 
     def forget_dirty(self, version: int) -> None:
-        """Note that a look at a version has found no dirty row."""
-        self.looked(NONE_DIRTY, self.held.counts, version)
+        """Note that no row is dirty at a version."""
+        self.note_compared(NONE_DIRTY, self.held.counts, version)
 
     def _write(self, ids: Ids, norms: Floats | None, number: int) -> None:
         """Encode rows of the source and stamp them. Without `norms`, replicas held nothing before."""
@@ -358,79 +371,86 @@ class ViewTable:
         return distances(self.source.rows_of(ids), np.zeros(1, self.source.spec.dtype))
 
 
-class Look:
+class Comparison:
     """A comparison of a table's rows with what replicas hold, block by block, while the source changes.
 
     The table shows nothing of it before `finish`. A row that is compared again counts as it was found last.
     """
 
     def __init__(self, table: ViewTable, version: int) -> None:
-        """Begin to look. Rows that were not dirty before will be dirty since `version`."""
-        self._table, self._version = table, version
-        self._dirty, self._clean = table.dirty, table.clean
-        self._found = list[Findings]()  # Not merged yet: of ascending rows.
+        """Begin. Rows that were not dirty before will be dirty since `version`."""
+        self._table = table
+        self._version = version
+        self._dirty = table.dirty
+        self._clean = table.clean
+        self._unmerged = list[ComparedRows]()  # Of ascending rows.
 
     def add(self, ids: Ids) -> None:
         """Compare rows of the source ([n], ascending)."""
         ids = self._table.within(ids)
-        if self._found and len(ids) and ids[0] <= self._found[-1].ids[-1]:
+        if self._unmerged and len(ids) and ids[0] <= self._unmerged[-1].ids[-1]:
             self._merge()
         if len(ids):
-            self._found.append(self._table.compare(ids))
+            self._unmerged.append(self._table.compare(ids))
 
     def finish(self, version: int) -> None:
-        """Have the table show what was found: all that has changed up to `version` was compared."""
+        """Put the result into the table: all that has changed up to `version` was compared."""
         several = self._dirty is not self._table.dirty
         self._merge()
-        # A row that was found clean, and later dirty, is dirty since when it was before the look: as if all rows
+        # A row that was clean for a moment is dirty since when it was before the comparison, as if all rows
         # had been compared at once.
         dirty = self._dirty.dated_as(self._table.dirty, self._version) if several else self._dirty
         if self._version > version:  # Nothing has come since but room for more rows.
             dirty = replace(dirty, since=np.minimum(dirty.since, version))
-        self._table.looked(dirty, self._clean, version)
+        self._table.note_compared(dirty, self._clean, version)
 
     def _merge(self) -> None:
-        if self._found:
-            found, self._found = Findings.joined(self._found), []
+        if self._unmerged:
+            rows = ComparedRows.joined(self._unmerged)
+            self._unmerged = []
             held = self._table.held.stamps
-            self._dirty, self._clean = self._dirty.after(found, self._version, held, self._clean)
+            self._dirty, self._clean = self._dirty.after(rows, self._version, held, self._clean)
 
 
-class Take:
-    """Has replicas hold dirty rows as the source has them now, piece by piece, while the source goes on.
+class RowUpdate:
+    """Updates what replicas hold of dirty rows, piece by piece, while the source goes on.
 
-    A row that is about to change is taken just before. The table's dirty rows are what they were until the end.
+    A row that is about to change is updated just before. The table's dirty rows stay what they were until the end.
     """
 
     def __init__(self, table: ViewTable, ids: Ids, norms: Floats, number: int) -> None:
         """Of a release: rows ([n], ascending), and how far each is from what replicas held [n]."""
-        self._table, self._ids, self._norms, self._number = table, ids, norms, number
-        self._left, self._at = np.ones(len(ids), np.bool_), 0
+        self._table = table
+        self._ids = ids
+        self._norms = norms
+        self._number = number
+        self._left = np.ones(len(ids), np.bool_)
+        self._at = 0
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Take the rows as they are now, whatever comes."""
+        """Update the rows to what they are now, whatever changes later."""
         self._table.source.before_change.append(self._before_change)
 
     def go_on(self) -> bool:
-        """Take some more rows; whether these were the last.
+        """Update some more rows; whether these were the last.
 
         Raises:
-            DamagedRows: rows of the source do not fit their digests. Some of the others are taken already.
+            DamagedRows: rows of the source do not fit their digests. Some of the others are updated already.
         """
         if self._error:
             raise self._error
         some = slice(self._at, self._at + max(1, _PIECE_BYTES // self._table.source.spec.row_bytes))
-        self._take(self._at + np.flatnonzero(self._left[some]))
+        self._update(self._at + np.flatnonzero(self._left[some]))
         self._at = some.stop
         if self._at < len(self._ids):
             return False
         self._table.source.before_change.remove(self._before_change)
-        self._table.taken(self._ids, self._number)
+        self._table.note_updated(self._ids, self._number)
         return True
 
-    def _take(self, which: Ids) -> None:
-        self._table.take(self._ids[which], self._norms[which], self._number)
+    def _update(self, which: Ids) -> None:
+        self._table.update(self._ids[which], self._norms[which], self._number)
         self._left[which] = False
 
     def _before_change(self, ids: Ids) -> None:
@@ -439,6 +459,6 @@ class Take:
         which = at[self._left[at] & (self._ids[at] == ids[: len(at)])]
         try:
             if len(which):
-                self._take(which)
+                self._update(which)
         except Exception as error:  # noqa: BLE001  # raised by the next `go_on`: the change is none of its business
             self._error = error

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -10,14 +10,12 @@ from typing import Any, Literal
 from deltasync.base.clock import Moment, steady_ns
 from deltasync.base.decision import Decision
 from deltasync.base.errors import InvalidInput, StorageFailed
-from deltasync.base.signals import Signal
 from deltasync.base.threads import EVENT_LOOP, confined
-from deltasync.checkpoints.manifest import TableEntry, TableKey
+from deltasync.base.waiting import Signal
 from deltasync.checkpoints.writing import SourceTable
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
-from deltasync.core.rows import Ids
 from deltasync.core.stamps import StampedTable
 from deltasync.model.feed import Standing, TableStanding
 from deltasync.model.model import Model
@@ -28,7 +26,7 @@ from deltasync.views.pacing import LONGEST_SECONDS
 from deltasync.views.release_maker import ReleaseMaker, Wish
 from deltasync.views.replay import Replay, sources
 from deltasync.views.state import ViewState
-from deltasync.views.table import Versions, ViewTable
+from deltasync.views.table import ViewTable
 
 
 @confined(trouble=EVENT_LOOP, failure=EVENT_LOOP)
@@ -38,18 +36,21 @@ class View:
     Attributes:
         model: the model it is a view of.
         trouble: why it does not have the tables that the policy wants; empty if it does.
+        replay: brings the view back with its model; None once it is there, and for a new view.
         failure: what keeps releases from being made, which is tried again; empty if nothing does.
     """
 
     def __init__(self, consumer: str, model: Model, record: Mapping[str, Any] | None = None) -> None:
-        """A new view, or the one of a record in the log, which `Model.recover` makes again."""
-        self.owner, self.model = consumer, model
-        self.trouble = self.failure = ""
+        """A new view, or the one of a record in the log, which `Model.recover` brings back by its `replay`."""
+        self.owner = consumer
+        self.model = model
+        self.trouble = ""
+        self.failure = ""
         self._record = record
         self._log = ViewLog(model.log, consumer)
         self._maker = ReleaseMaker(consumer, model, self._log, record["history"] if record else uuid.uuid4().hex)
         self._releases = Releases(model.on_thread, self._given, model.release_memory_bytes)
-        self._replay: Replay | None = None  # While it is made again.
+        self.replay = Replay(consumer, model, self._log, self.history) if record else None
         self._signal = Signal()
 
     @property
@@ -260,7 +261,7 @@ class View:
         """Remove everything that the log has of it. Blocks; any thread."""
         self._log.discard()
 
-    # To checkpoints and recovery, see `model.feed`. On the model's thread.
+    # For checkpoints, see `checkpoints.writing.Source`. On the model's thread.
 
     def checkpoint_tables(self) -> list[SourceTable]:
         """Its tables, with a release that is not on disk yet."""
@@ -269,25 +270,6 @@ class View:
     def checkpoint_state(self) -> dict[str, Any] | None:
         """What else `restore` needs; None while a release is on its way to the disk."""
         return self._maker.saved()
-
-    def let_go(self) -> None:
-        """See `Derived.let_go`."""
-        self._replay = None
-
-    def restore(self, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]) -> list[StampedTable | None]:
-        """See `Derived.restore`."""
-        self._replay = Replay(self.model, self._log, self.history)
-        return self._replay.begin(self.owner, state, entries)
-
-    def restored(self, dirty: Mapping[TableKey, tuple[Ids, Versions]]) -> None:
-        """See `Derived.restored`."""
-        if self._replay:
-            self._replay.loaded(dirty)
-
-    def replay(self, version: int) -> None:
-        """See `Derived.replay`."""
-        if self._replay:
-            self._replay.go_on(version)
 
     async def recovered(self) -> str:
         """Go on from where `replay` has led to, once the model is there. In the event loop, before any other use.
@@ -298,14 +280,15 @@ class View:
         Raises:
             StorageFailed: the log cannot be read.
         """
-        if (replay := self._replay) is None:
+        replay = self.replay
+        if replay is None or not replay.begun:
             return "" if self.state.newest else "nothing of it was read"
         replay.end(self.model.seals.newest_version)
         if self._record and self._record["model_history"] != self.model.history:
             return "it is of another history of the model"
         if not replay.lost:
             await self._maker.go_on_from(replay.state)
-        self._replay = None  # It keeps tables in memory.
+        self.replay = None  # It keeps tables in memory.
         return replay.lost
 
     def cut_log(self, state: Mapping[str, Any]) -> None:

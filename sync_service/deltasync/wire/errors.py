@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 import grpc
 
-from deltasync.base.build import built_version
 from deltasync.base.errors import (
     Contradiction,
     Damaged,
@@ -22,6 +21,7 @@ from deltasync.base.errors import (
     StorageFailed,
     Superseded,
 )
+from deltasync.base.process import built_version
 from deltasync.base.words import printable
 
 _CODES: list[tuple[type[DeltasyncError], grpc.StatusCode, int]] = [

@@ -1,10 +1,12 @@
-"""Rows in messages, cut into chunks.
+"""Rows in messages, cut into chunks. The values of a chunk are encoded once and not copied between hops.
 
-Messages with rows are written here byte by byte, as protobuf has them, so that rows are copied once: a generated
-class copies them in and out again. They are read by generated classes.
+Messages with rows are written here byte by byte, as protobuf has them: a generated class copies rows in and out
+again. What a publisher sends is read here too, as views of the bytes that were received. The service appends these
+bytes to its log and sends them to replicas.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,108 +20,108 @@ from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 CHUNK_BYTES = 990_000
 MAX_CHUNK_BYTES = 1 << 20
 
-_Pieces: TypeAlias = "list[bytes | memoryview]"
+Pieces: TypeAlias = "list[bytes | memoryview]"
 
 _NUMBER, _BYTES = 0, 2  # How a field's value is written.
 
 
 def chunk_rows(row_bytes: int) -> int:
-    """How many rows are sent together: `CHUNK_BYTES` of them at most, or one."""
+    """The number of rows in a chunk: at most `CHUNK_BYTES` of them, or one row."""
     return max(1, CHUNK_BYTES // row_bytes)
 
 
 def chunked(rows: RowBatch) -> Iterator[RowBatch]:
-    """Some rows in pieces, each of at most `CHUNK_BYTES` or of one row."""
+    """Split rows into chunks, each of at most `CHUNK_BYTES` or of one row."""
     return rows.blocks(chunk_rows(rows.shard.row_bytes))
 
 
 def fits_message(size: int) -> bool:
-    """Whether so many bytes of ids and values, of whatever tables, are sent in one message."""
+    """Whether ids and values of this size, of any tables, go in one message."""
     return size <= CHUNK_BYTES
+
+
+# Writing.
 
 
 def part_chunk(step: int, slot: int, rows: RowBatch) -> bytes:
     """The `PublishRequest` that carries some rows of the shard that has the number `slot`."""
-    pieces = [_STEP, _varint(step), *_field(_PART_ROWS, _rows(slot, rows))]
-    return b"".join(_field(_PART_CHUNK, pieces))
+    pieces = [_field(_STEP), _varint(step), *_message(_PART_ROWS, _table_rows(slot, rows))]
+    return b"".join(_message(_PART_CHUNK, pieces))
 
 
 def whole_part(rows: Iterable[tuple[int, RowBatch]], close: publish_pb2.PartClose) -> bytes:
     """The `PublishRequest` that carries a whole part: rows with the numbers of their shards, and its close."""
-    pieces = [piece for slot, batch in rows for piece in _field(_WHOLE_PART_ROWS, _rows(slot, batch))]
-    pieces += _field(_WHOLE_PART_CLOSE, [close.SerializeToString()])
-    return b"".join(_field(_WHOLE_PART, pieces))
+    pieces = [piece for slot, batch in rows for piece in _message(_WHOLE_PART_ROWS, _table_rows(slot, batch))]
+    pieces += _message(_WHOLE_PART_CLOSE, [close.SerializeToString()])
+    return b"".join(_message(_WHOLE_PART, pieces))
 
 
 def release_chunk(slot: int, rows: RowBatch) -> bytes:
-    """The `SubscribeResponse` that carries some rows, without digests, of the table that has the number `slot`."""
-    pieces = _rows(slot, rows.undigested(rows.ids, rows.values))
-    return b"".join(_field(_RELEASE_CHUNK, _field(_RELEASE_ROWS, pieces)))
+    """The `SubscribeResponse` that carries some rows of the table with the number `slot`. It ends with them."""
+    return b"".join(_message(_RELEASE_CHUNK, _message(_RELEASE_ROWS, _table_rows(slot, rows))))
 
 
-def whole_release(chunks: Iterable[bytes], end: subscribe_pb2.ReleaseEnd) -> bytes:
-    """The `SubscribeResponse` that carries a whole release: what `release_chunk` has written, and its end."""
-    pieces: _Pieces = [memoryview(chunk)[_head_bytes(chunk) :] for chunk in chunks]
-    pieces += _field(_WHOLE_RELEASE_END, [end.SerializeToString()])
-    return b"".join(_field(_WHOLE_RELEASE, pieces))
-
-
-def _head_bytes(chunk: bytes) -> int:
-    """How long a tag and a length are, which come before the rows: all bytes of a length but the last are high."""
-    last = len(_RELEASE_CHUNK)
-    while chunk[last] & 0x80:
-        last += 1
-    return last + 1
-
-
-def rows_in_chunk(message: bytes, rows: RowBatch) -> RowBatch:
-    """The rows that `release_chunk` has written into a message, as views of it; of those deleted, as they were."""
-    if rows.deleted:
-        return rows
-    end = len(message) - rows.values.nbytes
-    values = np.frombuffer(message, rows.values.dtype, offset=end).reshape(rows.values.shape)
-    end -= len(_VALUES) + len(_varint(rows.values.nbytes))
-    ids = np.frombuffer(message, ID_TYPE, len(rows), end - rows.ids.nbytes)
-    return rows.undigested(ids, values)
+def whole_release(chunks: Iterable[tuple[int, RowBatch]], end: subscribe_pb2.ReleaseEnd) -> bytes:
+    """The `SubscribeResponse` that carries a whole release: rows with the numbers of their tables, and its end."""
+    pieces = [piece for slot, rows in chunks for piece in _message(_RELEASE_ROWS, _table_rows(slot, rows))]
+    pieces += _message(_WHOLE_RELEASE_END, [end.SerializeToString()])
+    return b"".join(_message(_WHOLE_RELEASE, pieces))
 
 
 def serialized(message: Message | bytes) -> bytes:
-    """A message as it is sent; one that is written already is sent as it is."""
+    """The bytes of a message, which may be written already."""
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
-def decode_rows(message: tables_pb2.Rows, shards: list[Shard]) -> RowBatch:
-    """The rows a message carries, as views of its bytes.
+def rows_pieces(rows: RowBatch) -> Pieces:
+    """The `Rows` message of some rows, in pieces: the bytes in which they came, if they came in some."""
+    if rows.encoded is not None:
+        return [rows.encoded]
+    pieces = _message(_IDS, [_bytes_of(rows.ids.astype(ID_TYPE, copy=False))])
+    if rows.deleted:
+        return [*pieces, _field(_DELETED), _varint(1)]
+    if rows.digests is not None:
+        pieces += _message(_DIGESTS, [_bytes_of(rows.digests.astype(DIGEST_TYPE, copy=False))])
+    return [*pieces, *_message(_VALUES, [_bytes_of(rows.values)])]
 
-    Raises:
-        InvalidInput: no such shard, or lengths that do not fit it.
-    """
-    return RowBatch.from_bytes(
-        shards,
-        message.slot,
-        message.ids,
-        message.values,
-        deleted=message.deleted,
-        raw_digests=message.digests,
+
+def encoded(rows: RowBatch) -> RowBatch:
+    """The same rows with their `Rows` message, which is written unless they came in one."""
+    return rows if rows.encoded is not None else replace(rows, encoded=memoryview(b"".join(rows_pieces(rows))))
+
+
+def at_end_of(message: bytes, rows: RowBatch) -> RowBatch:
+    """The same rows as views of a message that ends with them, so that other memory which they take can go."""
+    message_of_rows = memoryview(message)[len(message) - sum(map(len, rows_pieces(rows))) :]
+    columns = Columns.read(message_of_rows)
+    return replace(
+        rows,
+        ids=np.frombuffer(columns.ids, ID_TYPE),
+        values=rows.values if rows.deleted else _array_of(columns.values, rows.values),
+        digests=None if rows.digests is None else _array_of(columns.digests, rows.digests),
+        encoded=message_of_rows,
     )
 
 
-def _rows(slot: int, rows: RowBatch) -> _Pieces:
-    pieces: _Pieces = [_SLOT, _varint(slot), *_field(_IDS, [_bytes_of(rows.ids.astype(ID_TYPE, copy=False))])]
-    if rows.deleted:
-        return [*pieces, _DELETED, _varint(1)]
-    if rows.digests is not None:
-        pieces += _field(_DIGESTS, [_bytes_of(rows.digests.astype(DIGEST_TYPE, copy=False))])
-    return [*pieces, *_field(_VALUES, [_bytes_of(rows.values)])]  # Last: see `rows_in_chunk`.
+def _array_of(raw: memoryview, like: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    return np.frombuffer(raw, like.dtype).reshape(like.shape)
+
+
+def _table_rows(slot: int, rows: RowBatch) -> Pieces:
+    return [_field(_SLOT), _varint(slot), *_message(_ROWS, rows_pieces(rows))]
 
 
 def _bytes_of(array: "np.ndarray[Any, np.dtype[Any]]") -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _field(tag: bytes, pieces: _Pieces) -> _Pieces:
+def _message(tag: int, pieces: Pieces) -> Pieces:
     """A field whose value is bytes, or another message, that come in pieces."""
-    return [tag, _varint(sum(map(len, pieces))), *pieces]
+    return [_field(tag), _varint(sum(map(len, pieces))), *pieces]
+
+
+def _field(tag: int) -> bytes:
+    return bytes((tag,))
 
 
 def _varint(number: int) -> bytes:
@@ -131,18 +133,190 @@ def _varint(number: int) -> bytes:
     return bytes(written)
 
 
-def _tag(message: type[Message], field: str, kind: int = _BYTES) -> bytes:
-    return _varint(message.DESCRIPTOR.fields_by_name[field].number << 3 | kind)
+# Reading.
 
 
-_SLOT, _IDS = _tag(tables_pb2.Rows, "slot", _NUMBER), _tag(tables_pb2.Rows, "ids")
+class NotAsWritten(ValueError):
+    """Bytes are not what this module would have written. They may be protobuf all the same."""
+
+
+class _Fields:
+    """Reads the fields of a message in the order of their numbers, each once at most."""
+
+    def __init__(self, raw: memoryview) -> None:
+        self._raw, self._at = raw, 0
+
+    def number(self, tag: int) -> int:
+        """The number of this field; 0 if another field comes next."""
+        return self._varint() if self._comes(tag) else 0
+
+    def bytes(self, tag: int) -> memoryview | None:
+        """The bytes, or the message, of this field; None if another field comes next."""
+        if not self._comes(tag):
+            return None
+        size = self._varint()
+        found = self._raw[self._at : self._at + size]
+        if len(found) < size:
+            raise NotAsWritten(f"a field of {size} bytes, but only {len(found)} are left")
+        self._at += size
+        return found
+
+    def end(self) -> None:
+        """Check that there is no other field."""
+        if self._at < len(self._raw):
+            raise NotAsWritten(f"{len(self._raw) - self._at} bytes that are none of the fields")
+
+    def _comes(self, tag: int) -> bool:
+        if self._at == len(self._raw) or self._raw[self._at] != tag:
+            return False
+        self._at += 1
+        return True
+
+    def _varint(self) -> int:
+        number = shift = 0
+        for byte in self._raw[self._at : self._at + 10]:
+            self._at += 1
+            number |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                if number >> 64 or (shift and not byte):
+                    break  # Other readers may refuse a number that is longer than it need be.
+                return number
+            shift += 7
+        raise NotAsWritten("a number that is cut off, or longer than it need be")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A `Rows` message, taken apart: all of it, and the values of its fields, as views of it."""
+
+    message: memoryview
+    ids: memoryview
+    digests: memoryview
+    values: memoryview
+    deleted: bool
+
+    @classmethod
+    def read(cls, message: memoryview) -> "Columns":
+        """Take a message apart.
+
+        Raises:
+            NotAsWritten: `rows_pieces` would not have written it.
+        """
+        fields, none = _Fields(message), message[:0]
+        ids, digests, values = (fields.bytes(tag) or none for tag in (_IDS, _DIGESTS, _VALUES))
+        deleted = fields.number(_DELETED)
+        fields.end()
+        return cls(message, ids, digests, values, bool(deleted))
+
+    @property
+    def size(self) -> int:
+        """Bytes of ids and values."""
+        return len(self.ids) + len(self.values)
+
+    def rows_of(self, slot: int, shards: Sequence[Shard]) -> RowBatch:
+        """The rows of the shard that has the number `slot`, as views of the message.
+
+        Raises:
+            InvalidInput: no such shard, or lengths that do not fit it.
+        """
+        rows = RowBatch.from_bytes(
+            shards, slot, self.ids, self.values, deleted=self.deleted, raw_digests=self.digests
+        )
+        # Digests of rows that are no more mean nothing, and nobody has counted them: they go no further.
+        return rows if self.deleted and self.digests else replace(rows, encoded=self.message)
+
+
+@dataclass(frozen=True)
+class ReceivedRows:
+    """Rows of a part, or all of it, as they were received.
+
+    Attributes:
+        step: the optimizer step of the cut.
+        rows: the numbers of shards, and rows of these.
+        close: of a whole part, its end; None where others of the part follow.
+    """
+
+    step: int
+    rows: list[tuple[int, Columns]]
+    close: publish_pb2.PartClose | None = None
+
+
+PublishRequest: TypeAlias = publish_pb2.PublishRequest | ReceivedRows
+
+
+def read_request(raw: bytes) -> PublishRequest:
+    """A request of a publisher; one that carries rows has them as views of its bytes.
+
+    A message with rows that is written in another way than here, with unknown fields or a field twice, is written
+    again, so that no unchecked byte reaches the log or a replica.
+
+    Raises:
+        DecodeError: it is no `PublishRequest`.
+    """
+    try:
+        return _received(raw)
+    except NotAsWritten:
+        message = publish_pb2.PublishRequest.FromString(raw)
+    if message.WhichOneof("message") not in ("chunk", "part"):
+        return message
+    message.DiscardUnknownFields()
+    return _received(message.SerializeToString())
+
+
+def _received(raw: bytes) -> ReceivedRows:
+    request = _Fields(memoryview(raw))
+    chunk, part = request.bytes(_PART_CHUNK), request.bytes(_WHOLE_PART)
+    request.end()
+    if chunk is not None and part is None:
+        fields = _Fields(chunk)
+        step, rows = fields.number(_STEP), fields.bytes(_PART_ROWS)
+        fields.end()
+        return ReceivedRows(step, [_of_table(chunk[:0] if rows is None else rows)])
+    if part is not None and chunk is None:
+        fields, several = _Fields(part), list[tuple[int, Columns]]()
+        while (rows := fields.bytes(_WHOLE_PART_ROWS)) is not None:
+            several.append(_of_table(rows))
+        close = publish_pb2.PartClose.FromString(bytes(fields.bytes(_WHOLE_PART_CLOSE) or b""))
+        fields.end()
+        return ReceivedRows(close.step, several, close)
+    raise NotAsWritten("a message without rows")
+
+
+def _of_table(raw: memoryview) -> tuple[int, Columns]:
+    fields = _Fields(raw)
+    slot, rows = fields.number(_SLOT), fields.bytes(_ROWS)
+    fields.end()
+    if slot >> 32:
+        raise NotAsWritten("a slot of more than 32 bits")
+    return slot, Columns.read(raw[:0] if rows is None else rows)
+
+
+def decode_rows(message: tables_pb2.TableRows, shards: Sequence[Shard]) -> RowBatch:
+    """The rows that a message of a generated class carries, as views of its bytes.
+
+    Raises:
+        InvalidInput: no such shard, or lengths that do not fit it.
+    """
+    rows = message.rows
+    return RowBatch.from_bytes(
+        shards, message.slot, rows.ids, rows.values, deleted=rows.deleted, raw_digests=rows.digests
+    )
+
+
+def _tag(message: type[Message], field: str, kind: int = _BYTES) -> int:
+    """The byte before a field's value. Fields have numbers below 16."""
+    number: int = message.DESCRIPTOR.fields_by_name[field].number
+    return number << 3 | kind
+
+
+_IDS, _DIGESTS = _tag(tables_pb2.Rows, "ids"), _tag(tables_pb2.Rows, "digests")
 _VALUES, _DELETED = _tag(tables_pb2.Rows, "values"), _tag(tables_pb2.Rows, "deleted", _NUMBER)
-_DIGESTS = _tag(tables_pb2.Rows, "digests")
+_SLOT, _ROWS = _tag(tables_pb2.TableRows, "slot", _NUMBER), _tag(tables_pb2.TableRows, "rows")
 _STEP, _PART_ROWS = _tag(publish_pb2.PartChunk, "step", _NUMBER), _tag(publish_pb2.PartChunk, "rows")
 _PART_CHUNK = _tag(publish_pb2.PublishRequest, "chunk")
-_RELEASE_ROWS = _tag(subscribe_pb2.ReleaseChunk, "rows")
-_RELEASE_CHUNK = _tag(subscribe_pb2.SubscribeResponse, "chunk")
 _WHOLE_PART_ROWS, _WHOLE_PART_CLOSE = _tag(publish_pb2.WholePart, "rows"), _tag(publish_pb2.WholePart, "close")
 _WHOLE_PART = _tag(publish_pb2.PublishRequest, "part")
+_RELEASE_ROWS = _tag(subscribe_pb2.ReleaseChunk, "rows")  # The number that it has in a `WholeRelease`, too.
+_RELEASE_CHUNK = _tag(subscribe_pb2.SubscribeResponse, "chunk")
 _WHOLE_RELEASE_END = _tag(subscribe_pb2.WholeRelease, "end")
 _WHOLE_RELEASE = _tag(subscribe_pb2.SubscribeResponse, "release")

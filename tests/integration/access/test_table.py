@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -12,9 +13,8 @@ from starlette.routing import Route
 from tests.support.guarded import ROLES, GuardedService
 from tests.support.wire import publish_open, subscribe_open
 
-from deltasync.access.access import CALLS, ROUTES, Access, Need, need_of_call, need_of_request
-from deltasync.access.audit import Audit
-from deltasync.access.caller import Role, grants
+from deltasync.access.access import CALLS, ROUTES, Access, Audit, Need, need_of_call, need_of_request
+from deltasync.access.roles import Role, grants
 from deltasync.api.http import create_app
 from deltasync.base.events import Events
 from deltasync.v1 import publish_pb2, subscribe_pb2
@@ -111,7 +111,7 @@ def test_a_name_that_is_too_long_to_be_one_is_not_compared(service: GuardedServi
 
 
 def test_all_that_there_is_is_in_the_table() -> None:
-    app = create_app(None, Access(None, None, Audit(Events())))  # type: ignore[arg-type]
+    app = create_app(Mock(), Access(None, None, Audit(Events())), Mock())  # its routes are not called
     routes = {(method.upper(), path) for path, methods in app.openapi()["paths"].items() for method in methods}
     routes |= {("GET", each.path) for each in app.routes if type(each) is Route}  # Of the documentation.
     assert routes == {(method, path.replace(":path", "")) for method, path in ROUTES}

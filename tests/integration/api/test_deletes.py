@@ -16,7 +16,7 @@ from tests.support.server import TOKEN, RunningService
 from tests.support.wire import ITEM, USER, RankStream, part, random_rows
 
 from deltasync.base.errors import DeltasyncError, InvalidInput, NotFound, NotPermitted
-from deltasync.cli.rows import rows
+from deltasync.cli.tables import rows
 from deltasync.client import Endpoint
 from deltasync.client.admin import Admin
 

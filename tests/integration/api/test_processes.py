@@ -210,10 +210,10 @@ def test_where_nobody_has_a_model_any_process_says_so(tmp_path: Path) -> None:
         owner, other = cluster.processes
         name = cluster.model(owner, "mobile")
         for each in (other, owner):  # The last one finds nobody to give it to.
-            cluster.run(each.service.owners.drain)
+            cluster.run(each.service.models.owners.drain)
         cluster.wait_until(lambda: not any(each.service.models for each in cluster.processes))
         for each in cluster.processes:
-            cluster.wait_until(lambda: each.service.owners.owner_of(name) is None)  # noqa: B023
+            cluster.wait_until(lambda: each.service.models.owners.owner_of(name) is None)  # noqa: B023
             for path in (f"/versions?model={name}", "/consumers/mobile", "/consumers/mobile/lag"):
                 status, headers, answer = ask(each, "GET", path)
                 assert (status, "location" in headers) == (503, False)
@@ -231,13 +231,13 @@ def test_a_process_that_the_others_do_not_hear_answers_for_nothing_and_is_listed
     with LocalCluster(tmp_path, lease_seconds=0.6) as cluster:
         silent, other = cluster.processes
         silent.bucket.cut = True
-        cluster.wait_until(lambda: not silent.service.owners.confirmed)
+        cluster.wait_until(lambda: not silent.service.models.owners.confirmed)
         for path in (*LISTS, "/consumers/mobile", "/versions?model=none"):
             status, _, answer = ask(silent, "GET", path)
             assert (status, answer["error"]) == (503, "ServiceUnavailable"), path
         assert ask(silent, "GET", "/status")[0] == 200
-        cluster.wait_until(lambda: bool(other.service.owners.gone()))
+        cluster.wait_until(lambda: bool(other.service.models.owners.gone()))
         lines = ask(other, "GET", "/processes")[2]
         assert [(line["process"], line["alive"]) for line in lines] == [("b", True), ("a", False)]
         silent.bucket.cut = False
-        cluster.wait_until(lambda: not other.service.owners.gone())
+        cluster.wait_until(lambda: not other.service.models.owners.gone())

@@ -198,7 +198,7 @@ def test_what_changes_meanwhile_comes_once_with_its_last_value(running: RunningS
                     break
                 rows.clear()
                 continue
-            rows.append(message.rows)
+            rows.append(message.rows.rows)
             sent += size_of([message.rows])
             replica.send(ack(sent))
         assert ids_of(rows) == [7]

@@ -158,6 +158,16 @@ def test_time_to_apply_is_given_as_ratios_with_their_range(tmp_path: Path) -> No
 
 
 @pytest.mark.nightly
+def test_the_path_is_measured_beside_a_bare_one(tmp_path: Path) -> None:
+    figures, said = measured(tmp_path, "publish", "--rows", "2000", "--rounds", "2")
+    assert [figures[name] for name in ("rows", "rounds")] == [2000, 2]
+    for name in ("path_ratio", "throughput_ratio"):
+        assert_has_range(figures, name)
+    assert figures["service_cpu_ratio"] >= 0  # Of rows this few it is a matter of luck.
+    assert "bare path" in said
+
+
+@pytest.mark.nightly
 def test_an_owner_is_killed_and_a_model_moved(tmp_path: Path) -> None:
     figures, _ = measured(tmp_path, "failover", "--rounds", "1")
     assert figures["takeover_seconds"] > 0

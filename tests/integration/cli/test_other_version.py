@@ -14,7 +14,7 @@ from tests.support.command import deltasync
 from tests.support.server import RunningService
 from tests.support.waiting import wait_for
 
-from deltasync.base.build import built_version
+from deltasync.base.process import built_version
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 
 OLDER = {"version": "0.0.9", "commit": "0123456789abcdef0123", "formats": {}}

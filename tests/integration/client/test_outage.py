@@ -94,8 +94,8 @@ def test_a_service_that_is_away_costs_a_trainer_only_lag(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("deltasync.base.backoff._FIRST_SECONDS", 0.001)
-    monkeypatch.setattr("deltasync.base.backoff._LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.base.waiting._LONGEST_SECONDS", 0.01)
     quick = [each for each in endpoint._CHANNEL_OPTIONS if each[0] != "grpc.min_reconnect_backoff_ms"]
     monkeypatch.setattr(endpoint, "_CHANNEL_OPTIONS", [*quick, ("grpc.min_reconnect_backoff_ms", 20)])
     with away() as (address, end):

@@ -27,7 +27,7 @@ from tests.support.wire import ReplicaStream
 
 from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable
 from deltasync.client import Position
-from deltasync.consumers.consumer import Verification
+from deltasync.consumers.consumer import ReplicaVerification
 from deltasync.core.policy import Policy
 from deltasync.core.value_types import ValueType
 from deltasync.wire.messages import position_from_message
@@ -206,7 +206,7 @@ def test_a_row_that_was_damaged_before_the_service_came_back_is_found(tmp_path: 
 
 
 def test_numbers_of_questions_do_not_come_again() -> None:
-    numbers = [each.ask() for each in [Verification() for _ in range(100)] for _ in range(3)]
+    numbers = [each.ask() for each in [ReplicaVerification() for _ in range(100)] for _ in range(3)]
     assert len(set(numbers)) == 300
     assert all(0 < number < 2**63 for number in numbers)
     assert all(one < other for one, other in pairwise(numbers[:3]))

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from deltasync.access.access import ROUTES
-from deltasync.cli.serve_options import consumers_of_file
+from deltasync.cli.serve import consumers_of_file
 
 Stages = dict[str, list[tuple[str, str]]]
 Unit = list[tuple[str, str]]

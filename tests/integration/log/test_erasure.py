@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 from tests.support.fleet import admin_of
 from tests.support.server import RunningService
-from tests.support.wire import USER, WHOLE, RankStream, close, full_part, part, random_rows
-
-from deltasync.v1 import publish_pb2, tables_pb2
+from tests.support.wire import USER, WHOLE, RankStream, close, delete_chunk, full_part, part, random_rows
 
 ERASED = np.array([1234.5, -4321.25, 77.125, 0.0625], "<f4")
 ROW = 7
@@ -25,8 +23,7 @@ def publish(rank: RankStream) -> None:
 
 
 def delete(rank: RankStream) -> None:
-    deleted = tables_pb2.Rows(slot=0, ids=np.array([ROW], "<i8").tobytes(), deleted=True)
-    rank.send(publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=2, rows=deleted)), close(2, 1))
+    rank.send(delete_chunk(2, 0, [ROW]), close(2, 1))
     rank.sealed()
 
 

@@ -10,7 +10,7 @@ from tests.support.brokers import Brokers
 from tests.unit.log.test_log_store import TIMEOUT, content
 
 from deltasync.base.errors import Owner
-from deltasync.log import jetstream_store
+from deltasync.log import jetstream_stream
 from deltasync.log.brokers import BrokerOptions
 from deltasync.log.jetstream_logs import JetStreamLogs
 from deltasync.log.log_store import LogUnavailable
@@ -76,7 +76,7 @@ def test_a_broker_that_goes_away_leaves_another_to_go_on(
 ) -> None:
     """A reader is gone where its broker is, which kept it in memory."""
     fetch, fetches = Subscription.fetch, 0
-    monkeypatch.setattr(jetstream_store, "_SECONDS", 0.2)
+    monkeypatch.setattr(jetstream_stream, "_SECONDS", 0.2)
 
     async def fetch_from_another(self: Any, batch: int = 1, timeout: float | None = 5) -> list[Any]:
         nonlocal fetches
@@ -86,7 +86,7 @@ def test_a_broker_that_goes_away_leaves_another_to_go_on(
         return await fetch(self, batch, timeout)
 
     monkeypatch.setattr(Subscription, "fetch", fetch_from_another)
-    monkeypatch.setattr(jetstream_store, "_BATCH", 7)
+    monkeypatch.setattr(jetstream_stream, "_BATCH", 7)
     assert opened(options) == ALL
     assert fetches > 2 * times
 
@@ -95,7 +95,7 @@ def test_a_message_that_is_lost_on_its_way_is_asked_for_again(
     options: BrokerOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch, fetches = Subscription.fetch, 0
-    monkeypatch.setattr(jetstream_store, "_BATCH", 7)
+    monkeypatch.setattr(jetstream_stream, "_BATCH", 7)
 
     async def losing(self: Any, batch: int = 1, timeout: float | None = 5) -> list[Any]:
         nonlocal fetches
@@ -111,7 +111,7 @@ def test_a_log_that_nobody_sends_whole_is_not_opened(
     options: BrokerOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch = Subscription.fetch
-    monkeypatch.setattr(jetstream_store, "_TRIES", 3)
+    monkeypatch.setattr(jetstream_stream, "_TRIES", 3)
 
     async def silent_at_the_end(self: Any, batch: int = 1, timeout: float | None = 5) -> list[Any]:
         found = [each for each in await fetch(self, batch, timeout) if each.metadata.num_pending]

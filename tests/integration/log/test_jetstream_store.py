@@ -13,9 +13,9 @@ from tests.unit.log.test_log_store import MAX_BYTES, TIMEOUT, content
 
 from deltasync.base.errors import NotOwner, Owner, StorageFailed
 from deltasync.log.brokers import BrokerOptions, Fenced, LogWentBack
-from deltasync.log.jetstream_index import Names
 from deltasync.log.jetstream_logs import JetStreamLogs
 from deltasync.log.jetstream_store import JetStreamStore
+from deltasync.log.jetstream_stream import LogSubjects
 from deltasync.log.log_store import LogStore
 
 # The same tests, of this log.
@@ -149,7 +149,7 @@ def test_what_is_truncated_is_purged(opened: Callable[[], LogStore]) -> None:
     log.append("seals/m", 1, 0, 0, b"kept")
     log.truncate("cuts/m", 7).result(TIMEOUT)
     log.put("after", b"").result(TIMEOUT)
-    found = log._brokers.run(log._brokers.ask(f"STREAM.INFO.{log._names.stream}", {"subjects_filter": ">"}))
+    found = log._brokers.run(log._brokers.ask(f"STREAM.INFO.{log.subjects.stream}", {"subjects_filter": ">"}))
     kinds = [subject.split(".")[3] for subject in found["state"]["subjects"] if ".rows." in subject]
     assert sorted(kinds) == ["cuts/m"] * 2 + ["seals/m"]
 
@@ -166,7 +166,7 @@ def test_a_stream_that_could_lose_something_is_refused_until_it_could_not(broker
     """Or another service has its prefix: then this one takes another."""
     wanted = options(brokers)
     process = Process(wanted)
-    names = Names(wanted.prefix, "clicks")
+    names = LogSubjects(wanted.prefix, "clicks")
     config = {"name": names.stream, "subjects": [names.subjects], "storage": "file", "max_msgs": 5}
     ask = process.logs._brokers.ask
     process.logs._brokers.run(ask(f"STREAM.CREATE.{names.stream}", config))
@@ -189,8 +189,8 @@ def test_a_record_that_brokers_have_lost_is_no_more_once_the_log_is_read_anew(
     assert isinstance(log, JetStreamStore)
     for number in (1, 2):
         log.append("cuts/m", number, 0, 0, b"rows").result(TIMEOUT)
-    lost = {"filter": log._names.records("cuts/m", 2)}
-    log._brokers.run(log._brokers.ask(f"STREAM.PURGE.{log._names.stream}", lost))
+    lost = {"filter": log.subjects.records("cuts/m", 2)}
+    log._brokers.run(log._brokers.ask(f"STREAM.PURGE.{log.subjects.stream}", lost))
     with pytest.raises(
         StorageFailed, match="record 0 of rank 0 of version 2 of model 'm' is damaged: restart this"
     ):
@@ -252,9 +252,9 @@ def test_notes_of_small_records_are_written_together_and_removed(
     wanted = log.items("")
     assert len(wanted) == 9
     subjects = log._brokers.run(
-        log._brokers.ask(f"STREAM.INFO.{log._names.stream}", {"subjects_filter": log._names.notes})
+        log._brokers.ask(f"STREAM.INFO.{log.subjects.stream}", {"subjects_filter": log.subjects.notes})
     )
-    assert subjects["state"]["subjects"][log._names.notes] < 200
+    assert subjects["state"]["subjects"][log.subjects.notes] < 200
     log.close()
     assert opened().items("") == wanted
 
@@ -274,7 +274,7 @@ def test_what_three_brokers_have_acknowledged_survives_that_their_leader_is_kill
     process = Process(of_three(three))
     log = process.open()
     for round_ in range(2):
-        leader = three.leader(log._names.stream)
+        leader = three.leader(log.subjects.stream)
         assert leader
         writes = [log.append("cuts/m", 40 * round_ + number, 0, 0, bytes(50_000)) for number in range(40)]
         writes[5].result(TIMEOUT)

@@ -19,8 +19,7 @@ from tests.support.server import RunningService
 from tests.support.waiting import wait_for
 from tests.support.wire import TABLES, USER, ReplicaStream, ack, size_of
 
-from deltasync.access.caller import Grant, Role
-from deltasync.access.roles import Roles, TokenRoles, token_digest
+from deltasync.access.roles import Grant, Role, Roles, TokenRoles, token_digest
 from deltasync.client import NumpyTarget, TableSpec
 from deltasync.core.policy import Policy
 from deltasync.status.answers import Sampler

@@ -40,7 +40,7 @@ async def live(service: Service) -> None:
     """Everything that writes files: checkpoints of a model with a view, of which the old ones are removed."""
     session = await join(service)
     await send(session, full_part(1, random_rows(0), WHOLE))
-    await service.create_consumer("top", "clicks", Policy(top_k=3))
+    await service.consumers.create("top", "clicks", Policy(top_k=3))
     consumer = service.registry.get("top")
     service.registry.connect(consumer, "p", asyncio.Event())
     view = service.views.get(consumer)
@@ -51,7 +51,7 @@ async def live(service: Service) -> None:
         await send(session, part(step, [(0, [step, 9], np.full((2, USER.dim), step, "<f4"))]))
         await session.coordinator.settled()
         await service.checkpoints.make("clicks")
-    await service.delete_consumer("top")
+    await service.consumers.delete("top")
 
 
 def test_nothing_is_lost_or_left_whenever_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,8 @@ def no_room(patch: pytest.MonkeyPatch) -> None:
                 full()
 
     patch.setattr(LmdbStore, "_delete_range", deleting)
-    for name in ("_put", "_delete"):
-        patch.setattr(lmdb_store, name, full)
+    patch.setattr(LmdbStore, "_keep", full)
+    patch.setattr(lmdb_store, "_put", full)
     patch.setattr(os, "posix_fallocate", full)
 
 
@@ -125,7 +125,7 @@ def test_a_model_whose_removal_has_no_room_to_be_finished_does_not_come_back(
             with monkeypatch.context() as patch:
                 no_room(patch)
                 service = Service(ServiceOptions(data_dir=tmp_path), tasks)
-                await service.recover()
+                await service.recovery.all()
                 assert service.volumes.trouble
             assert not service.models
             await publish(service, run="run-2", started=2)  # It is made anew.

@@ -14,13 +14,13 @@ from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 from tests.support.waiting import wait_for
 
-from deltasync.api.server_options import ServerOptions
+from deltasync.api.server import ServerOptions
 from deltasync.base.errors import LimitReached
 from deltasync.cli.probe import Probe
 from deltasync.client import Endpoint
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
+from deltasync.service.consumers import Consumers
 from deltasync.service.probe import PROBE, ProbeStatus
-from deltasync.service.service import Service
 
 _DEADLINE_SECONDS = 30.0
 
@@ -93,14 +93,14 @@ def test_what_was_not_foreseen_does_not_end_a_probe(tmp_path: Path, monkeypatch:
 def test_what_keeps_a_probe_from_its_consumer_ends_no_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Service.ensure_consumer
+    made = Consumers.ensure
 
-    async def full(service: Service, wanted: ConsumerOptions, by: str = "") -> Consumer:
+    async def full(consumers: Consumers, wanted: ConsumerOptions, by: str = "") -> Consumer:
         if wanted.name == PROBE:
             raise LimitReached("there are 2 consumers, at most 2 may be")
-        return await made(service, wanted, by)
+        return await made(consumers, wanted, by)
 
-    monkeypatch.setattr(Service, "ensure_consumer", full)
+    monkeypatch.setattr(Consumers, "ensure", full)
     with ProbedService(tmp_path / "data") as service:
         found = service.wait_for(lambda probe: "cannot be made" in probe["trouble"])
         assert "at most 2 may be" in found["trouble"]

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 from tests.support.fleet import release_at_once
-from tests.support.local_service import opened
+from tests.support.local_service import opened, send
 from tests.support.mortal_place import PowerCuts
 from tests.support.wire import ITEM, TABLES, USER, block, part, publish_open
 
@@ -133,11 +133,9 @@ async def publish(
         changed = np.arange(shard.rows) if step == 1 else np.flatnonzero((old != new).any(axis=1))
         # One chunk a row, so that there is much that a crash can tear apart.
         changes += [(slot, [shard.row_offset + row], new[[row]]) for row in changed]
-    for request in part(step, changes, full=step == 1):
-        if request.HasField("close"):
-            return (await session.close(request.close)).number
-        await session.add(request.chunk.step, request.chunk.rows)
-    raise AssertionError("a part ends with a close")
+    position = await send(session, part(step, changes, full=step == 1))
+    assert position
+    return position.number
 
 
 async def held_by_replicas(view: View) -> Held:
@@ -147,12 +145,12 @@ async def held_by_replicas(view: View) -> Held:
 
 async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
     async with opened(data_dir, keep_checkpoints=2) as service:
-        coordinator = await service.open_model("clicks")
+        coordinator = await service.publishing.open("clicks")
         sessions = []
         for rank, shards in enumerate(SHARDS):
             message: publish_pb2.PublishOpen = publish_open(rank=rank, world_size=2, shards=shards).open
             sessions.append(await open_session(coordinator, check_open(message)))
-        consumer = await service.create_consumer("top", "clicks", POLICY)
+        consumer = await service.consumers.create("top", "clicks", POLICY)
         service.registry.connect(consumer, "r", asyncio.Event())
         checkpointing: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(0))
         for step in range(1, STEPS + 1):

@@ -30,9 +30,8 @@ from torch import nn
 
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
-from deltasync.cli.models import models
-from deltasync.cli.replicas import replicas
-from deltasync.cli.tables import tables
+from deltasync.cli.consumers import replicas
+from deltasync.cli.tables import models, tables
 from deltasync.client import (
     Admin,
     Contradiction,

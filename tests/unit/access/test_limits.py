@@ -15,10 +15,10 @@ def test_so_many_may_be_taken_and_no_more() -> None:
     with limits.taking("streams"), limits.taking("streams"):
         with pytest.raises(LimitReached, match=r"streams: at most 2 are allowed \(limit streams\)"):
             limits.taking("streams").__enter__()
-        assert (limits.taken["streams"], limits.refused["streams"]) == (2, 1)
-    assert limits.taken["streams"] == 0
+        assert (limits.number("streams"), limits.refused["streams"]) == (2, 1)
+    assert limits.number("streams") == 0
     with limits.taking("streams", 2):
-        assert limits.taken["streams"] == 2
+        assert limits.number("streams") == 2
 
 
 def test_other_limits_are_taken_over_but_for_those_that_are_fixed() -> None:
@@ -44,8 +44,8 @@ def test_what_comes_in_is_bounded_by_streams_and_messages() -> None:
     limits = Limits(LimitOptions(streams=3, message_bytes=1000))
     with limits.taking("streams", 2):
         shown = limits.copy()
-    assert (shown.options.by_name["receive_bytes"], shown.taken["receive_bytes"]) == (3000, 2000)
-    assert limits.taken["streams"] == 0
+    assert (shown.options.by_name["receive_bytes"], shown.numbers["receive_bytes"]) == (3000, 2000)
+    assert limits.number("streams") == 0
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,16 @@ def test_one_that_was_left_for_a_second_is_full(rate: int, pauses: list[float]) 
         bucket = bucket.take(rate, now) or bucket
     assert bucket.is_full(rate, now + 1.01)
     assert not (bucket.take(rate, now + 1.01) or bucket).is_full(rate, now + 1.01)
+
+
+def test_what_a_limit_limits_is_counted_where_it_is_and_what_is_added_here_comes_on_top() -> None:
+    limits, consumers = Limits(LimitOptions(consumers=3)), ["a", "b"]
+    limits.count("consumers", consumers.__len__)
+    with limits.taking("consumers"):
+        assert limits.number("consumers") == limits.numbers["consumers"] == 3
+        with pytest.raises(LimitReached, match="limit consumers"):
+            limits.check_more("consumers")
+    consumers.clear()
+    copy = limits.copy()
+    consumers.append("c")
+    assert (limits.number("consumers"), copy.number("consumers")) == (1, 0)

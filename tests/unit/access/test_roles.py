@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 
-from deltasync.access.caller import Grant, Identity, Role, grants
-from deltasync.access.roles import Roles, TokenRoles, read_roles, roles_of, token_digest
+from deltasync.access.roles import (
+    Grant,
+    Identity,
+    Role,
+    Roles,
+    TokenRoles,
+    grants,
+    read_roles,
+    roles_of,
+    token_digest,
+)
 from deltasync.access.tls import TlsOptions
-from deltasync.base.addresses import is_loopback, may_listen, readable_by_all
+from deltasync.base.addresses import is_loopback, may_listen
 from deltasync.base.errors import InvalidInput
+from deltasync.base.files import readable_by_all
 
 DIGEST = hashlib.sha256(b"token").hexdigest()
 

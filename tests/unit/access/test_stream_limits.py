@@ -4,8 +4,8 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from deltasync.access.caller import Identity
 from deltasync.access.limits import LimitOptions, Limits, StreamLimits, peer_of
+from deltasync.access.roles import Identity
 from deltasync.base.errors import LimitReached
 
 

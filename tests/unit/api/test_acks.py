@@ -8,7 +8,7 @@ import pytest
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import USER, changed, run
 
-from deltasync.api.sent_releases import AHEAD, ReplicaAudit, SentRelease, SentReleases, check_ack
+from deltasync.api.sent_releases import AHEAD, Acked, SentRelease, SentReleases, check_ack
 from deltasync.api.subscribe import DeliveryTimes
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import InvalidInput
@@ -41,7 +41,7 @@ def test_an_ack_of_every_table_is_taken() -> None:
 
 def send(sent: SentReleases, number: int, end_bytes: int) -> None:
     head = Head(number, number + 100, 0, 0)
-    sent.note(FrozenRelease(head, checksums=(number, end_bytes)), head, end_bytes)
+    sent.note(FrozenRelease(head, checksums=(number, end_bytes)), head, end_bytes, 0.0)
 
 
 def test_so_many_are_under_way_until_the_first_is_acknowledged() -> None:
@@ -51,9 +51,9 @@ def test_so_many_are_under_way_until_the_first_is_acknowledged() -> None:
         assert not sent.full
         send(sent, number, 10 * number)
     assert (sent.full, replica.unacked, replica.unacked_ns > 0) == (True, AHEAD, True)
-    assert sent.take(1, 10)
+    assert sent.take(1, 10, {}).sent
     assert (sent.full, replica.unacked) == (False, AHEAD - 1)
-    assert sent.take(AHEAD, 10 * AHEAD)
+    assert sent.take(AHEAD, 10 * AHEAD, {}).sent
     assert (replica.unacked, replica.unacked_ns) == (0, 0)
 
 
@@ -63,15 +63,14 @@ def test_an_ack_is_of_the_last_release_of_its_number_that_its_bytes_hold() -> No
     sent = SentReleases(replica)
     for number, end_bytes in ((1, 10), (2, 20), (2, 50), (2, 60)):
         send(sent, number, end_bytes)
-    assert sent.take(2, 19) is None
+    assert sent.take(2, 19, {}) == Acked(None)
     assert replica.unacked == 3
     expected: list[tuple[int, int | None, int]] = [(20, 20, 2), (49, None, 2), (60, 60, 0), (60, None, 0)]
     for received, found, left in expected:
-        taken = sent.take(2, received)
+        taken = sent.take(2, received, {}).sent
         assert (taken and taken.end_bytes) == found
         assert replica.unacked == left
-    assert sent.acknowledged
-    assert sent.acknowledged.end_bytes == 60
+    assert sent.checksums == (2, 60)
 
 
 RIGHT = {0: 10, 1: 20}
@@ -84,31 +83,32 @@ class Stream:
 
     def __init__(self) -> None:
         self._sent = SentReleases(Replica("a"))
-        self.audit = ReplicaAudit(self._sent)
         self._bytes = 0
 
     def send(self, number: int, whole: frozenset[int] = NO_TABLES, *, now: float = 0.0) -> tuple[int, int]:
         """Send a release of 50 bytes; returns its number, and how many the stream has carried with it."""
         self._bytes, head = self._bytes + 50, Head(number, number, 0, 0)
-        self._sent.note(FrozenRelease(head, whole=whole, checksums=(10, 20)), head, self._bytes)
-        self.audit.note_sent(whole, now)
+        self._sent.note(FrozenRelease(head, whole=whole, checksums=(10, 20)), head, self._bytes, now)
         return number, self._bytes
 
     def ack(self, release: tuple[int, int], checksums: Mapping[int, int]) -> frozenset[int]:
         """What differs, where the replica holds a release with such checksums."""
-        return self.audit.check(release[0], self._sent.take(*release), checksums)
+        return self.taken(release, checksums).wrong
+
+    def taken(self, release: tuple[int, int], checksums: Mapping[int, int]) -> Acked:
+        return self._sent.take(*release, checksums)
 
     def due(self, now: float = 0.0) -> frozenset[int]:
         """The slots of tables that are to be sent again."""
-        return self.audit.due(now)
+        return self._sent.due(now)
 
 
 def test_a_repair_is_due_until_it_was_sent() -> None:
     """It may be dropped before: the consumer was paused."""
     stream = Stream()
     first = stream.send(1)
-    assert stream.ack(first, RIGHT) == stream.due() == frozenset()
-    assert stream.audit.compared
+    taken = stream.taken(first, RIGHT)
+    assert (taken.compared, taken.wrong, stream.due()) == (True, frozenset(), frozenset())
     stream.ack(stream.send(2), WRONG)
     assert [stream.due(), stream.due()] == [{0}, {0}]
     repair = stream.send(2, WHOLE)

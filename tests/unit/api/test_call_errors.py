@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.access.caller import CALL, Call, Grant, Identity, Role
-from deltasync.api.errors import error_response, told
+from deltasync.access.roles import CALL, Call, Grant, Identity, Role
+from deltasync.api.errors import error_response, message_of
 from deltasync.base.errors import InvalidInput, NotFound, StorageFailed
 from deltasync.base.logs import log_to_stderr
 
@@ -26,7 +26,10 @@ def test_an_error_is_one_line_below_2_kb_however_it_is_written(text: str, detail
     for call in (Call(), READER):
         before = CALL.set(call)
         try:
-            said, body = told(NotFound(text, detail=detail)), error_response(NotFound(text, detail=detail)).body
+            said, body = (
+                message_of(NotFound(text, detail=detail)),
+                error_response(NotFound(text, detail=detail)).body,
+            )
         finally:
             CALL.reset(before)
         assert said.isprintable()
@@ -37,13 +40,13 @@ def test_an_error_is_one_line_below_2_kb_however_it_is_written(text: str, detail
 
 def test_details_and_folders_are_told_to_those_who_may_read() -> None:
     errors = [NotFound("no model 'x'", detail="; models: a, b"), StorageFailed("/data/log: 5 bytes free")]
-    assert [told(each) for each in errors] == [
+    assert [message_of(each) for each in errors] == [
         "no model 'x'",
         "the service cannot keep this now; its log says why",
     ]
     before = CALL.set(READER)
     try:
-        assert [told(each) for each in errors] == ["no model 'x'; models: a, b", "/data/log: 5 bytes free"]
+        assert [message_of(each) for each in errors] == ["no model 'x'; models: a, b", "/data/log: 5 bytes free"]
     finally:
         CALL.reset(before)
 

@@ -32,7 +32,7 @@ def test_one_that_was_replaced_or_deleted_says_nothing_more_and_moves_no_offset(
     tmp_path: Path, now: str, error: type[DeltasyncError]
 ) -> None:
     async def scenario(service: Service) -> None:
-        registry, consumer = service.registry, await service.create_consumer("predictors", "clicks", Policy())
+        registry, consumer = service.registry, await service.consumers.create("predictors", "clicks", Policy())
         responses = ReplicaStream(service, subscribe_open().open).run(nothing())
         await anext(responses)  # Progress, which is still being sent.
         await publish(service)
@@ -42,7 +42,7 @@ def test_one_that_was_replaced_or_deleted_says_nothing_more_and_moves_no_offset(
             held = Position(service.models["clicks"].history, 1)
             registry.acknowledge(consumer, replica, held)
         else:
-            await service.delete_consumer("predictors")
+            await service.consumers.delete("predictors")
         with pytest.raises(error):
             await anext(responses)
         if now == "replaced":
@@ -68,7 +68,7 @@ def test_a_flood_of_acks_stays_with_who_sends_it(tmp_path: Path, monkeypatch: py
 
     async def scenario(service: Service) -> None:
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
-        await service.create_consumer("predictors", "clicks", Policy())
+        await service.consumers.create("predictors", "clicks", Policy())
         responses = ReplicaStream(service, subscribe_open().open).run(flood())
         for _ in range(2):  # That it is opened, and the release.
             await anext(responses)
@@ -102,7 +102,7 @@ def test_rows_of_a_large_release_are_read_as_the_replica_takes_them(
 
     async def scenario(service: Service) -> None:
         session = await publish(service)
-        await service.create_consumer("predictors", "clicks", Policy())
+        await service.consumers.create("predictors", "clicks", Policy())
         requests = asyncio.Queue[subscribe_pb2.SubscribeRequest]()
         responses = ReplicaStream(service, subscribe_open(budget=1).open).run(acks_of(requests))
         assert message_of(await anext(responses)).HasField("opened")
@@ -135,7 +135,7 @@ def test_a_stream_ends_with_the_reason_where_rows_do_not_fit_their_digests(
 
     async def scenario(service: Service) -> None:
         await publish(service)
-        await service.create_consumer("predictors", "clicks", Policy())
+        await service.consumers.create("predictors", "clicks", Policy())
         model = service.models["clicks"]
         model.tables[0].rows.view(np.uint8)[15, 0] ^= 1
         responses = ReplicaStream(service, subscribe_open().open).run(nothing())

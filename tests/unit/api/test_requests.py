@@ -1,7 +1,6 @@
 """Requests that last: their work ends with them, whoever ends them, and their peer is silent only in its turn."""
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,22 +10,13 @@ from fastapi import Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from deltasync.access.access import Access
-from deltasync.access.audit import Audit
-from deltasync.access.caller import Grant, Role
-from deltasync.access.roles import Roles, TokenRoles, token_digest
+from deltasync.access.access import Access, Audit
+from deltasync.access.roles import Grant, Role, Roles, TokenRoles, token_digest
 from deltasync.api.access import AccessMiddleware
 from deltasync.api.http_server import HttpProtocol
 from deltasync.api.requests import while_wanted
 from deltasync.base.errors import Contradiction, ServiceUnavailable
 from deltasync.base.events import Events
-
-
-@dataclass
-class Draining:
-    """What of a service matters here."""
-
-    draining: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Client:
@@ -59,10 +49,10 @@ class Work:
 @pytest.mark.parametrize(("end", "said"), [("client", "has hung up"), ("service", "is shutting down; ask again")])
 def test_work_is_cancelled_with_its_client_and_with_the_service(end: str, said: str) -> None:
     async def main() -> None:
-        client, service, work = Client(), Draining(), Work()
-        asked = asyncio.create_task(while_wanted(client.request, service, work.run()))  # type: ignore[arg-type]
+        client, draining, work = Client(), asyncio.Event(), Work()
+        asked = asyncio.create_task(while_wanted(client.request, draining, work.run()))
         await work.begun.wait()
-        client.hang_up() if end == "client" else service.draining.set()
+        client.hang_up() if end == "client" else draining.set()
         with pytest.raises(ServiceUnavailable, match=said):
             await asked
         assert work.cancelled
@@ -73,7 +63,7 @@ def test_work_is_cancelled_with_its_client_and_with_the_service(end: str, said: 
 def test_work_is_cancelled_with_the_task_that_answers() -> None:
     async def main() -> None:
         work = Work()
-        asked = asyncio.create_task(while_wanted(Client().request, Draining(), work.run()))  # type: ignore[arg-type]
+        asked = asyncio.create_task(while_wanted(Client().request, asyncio.Event(), work.run()))
         await work.begun.wait()
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -91,9 +81,9 @@ def test_the_result_and_the_error_of_work_are_those_of_the_request() -> None:
         raise Contradiction("no")
 
     async def main() -> None:
-        assert await while_wanted(Client().request, Draining(), done()) == 7  # type: ignore[arg-type]
+        assert await while_wanted(Client().request, asyncio.Event(), done()) == 7
         with pytest.raises(Contradiction):
-            await while_wanted(Client().request, Draining(), failing())  # type: ignore[arg-type]
+            await while_wanted(Client().request, asyncio.Event(), failing())
 
     asyncio.run(main())
 

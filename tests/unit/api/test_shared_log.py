@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support.local_service import opened
 
-from deltasync.api.server_options import SharedLogOptions
-from deltasync.api.shared_log import open_logs
+from deltasync.api.server import SharedLogOptions, open_logs
 from deltasync.base.errors import InvalidInput
 from deltasync.log.brokers import BrokerOptions
 

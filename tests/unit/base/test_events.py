@@ -18,7 +18,7 @@ from deltasync.base.events import (
     EventLog,
     Events,
     RecentEvents,
-    line_of,
+    event_line,
 )
 
 
@@ -36,16 +36,16 @@ def test_all_who_listen_are_told() -> None:
 
 def test_a_line_names_what_happened_to_whom_and_why() -> None:
     event = Event(EventKind.RANK_JOINED, {"model": "clicks", "rank": 3}, "it is the first")
-    assert line_of(event) == "rank joined: model=clicks rank=3 it is the first"
+    assert event_line(event) == "rank joined: model=clicks rank=3 it is the first"
     failed = Event(EventKind.FAILED, {"consumer": "c"}, "tried again", StorageFailed("no room"))
-    assert line_of(failed) == "failed: consumer=c tried again: no room"
+    assert event_line(failed) == "failed: consumer=c tried again: no room"
     unforeseen = Event(EventKind.FAILED, {"consumer": "c"}, error=KeyError("x"))
-    assert line_of(unforeseen) == "failed: consumer=c KeyError: 'x'"
+    assert event_line(unforeseen) == "failed: consumer=c KeyError: 'x'"
 
 
 @given(st.text(), st.text())
 def test_what_peers_say_stays_one_line_of_bounded_length(name: str, text: str) -> None:
-    line = line_of(Event(EventKind.REPLICA_REFUSED, {"replica": name}, text * 1000))
+    line = event_line(Event(EventKind.REPLICA_REFUSED, {"replica": name}, text * 1000))
     assert line.isprintable()
     assert len(line) < 500
 
@@ -72,7 +72,7 @@ def test_trouble_that_comes_again_is_counted_and_told_once_a_minute(caplog: pyte
         now[0] = float(second)
         for event in refused:
             log(event)
-    said = [line_of(event) for event in refused]
+    said = [event_line(event) for event in refused]
     more = " (2 more like it since the last one)"
     assert [each.getMessage() for each in caplog.records] == [*said, *(line + more for line in said)]
 
@@ -193,13 +193,13 @@ def test_while_a_volume_refuses_writes_what_comes_again_is_said_once(caplog: pyt
     again = [JOINED, left(1), refused[2], failed[1], JOINED, left(2), failed[2]]
     said = lines(caplog, *first, *again, bug, OTHER, *again, ROOM, *after)
     expected = [*first, JOINED, refused[2], bug, OTHER, ROOM, left(2), *after]
-    assert said == [line_of(each) for each in expected]
+    assert said == [event_line(each) for each in expected]
 
 
 def test_a_rank_that_has_come_back_before_is_the_last_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     said = lines(caplog, FULL, FILES_FULL, JOINED, left(1), JOINED, ROOM, ROOM_FOR_FILES, JOINED)
     expected = [FULL, FILES_FULL, JOINED, left(1), ROOM, ROOM_FOR_FILES, JOINED, JOINED]
-    assert said == [line_of(each) for each in expected]
+    assert said == [event_line(each) for each in expected]
 
 
 # The last events: their numbers only grow, also over restarts and clocks that are set back.
@@ -208,7 +208,7 @@ def test_a_rank_that_has_come_back_before_is_the_last_that_is_said(caplog: pytes
 @given(st.lists(st.integers(0, 10**6), max_size=50), st.integers(0, 60))
 def test_who_has_seen_some_is_given_the_rest(times: list[int], last: int) -> None:
     clock = iter([each * 1000 for each in times])
-    recent = RecentEvents(lambda: "here", lambda: next(clock))
+    recent = RecentEvents("here", lambda: next(clock))
     for number in range(len(times)):
         recent.add(Event(EventKind.RANK_JOINED, {"rank": number}))
     everything = recent.after(0)
@@ -219,7 +219,7 @@ def test_who_has_seen_some_is_given_the_rest(times: list[int], last: int) -> Non
 
 
 def test_no_more_are_kept_and_what_is_only_for_faults_is_not() -> None:
-    recent = RecentEvents(lambda: "here")
+    recent = RecentEvents("here")
     log = EventLog(keep=recent.add)
     for number in range(KEPT_EVENTS + 10):
         log(Event(EventKind.REPLICA_JOINED, {"replica": str(number)}))
@@ -229,7 +229,7 @@ def test_no_more_are_kept_and_what_is_only_for_faults_is_not() -> None:
 
 
 def test_who_is_too_slow_lacks_what_is_not_kept_any_more() -> None:
-    recent = RecentEvents(lambda: "here")
+    recent = RecentEvents("here")
     for number in range(KEPT_EVENTS):
         recent.add(Event(EventKind.RANK_JOINED, {"rank": number}))
     first, second, *_ = recent.after(0)
@@ -242,7 +242,7 @@ def test_who_is_too_slow_lacks_what_is_not_kept_any_more() -> None:
 
 
 def test_what_peers_say_is_bounded() -> None:
-    recent = RecentEvents(lambda: "here")
+    recent = RecentEvents("here")
     recent.add(Event(EventKind.REPLICA_REFUSED, {"replica": "x\n" * 10_000}, "y\n" * 10_000))
     (found,) = recent.newest(1)
     assert len(found.subject["replica"]) <= 200

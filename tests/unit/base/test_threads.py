@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltasync.base import parallel
-from deltasync.base.parallel import in_shares
+from deltasync.base import threads
 from deltasync.base.threads import (
     EVENT_LOOP,
     MODEL_PREFIX,
@@ -22,6 +21,7 @@ from deltasync.base.threads import (
     WrongThread,
     after,
     confined,
+    in_shares,
     name_threads,
     not_shared_yet,
 )
@@ -164,7 +164,7 @@ def test_failures_of_its_own_are_told(first: "Future[None]", ended: bool, error:
 
 @pytest.mark.parametrize("rows", [0, 1, 65_535, 65_536, 131_072, 400_001])
 def test_each_row_is_in_one_share(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_cores", lambda: 3)
+    monkeypatch.setattr(threads, "_cores", lambda: 3)
     done, some = np.zeros(rows, np.int64), list[slice]()
 
     def work(share: slice) -> None:
@@ -177,15 +177,15 @@ def test_each_row_is_in_one_share(rows: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_on_one_core_there_is_one_share_on_the_thread_that_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_cores", lambda: 1)
-    threads = list[threading.Thread]()
-    in_shares(lambda _: threads.append(threading.current_thread()), 1 << 20)
-    assert threads == [threading.current_thread()]
+    monkeypatch.setattr(threads, "_cores", lambda: 1)
+    ran_on = list[threading.Thread]()
+    in_shares(lambda _: ran_on.append(threading.current_thread()), 1 << 20)
+    assert ran_on == [threading.current_thread()]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_what_a_share_raises_is_raised_after_the_others(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_cores", lambda: 2)
+    monkeypatch.setattr(threads, "_cores", lambda: 2)
     done = list[slice]()
 
     def work(share: slice) -> None:

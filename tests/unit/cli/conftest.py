@@ -3,7 +3,7 @@
 import pytest
 
 from deltasync.api import server
-from deltasync.api.server_options import ServerOptions
+from deltasync.api.server import ServerOptions
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deltasync.access.caller import Grant, Role
-from deltasync.access.roles import read_roles, token_digest
+from deltasync.access.roles import Grant, Role, read_roles, token_digest
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.cli.tokens import tokens
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from deltasync.base.errors import Contradiction
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, Shard, TableSpec
 from deltasync.client.targets.checksums import TargetChecksums
+from deltasync.client.targets.keyed_target import KeyedTarget
+from deltasync.client.targets.target import Reads, Written
 from deltasync.core.delivery import Delivery, HeldSpec, Mode
-from deltasync.core.digests import checksum_of
+from deltasync.core.digests import checksum_of, row_digests
 from deltasync.core.rows import Ids, Values
 from deltasync.core.value_types import ValueType
 
@@ -31,11 +33,11 @@ class Careless(NumpyTarget):
         super().__init__()
         self.spoils: list[tuple[str, int]] = []
 
-    def apply(self, release: Release) -> None:
-        super().apply(release)
-        for name, row in self.spoils:
+    def apply(self, release: Release) -> Written | None:
+        written, spoils, self.spoils = super().apply(release), self.spoils, []
+        for name, row in spoils:
             self.tables[name][row] += 1
-        self.spoils = []
+        return None if spoils else written
 
 
 class Followed:
@@ -70,8 +72,7 @@ class Followed:
         for each in rows:
             self.sent[each.table.name][each.ids] = each.values
         self.touched |= set(self.target.spoils)
-        self.target.apply(release)
-        told = self.checksums.after(release)
+        told = self.checksums.after(release, self.target.apply(release))
         if not self.touched:
             assert told == self.held()
 
@@ -101,7 +102,8 @@ def batch(data: st.DataObject, table: TableSpec) -> RowBatch:
     if data.draw(st.booleans()):
         return RowBatch.deletes(Shard.whole(table), ids)
     numbers = data.draw(st.lists(NUMBERS, min_size=len(ids), max_size=len(ids)))
-    return RowBatch.of_table(table, ids, np.repeat(np.array(numbers, table.dtype)[:, None], table.dim, axis=1))
+    rows = RowBatch.of_table(table, ids, np.repeat(np.array(numbers, table.dtype)[:, None], table.dim, axis=1))
+    return rows.digested() if data.draw(st.booleans()) else rows
 
 
 def step(data: st.DataObject, followed: Followed) -> None:
@@ -181,6 +183,58 @@ def test_rows_that_a_target_does_not_write_as_they_came_show(by: int) -> None:
     again = replace(release, resync=False, rows=release.rows)
     target.apply(again)
     assert checksums.after(again) == {"user": checksum_of(release.rows[0].ids, release.rows[0].values)}
+
+
+LOCAL = {
+    f"{kind.__name__}, {reads}": (kind, reads) for kind in (NumpyTarget, KeyedTarget) for reads in get_args(Reads)
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_a_local_target_tells_what_it_has_written_without_being_read(name: str) -> None:
+    kind, reads = LOCAL[name]
+    target, values = kind(reads=reads), np.random.default_rng(0).standard_normal((3, 4)).astype("<f4")
+    first = release_of(values, [3, 5, 8])
+    deletes = RowBatch.deletes(Shard.whole(first.tables[0]), [5])
+    later = replace(first, resync=False, rows=[deletes, RowBatch.of_table(first.tables[0], [0, 3], values[:2])])
+    for release in (first, later):
+        written = target.apply(release)
+        assert written is not None
+        for rows, digests in zip(release.rows, written.digests, strict=True):
+            assert digests is not None
+            assert digests.tolist() == row_digests(rows.values).tolist()
+
+
+@pytest.mark.parametrize("read_back", [False, True])
+def test_rows_that_do_not_fit_their_digests_are_damage_until_they_come_again(
+    read_back: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, values = NumpyTarget(), np.random.default_rng(0).standard_normal((3, 4)).astype("<f4")
+    checksums, release = TargetChecksums(target), release_of(values, [3, 5, 8])
+    right = release.rows[0].digested()
+    flipped = values.copy()
+    flipped.view("u1")[1, 7] ^= 8
+    damaged = replace(release, rows=[replace(right, values=flipped)])
+
+    def told(release: Release) -> dict[str, int]:
+        written = target.apply(release)
+        return checksums.after(release, None if read_back else written)
+
+    expected = {"user": checksum_of(right.ids, values)}
+    assert told(damaged) != expected
+    assert "table 'user': row 5 came damaged" in caplog.text
+    assert told(replace(release, resync=False, rows=[right])) == expected
+
+
+def test_a_digest_that_came_damaged_is_damage_though_the_row_is_not() -> None:
+    """Nobody can say which of both is right."""
+    target, release = NumpyTarget(), release_of(np.ones((2, 2), "<f4"), [1, 2])
+    with blocks_of(1):  # Of which the sweep reads the first one, which did not come.
+        checksums = TargetChecksums(target)
+        right = release.rows[0].digested()
+        assert right.digests is not None
+        wrong = replace(release, rows=[replace(right, digests=right.digests + np.array([0, 1], np.uint64))])
+        assert checksums.after(wrong, target.apply(wrong)) != {"user": checksum_of(right.ids, right.values)}
 
 
 def test_a_question_that_was_forgotten_is_answered_from_the_beginning() -> None:

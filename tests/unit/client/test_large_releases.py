@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.support.keyed_model import CHANGES, TABLES, Change, KeyedModel
 from tests.support.releases import ChangingTables
 
+from deltasync.base.errors import Damaged
 from deltasync.client import CallbackTarget, NumpyTarget, Release, RowBatch, Shard, TableSpec
 from deltasync.client.assembler import ReleaseAssembler, latest_rows
 from deltasync.client.stored_copy import _Seen
@@ -23,6 +24,7 @@ from deltasync.model import releases
 from deltasync.model.releases import Chunk, FrozenRelease
 from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.messages import delivery_to_message
+from deltasync.wire.row_messages import release_chunk
 
 BUDGET = 1 << 20
 
@@ -219,3 +221,20 @@ def test_norms_go_with_their_rows() -> None:
         (each.ids.tolist(), each.norms is not None and each.norms.tolist()) for each in latest_rows([first, again])
     ]
     assert found == [([1], [1.0]), ([2], [5.0])]
+
+
+def test_rows_are_checked_against_the_digests_that_they_came_with() -> None:
+    table = TableSpec("a", 9, 3)
+    assembler = ReleaseAssembler(BUDGET, set())
+    message = delivery_to_message(Delivery.unchanged(table))
+    assembler.begin(subscribe_pb2.SubscribeOpened(model="clicks", tables=[message]))
+    rows = RowBatch.of_table(table, np.arange(9), np.ones((9, 3), "<f4")).digested()
+    sent = subscribe_pb2.SubscribeResponse.FromString(release_chunk(0, rows)).chunk.rows
+    assembler.add(sent)
+    (found,) = assembler.end(subscribe_pb2.ReleaseEnd(rows=9)).rows
+    assert found.digests is not None
+    assert rows.digests is not None
+    assert found.digests.tolist() == rows.digests.tolist()
+    sent.rows.values = sent.rows.values[:-1] + b"\0"
+    with pytest.raises(Damaged, match="1 of 9 rows do not fit their digests, the first of them row id 8"):
+        assembler.add(sent)

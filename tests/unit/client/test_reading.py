@@ -189,7 +189,7 @@ def test_of_two_copies_one_can_always_be_read(kind: str) -> None:
 def test_a_reader_that_comes_during_a_swap_holds_up_no_release(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(kind, "copies")
     target.apply(release_of(1))
-    gate = target._copies._served.gate
+    gate = target._served.gate
     entering = gate.reading
 
     def swapped_just_before() -> AbstractContextManager[None]:
@@ -309,7 +309,7 @@ def test_rows_that_outlived_a_process_are_in_both_copies() -> None:
 def fail_in_the_middle(target: AnyTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the writing of a release end after its first table."""
 
-    def staging(stage: Callable[[Release], Callable[[], None]]) -> Callable[[Release], Callable[[], None]]:
+    def staging(stage: Callable[[Release], Callable[[], object]]) -> Callable[[Release], Callable[[], None]]:
         def staged(release: Release) -> Callable[[], None]:
             first = stage(dataclasses.replace(release, rows=release.rows[:1]))
 
@@ -321,7 +321,7 @@ def fail_in_the_middle(target: AnyTarget, monkeypatch: pytest.MonkeyPatch) -> No
 
         return staged
 
-    for side in target._copies._sides:
+    for side in target._sides:
         monkeypatch.setattr(side.copy, "stage", staging(side.copy.stage))
 
 
@@ -346,7 +346,7 @@ def test_a_second_copy_that_fails_changes_nothing(kind: str, where: str, monkeyp
 
     target = target_of(kind, "copies")
     target.apply(release_of(1))
-    last = target._copies._served
+    last = target._served
     if where == "in the middle":
         monkeypatch.setattr(last.copy, "stage", lambda _: fail)
     else:

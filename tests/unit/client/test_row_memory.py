@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from deltasync.base.errors import Contradiction
 from deltasync.client.targets.numpy_target import rows_at, staged_rows
 from deltasync.client.targets.torch_tensors import TensorRows
+from deltasync.core.digests import row_digests
 from deltasync.core.rows import Ids, Values
 
 ROWS, DIM = 7, 5
@@ -62,18 +63,20 @@ def some_ids(data: st.DataObject) -> Ids:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@given(st.data(), st.sampled_from(sorted(GIVEN)), st.integers(0, 9))
+@given(st.data(), st.sampled_from(sorted(GIVEN)), st.integers(0, 9), st.booleans())
 def test_rows_are_written_and_read_bit_by_bit(
-    layout: str, dtype: str, data: st.DataObject, given_as: str, seed: int
+    layout: str, dtype: str, data: st.DataObject, given_as: str, seed: int, digested: bool
 ) -> None:
     held, expected = (LAYOUTS[layout](random_rows(ROWS, dtype, seed)) for _ in range(2))
     ids = some_ids(data)
     values = GIVEN[given_as](random_rows(len(ids), dtype, seed + 1))
-    write = staged_rows(held, ids, values)
+    write = staged_rows(held, ids, values, digested=digested)
     assert memory(held) == memory(expected), "nothing is written before"
-    write()
+    digests = write()
     expected[ids] = values
     assert memory(held) == memory(expected)
+    found = None if digests is None else digests.tolist()
+    assert found == (row_digests(expected[ids]).tolist() if digested else None)
     assert rows_at(held, ids).tobytes() == expected[ids].tobytes()
 
 
@@ -83,9 +86,11 @@ def test_deleted_rows_become_zeros(layout: str, dtype: str, monkeypatch: pytest.
     monkeypatch.setattr("deltasync.client.targets.numpy_target.BLOCK_ROWS", 2)
     held, expected = (LAYOUTS[layout](random_rows(ROWS, dtype)) for _ in range(2))
     ids = np.array([0, 1, 3, 5, 6])
-    staged_rows(held, ids, np.broadcast_to(np.zeros((), dtype), (len(ids), DIM)))()
+    digests = staged_rows(held, ids, np.broadcast_to(np.zeros((), dtype), (len(ids), DIM)), digested=True)()
     expected[ids] = 0
     assert memory(held) == memory(expected)
+    assert digests is not None
+    assert not digests.any()
 
 
 def test_rows_past_the_end_are_zeros() -> None:
@@ -142,10 +147,10 @@ def test_rows_of_a_tensor_are_written_and_read_bit_by_bit(dtype: torch.dtype, pa
     expected = np.zeros((7, size), np.uint8)
     for ids in ([1, 4, 6], [], [0]):
         expected[ids] = random_bytes(len(ids), size, dtype)
-        rows.stage(np.array(ids, np.int64), expected[ids])()
+        rows.stage([(np.array(ids, np.int64), expected[ids])])()
         assert np.array_equal(rows.read(np.arange(7)), expected)
     one = random_bytes(1, size, dtype)
-    rows.stage_fill(one)()
+    rows.stage([], fill=one)()
     assert np.array_equal(rows.read(np.array([0, 3])), np.repeat(one, 2, axis=0))
     assert not memory[:, 5:].view(torch.uint8).any()
 
@@ -156,5 +161,5 @@ def test_what_does_not_fit_a_tensor_is_refused_before_anything_is_written() -> N
     rows = TensorRows(memory)
     for ids, width in (([-1], 2), ([0, 4], 2), ([0], 3), ([0], 1)):
         with pytest.raises(Contradiction, match="for memory of 4 rows of 8 bytes: not written"):
-            rows.stage(np.array(ids), np.ones((len(ids), width), np.float32))
+            rows.stage([(np.array(ids), np.ones((len(ids), width), np.float32))])
     assert not memory.any()

@@ -38,7 +38,7 @@ from deltasync.base.errors import Contradiction
 from deltasync.client import Position, RowBatch, TableKind, TableSpec
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.target import Reads
-from deltasync.client.targets.torch_modules import bind
+from deltasync.client.targets.torch_binding import bind
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import checksum_of

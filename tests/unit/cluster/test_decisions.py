@@ -17,9 +17,9 @@ from deltasync.cluster.bucket import (
     to_consumer,
     to_member,
 )
-from deltasync.cluster.decisions import answer_for, heir_of, next_after, next_steps, ranked
+from deltasync.cluster.bucket_copy import ClusterState
+from deltasync.cluster.decisions import heir_of, next_after, next_steps, ranked, responsibility_for
 from deltasync.cluster.member import Claim, Member, OwnershipOptions
-from deltasync.cluster.table import View
 
 names = st.from_regex(NAME_PATTERN, fullmatch=True)
 processes = st.sets(st.sampled_from("abcdefgh"), min_size=1)
@@ -36,7 +36,7 @@ def claim(process: str, epoch: int = 1) -> Claim:
 
 
 @st.composite
-def views(draw: st.DrawFn) -> View:
+def states(draw: st.DrawFn) -> ClusterState:
     of = draw(processes)
     models = st.sampled_from(["m", "n", "o"])
     some = st.builds(
@@ -44,14 +44,14 @@ def views(draw: st.DrawFn) -> View:
         st.sampled_from(["", *"abc"]),
         st.integers(1, 4),
     )
-    return View(
+    return ClusterState(
         me="a",
         confirmed=draw(st.booleans()),
         members=members(of | {"a"}, draw(st.sets(st.sampled_from("abc")))),
         claims=draw(st.dictionaries(models, some)),
         stored=draw(st.dictionaries(models, some)),
-        held=draw(st.dictionaries(models, st.builds(lambda epoch: claim("a", epoch), st.integers(1, 4)))),
-        known=draw(st.sets(models)),
+        own=draw(st.dictionaries(models, st.builds(lambda epoch: claim("a", epoch), st.integers(1, 4)))),
+        with_log=draw(st.sets(models)),
         waiting=draw(st.sets(models)),
     )
 
@@ -97,15 +97,15 @@ def test_only_the_models_of_those_that_go_have_another_heir(model: str, these: s
 
 
 @given(names, processes, processes, st.sampled_from("abcdefgh"))
-def test_a_draining_process_is_no_heir_and_one_that_is_wanted_is(
-    model: str, these: set[str], draining: set[str], wanted: str
+def test_a_draining_process_is_no_heir_and_the_preferred_one_is(
+    model: str, these: set[str], draining: set[str], preferred: str
 ) -> None:
-    heir = heir_of(model, members(these, draining).values(), wanted)
+    heir = heir_of(model, members(these, draining).values(), preferred)
     assert heir is None or not heir.draining
     assert (heir is None) == (these <= draining)
-    if wanted in these - draining:
+    if preferred in these - draining:
         assert heir
-        assert heir.name == wanted
+        assert heir.name == preferred
 
 
 def test_models_are_spread() -> None:
@@ -122,33 +122,35 @@ def test_all_processes_get_their_turn(model: str, these: set[str]) -> None:
     assert sorted(turns) == sorted(these)
 
 
-@given(views())
-def test_steps_contradict_neither_each_other_nor_what_is_answered(view: View) -> None:
-    steps = next_steps(view)
-    assert not steps.claim.keys() & view.held.keys()
-    assert steps.give_up.keys() <= view.held.keys()
+@given(states())
+def test_steps_contradict_neither_each_other_nor_what_is_answered(state: ClusterState) -> None:
+    steps = next_steps(state)
+    assert not steps.claim.keys() & state.own.keys()
+    assert steps.give_up.keys() <= state.own.keys()
     assert not steps.give_up.keys() & steps.say_again.keys()
     assert all([*steps.claim.values(), *steps.give_up.values(), *steps.say_again.values()])
     for model in steps.claim:
-        answer = answer_for(model, view, taken=False)
+        answer = responsibility_for(model, state, is_open=False)
         assert not answer.here
         assert answer.owner is None
-        assert not view.members["a"].draining
-    if not view.confirmed:
-        assert steps.give_up.keys() == view.held.keys()
+        assert not state.members["a"].draining
+    if not state.confirmed:
+        assert steps.give_up.keys() == state.own.keys()
         assert not steps.claim
 
 
-@given(views(), st.sampled_from(["m", "n", "o"]), st.booleans())
-def test_what_is_answered_names_another_process_that_is_alive(view: View, model: str, taken: bool) -> None:
-    answer = answer_for(model, view, taken=taken)
+@given(states(), st.sampled_from(["m", "n", "o"]), st.booleans())
+def test_what_is_answered_names_another_process_that_is_alive(
+    state: ClusterState, model: str, is_open: bool
+) -> None:
+    answer = responsibility_for(model, state, is_open=is_open)
     assert answer.reason
     if answer.owner:
         assert not answer.here
-        assert answer.owner.process in view.members.keys() - {"a"}
+        assert answer.owner.process in state.members.keys() - {"a"}
     if answer.here:
-        assert view.confirmed
-        assert (model in view.held and taken) or model not in {*view.held, *view.claims, *view.known}
+        assert state.confirmed
+        assert (model in state.own and is_open) or model not in {*state.own, *state.claims, *state.with_log}
 
 
 @given(claims, claims)

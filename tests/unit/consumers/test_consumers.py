@@ -16,7 +16,7 @@ from deltasync.access.limits import LimitOptions
 from deltasync.api.reload import outcome
 from deltasync.api.subscribe import StreamEnded, departure, superseded
 from deltasync.base.errors import Contradiction, InvalidInput, LimitReached, NotFound, Superseded
-from deltasync.base.events import EventKind, line_of
+from deltasync.base.events import EventKind, event_line
 from deltasync.consumers.consumer import Consumer, ConsumerOptions, Pause, Replica
 from deltasync.consumers.registry import consumer_offset, forgettable, may_leave, offset_in
 from deltasync.core.policy import Policy
@@ -25,7 +25,7 @@ from deltasync.core.seal import Seal
 from deltasync.core.tables import TableSpec
 from deltasync.model.feed import Standing
 from deltasync.service.service import Service
-from deltasync.status.lag import Lag, measure, state
+from deltasync.status.lag import Lag, fleet_state, measure
 
 ROW_BYTES = [TableSpec("a", 10, 2).row_bytes, TableSpec("b", 10, 4).row_bytes]
 NONE, SOME, ONE = Lag(0, 0, 0, 0.0), Lag(2, 7, 100, 1.5), Lag(1, 1, 100, 1.5)
@@ -114,7 +114,7 @@ def test_state_says_why(
     replicas: list[Replica], lag: Lag, standing: dict[str, Any], expected: str, said: str
 ) -> None:
     where = Standing(history="h", seals=(), tables=list, version_of=lambda number: number, seal_of=lambda _: 0)
-    found, reason = state(replicas, lag, replace(where, **standing), offset=3)
+    found, reason = fleet_state(replicas, lag, replace(where, **standing), offset=3)
     assert found == expected
     assert said in reason
 
@@ -156,7 +156,7 @@ def test_a_replica_that_was_idle_is_not_taken_for_one_that_is_away() -> None:
 @in_service()
 async def test_an_ack_of_what_a_replica_holds_already_wakes_nobody(service: Service) -> None:
     """Idle replicas send them all the time, to show what they hold and how new it is."""
-    consumer = await service.create_consumer("top", "clicks", Policy(top_k=1))
+    consumer = await service.consumers.create("top", "clicks", Policy(top_k=1))
     of_it = service.registry.connect(consumer, "a", asyncio.Event())
     service.registry.acknowledge(consumer, of_it, Position("h", 1))
     woken = asyncio.create_task(consumer.signal.changed())
@@ -171,7 +171,7 @@ async def test_an_ack_of_what_a_replica_holds_already_wakes_nobody(service: Serv
 @in_service()
 async def test_an_offset_keeps_its_seal_when_the_history_no_longer_has_that(service: Service) -> None:
     """Of a fleet that is held for long, who comes back goes on from there by its offset alone."""
-    consumer = await service.create_consumer("held", "clicks", Policy())
+    consumer = await service.consumers.create("held", "clicks", Policy())
     of_it = service.registry.connect(consumer, "a", asyncio.Event())
     service.registry.acknowledge(consumer, of_it, Position("h", 1, 7))
     service.registry.acknowledge(consumer, of_it, Position("h", 1))
@@ -181,11 +181,11 @@ async def test_an_offset_keeps_its_seal_when_the_history_no_longer_has_that(serv
 
 async def test_a_pause_does_not_bring_back_a_consumer_that_is_deleted_meanwhile(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
-        await service.create_consumer("gone", "clicks", Policy())
+        await service.consumers.create("gone", "clicks", Policy())
         async with service.registry._creating:  # Another one is just being made.
             pausing = asyncio.create_task(service.registry.pause("gone", Pause(1, "test")))
             await asyncio.sleep(0)
-            await service.delete_consumer("gone")
+            await service.consumers.delete("gone")
         with pytest.raises(NotFound):
             await pausing
     async with opened(tmp_path) as service:
@@ -196,7 +196,7 @@ async def test_a_pause_that_comes_while_another_is_ended_holds(tmp_path: Path) -
     async def nothing(_: Consumer) -> None: ...
 
     async with opened(tmp_path) as service:
-        await service.create_consumer("held", "clicks", Policy())
+        await service.consumers.create("held", "clicks", Policy())
         await service.registry.pause("held", Pause(1, "first"))
         async with service.registry._creating:
             resuming = asyncio.create_task(service.registry.resume("held", nothing))
@@ -289,13 +289,13 @@ def test_only_another_of_its_name_has_to_stop(ours: str, newer: str, kind: type[
 @in_service(limits=LimitOptions(consumers=2))
 async def test_there_are_so_many_consumers(service: Service) -> None:
     for name in ("one", "two", "two"):
-        await service.create_consumer(name, "clicks", Policy())
+        await service.consumers.create(name, "clicks", Policy())
     with pytest.raises(LimitReached, match=r"consumers: at most 2 are allowed \(limit consumers\)"):
-        await service.create_consumer("three", "clicks", Policy())
-    await service.configuration.take([ConsumerOptions("three", "clicks")], "the settings")
-    assert "limit consumers" in service.configuration.shortcomings["three"]
-    await service.delete_consumer("one")
-    await service.create_consumer("three", "clicks", Policy())
+        await service.consumers.create("three", "clicks", Policy())
+    await service.consumers.configure([ConsumerOptions("three", "clicks")], "the settings")
+    assert "limit consumers" in service.consumers.shortcomings["three"]
+    await service.consumers.delete("one")
+    await service.consumers.create("three", "clicks", Policy())
 
 
 @in_service(limits=LimitOptions(replicas_per_consumer=2))
@@ -313,7 +313,7 @@ async def test_a_consumer_has_so_many_replicas(service: Service) -> None:
 @in_service()
 async def test_who_takes_the_name_of_a_replica_of_others_is_told_of(service: Service) -> None:
     registry, told = service.registry, list[str]()
-    service.events.listen(lambda event: told.append(line_of(event)))
+    service.events.listen(lambda event: told.append(event_line(event)))
     consumer = await registry.create("c", "clicks", Policy())
     for by, instance in (("anna", "1"), ("anna", "1"), ("anna", "2"), ("", "3"), ("", "4")):
         stream = asyncio.Event()

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.stamped import stamped_table
+from tests.support.wire import rows_message
 
 from deltasync.base.errors import InvalidInput
 from deltasync.core.digests import checksum_of
@@ -12,7 +13,7 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.log import records
-from deltasync.v1 import subscribe_pb2, tables_pb2
+from deltasync.v1 import subscribe_pb2
 from deltasync.wire.row_messages import chunked, decode_rows, release_chunk
 
 TABLE = TableSpec("user", 12, 3)
@@ -54,7 +55,7 @@ def test_deletes_travel_and_are_logged_as_ids_alone(count: int) -> None:
     rows = RowBatch.deletes(WHOLE, np.arange(count))
     assert rows.nbytes == 8 * count
     message = subscribe_pb2.SubscribeResponse.FromString(release_chunk(0, rows)).chunk.rows
-    assert (len(message.ids), message.values) == (8 * count, b"")
+    assert (len(message.rows.ids), message.rows.values) == (8 * count, b"")
     record = b"".join(records.pack_rows(0, rows))
     logged = records.unpack_rows(memoryview(record), lambda _: [WHOLE])
     assert len(record) < records.packed_bytes(live(np.arange(count)))
@@ -65,7 +66,7 @@ def test_deletes_travel_and_are_logged_as_ids_alone(count: int) -> None:
 
 
 def test_deletes_with_values_are_refused() -> None:
-    message = tables_pb2.Rows(deleted=True, ids=np.arange(2).tobytes(), values=bytes(24))
+    message = rows_message(0, np.arange(2), np.zeros(6, "<f4"), deleted=True)
     with pytest.raises(InvalidInput, match=r"24 bytes of values for 2 rows .* expected 0"):
         decode_rows(message, [WHOLE])
 

@@ -13,8 +13,9 @@ from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.core import stamps
 from deltasync.core.changes import ChangeCounts
 from deltasync.core.digests import RowDigests, checksum, row_digests
+from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import DamagedRows, Ids, RowBatch, Values
-from deltasync.core.stamps import StampedTable, table_bytes
+from deltasync.core.stamps import Slots, StampedTable, table_bytes
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import VALUE_TYPES, Shard, TableKind, TableSpec
 
@@ -90,8 +91,51 @@ def check_same(one: StampedTable, other: StampedTable) -> None:
         assert one.changed_since(number).tolist() == other.changed_since(number).tolist()
 
 
+class Elsewhere(StampedTable):
+    """Its rows have other ids than the numbers from 0 on."""
+
+    def locate(self, ids: Ids) -> Slots:
+        return (ids - 1000) // 3
+
+    def ids_of(self, slots: Slots) -> Ids:
+        return 1000 + 3 * slots
+
+
+@given(st.data(), tables())
+def test_only_locate_and_ids_of_know_which_ids_a_table_has(data: st.DataObject, table: TableSpec) -> None:
+    plain, moved = StampedTable(table), Elsewhere(table)
+    slots, everything = np.arange(table.rows), moved.ids_of(np.arange(table.rows))
+    for version in range(1, data.draw(st.integers(1, 5))):
+        batch = data.draw(batches(table, whole=False))
+        plain.apply(batch, version)
+        moved.apply(replace(batch, ids=moved.ids_of(batch.ids)), version)
+        for name in ("rows", "stamps", "digests"):
+            assert getattr(moved, name).tobytes() == getattr(plain, name).tobytes(), name
+        assert moved.checksum == checksum(everything, moved.digests)
+        assert moved.not_stamped(version).tolist() == moved.ids_of(plain.not_stamped(version)).tolist()
+    assert moved.numbers(everything).tolist() == plain.numbers(slots).tolist()
+    assert moved.deleted(everything).tolist() == plain.deleted(slots).tolist()
+    assert moved.fits(everything, plain.rows).all()
+    for since in range(plain.counts.newest + 1):
+        ids = moved.changed_since(since)
+        assert ids.tolist() == moved.ids_of(plain.changed_since(since)).tolist()
+        assert [each.tolist() for _, each in PreCopy([moved], [since], 0).rest()] == [ids.tolist()] * bool(
+            len(ids)
+        )
+        read = moved.read(ids, np.empty((len(ids), table.dim), table.dtype))
+        assert read.values.tobytes() == moved.rows_of(ids).tobytes() == plain.rows_of(moved.locate(ids)).tobytes()
+    loaded, gone = Elsewhere(table), moved.deleted(everything) & (moved.stamps != 0)
+    live = everything[~gone & (moved.stamps != 0)]
+    loaded.load(live, moved.stamps[moved.locate(live)], moved.digests[moved.locate(live)], moved.rows_of(live))
+    loaded.load(everything[gone], moved.stamps[gone], moved.digests[gone], None)
+    loaded.recount()
+    assert (loaded.checksum, loaded.stamps.tobytes()) == (moved.checksum, moved.stamps.tobytes())
+
+
 class Halved(StampedTable):
-    """Whoever is given its rows holds half of every value, without its fraction."""
+    """Replicas hold half of every value, without its fraction."""
+
+    held_as_stored = False
 
     def held_digests(self, rows: Values) -> RowDigests:
         return row_digests(np.trunc(rows.astype(np.float64) / 2).astype(rows.dtype))

@@ -12,7 +12,6 @@ from tests.support.documents import ROOT
 
 from deltasync.base.arguments import check_name
 from deltasync.base.errors import InvalidInput
-from deltasync.base.numbered import Numbered
 from deltasync.base.threads import not_shared_yet
 from deltasync.core.delivery import Delivery, Mode, delivery_of_record, spec_of_record, spec_record
 from deltasync.core.digests import checksum_of, squared_norms
@@ -24,6 +23,7 @@ from deltasync.core.tables import (
     MAX_ROWS,
     STATE_TYPES,
     VALUE_TYPES,
+    Numbered,
     Shard,
     TableKind,
     TableSpec,

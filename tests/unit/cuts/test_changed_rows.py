@@ -133,7 +133,7 @@ async def test_a_rank_that_could_not_be_told_is_not_there(
         joining.cancel()
     with pytest.raises(asyncio.CancelledError if leaves else ServiceUnavailable):
         await joining
-    assert service.coordinators["clicks"].connected == []
+    assert service.models.coordinators["clicks"].connected == []
 
 
 async def test_after_a_restart_of_the_service_too(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from deltasync.base.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
-from deltasync.model.model import Model
+from deltasync.model.applied import AppliedTables
 from deltasync.service.service import Service
 
 
@@ -31,7 +31,7 @@ async def becomes(wanted: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.base.backoff._FIRST_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 0.001)
 
 
 @in_service()
@@ -63,7 +63,7 @@ async def test_a_version_that_cannot_be_applied_is_applied_later_and_before_the_
     await becomes(lambda: service.models["clicks"].position.number == 1)
     model = service.models["clicks"]
     with monkeypatch.context() as patch:
-        patch.setattr(Model, "_apply", broken)
+        patch.setattr(AppliedTables, "apply", broken)
         assert (await send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))]))) == Position(model.history, 2)
         next_cut = asyncio.create_task(send(session, part(3, [(0, [4], np.full((1, 4), 8, "<f4"))])))
         await becomes(lambda: service.event_counts[EventKind.FAILED] > 2)
@@ -84,18 +84,18 @@ async def test_no_later_version_is_sealed_at_the_end_over_one_that_was_not_appli
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint would be written, and the log cut, without the rows of the one before."""
-    apply = Model._apply
+    apply = AppliedTables.apply
 
-    def broken_at_2(model: Model, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
+    def broken_at_2(tables: AppliedTables, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
         if seal.version == 2:
             broken()
-        apply(model, seal, rows)
+        apply(tables, seal, rows)
 
     async with opened(tmp_path) as service:
         session = await join(service)
         ranks = session.coordinator
         await send(session, full_part(1, random_rows(0), WHOLE))
-        monkeypatch.setattr(Model, "_apply", broken_at_2)
+        monkeypatch.setattr(AppliedTables, "apply", broken_at_2)
         await send(session, part(2, [(0, [3], np.full((1, 4), 7, "<f4"))]))
         next_cut = asyncio.create_task(send(session, part(3, [(0, [4], np.full((1, 4), 8, "<f4"))])))
         await becomes(lambda: ranks._sealing is not None and service.event_counts[EventKind.FAILED] > 1)

@@ -101,7 +101,7 @@ async def test_all_ranks_of_a_cut_that_cannot_fit_are_told_so_and_the_log_is_not
         for starts in ((0, 1 << 14), (1 << 15, 3 << 14))
     ]
     await asyncio.gather(*(send(rank, each) for rank, each in zip(ranks, parts, strict=True)))
-    await service.coordinators["clicks"].drain()
+    await service.models.coordinators["clicks"].drain()
     for _ in range(2):  # The log is kept back to the second newest checkpoint.
         await service.checkpoints.make("clicks")
     waiting = asyncio.create_task(send(ranks[0], part(2, [])))
@@ -113,7 +113,7 @@ async def test_all_ranks_of_a_cut_that_cannot_fit_are_told_so_and_the_log_is_not
     with pytest.raises(Contradiction, match="which has room for 600000"):
         await waiting
     assert "too large for the log" in service.models["clicks"].failure
-    assert service.shortcomings == [f"model 'clicks': {service.models['clicks'].failure}"]
+    assert service.models.troubles == [f"model 'clicks': {service.models['clicks'].failure}"]
     assert await logged(service) == 0
     assert not log_of(service).refusing
 

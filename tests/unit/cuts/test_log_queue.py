@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, run, send
+from tests.support.local_service import join, run, send, sources
 from tests.support.log import held_up, log_of
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
@@ -19,7 +19,6 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.session import UnwrittenChunks
 from deltasync.log.log_store import WriteQueue
 from deltasync.log.records import pack_layout
-from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 
@@ -70,7 +69,7 @@ async def test_many_opens_leave_the_loops_threads_to_others(
         return pack_layout(*arguments)
 
     monkeypatch.setattr("deltasync.cuts.session.pack_layout", slow)
-    await service.open_model("clicks")
+    await service.publishing.open("clicks")
     opens = [asyncio.create_task(join(service)) for _ in range(50)]
     await asyncio.to_thread(begun.wait, 20)
     for _ in range(200):
@@ -86,15 +85,17 @@ async def test_many_opens_leave_the_loops_threads_to_others(
 async def test_a_limit_that_is_read_again_counts_while_the_service_runs(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.service.service._SECONDS", 0.001)
     assert log_of(service).queue.most_bytes == BOUND
     service.limits.options = LimitOptions(log_queue_bytes=2 * BOUND)
-    keeper = asyncio.create_task(housekeeping(service))
+    keeper = asyncio.create_task(service.run())
     while log_of(service).queue.most_bytes != 2 * BOUND:
         await asyncio.sleep(0.001)
     keeper.cancel()
     with held_up(log_of(service)):
-        assert b'deltasync_limit_taken{limit="log_queue_bytes"} 1024.0' in await Answers(service).metrics()
+        assert (
+            b'deltasync_limit_taken{limit="log_queue_bytes"} 1024.0' in await Answers(sources(service)).metrics()
+        )
 
 
 MIB = 1 << 20

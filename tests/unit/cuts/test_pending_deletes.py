@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.support.local_service import join, opened, publish, send
 from tests.support.log import log_of
-from tests.support.wire import ITEM, USER, WHOLE, full_part, part, random_rows
+from tests.support.wire import ITEM, USER, WHOLE, close, delete_chunk, full_part, part, random_rows
 from tests.unit.support.async_tests import in_service
 
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
@@ -35,7 +35,7 @@ def numbers(session: PublishSession) -> list[int]:
 
 
 async def ask(service: Service, ids: list[int], table: TableSpec = USER) -> int:
-    return (await service.delete_rows("clicks", table.name, ids)).request.number
+    return (await service.removals.delete_rows("clicks", table.name, ids)).request.number
 
 
 @in_service()
@@ -52,7 +52,7 @@ async def test_a_request_is_handed_out_until_a_cut_carries_it(service: Service) 
     assert numbers(rank) == [second]
     await send(rank, meeting(part(4, []), first, second))
     assert numbers(rank) == []
-    assert service.pending_deletes() == []
+    assert service.removals.pending_deletes() == []
 
 
 async def test_a_request_outlives_the_service(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ async def test_a_request_outlives_the_service(tmp_path: Path) -> None:
         asked.extend([await ask(service, [3]), await ask(service, [4])])
         await send(rank, meeting(part(2, []), asked[0]))
     async with opened(tmp_path) as service:
-        (pending,) = service.pending_deletes()
+        (pending,) = service.removals.pending_deletes()
         assert (pending.model, pending.request.table, pending.request.ids.tolist()) == ("clicks", USER.name, [4])
         assert pending.reason == "no run is publishing: the next one is asked"
         rank = await join(service, run="run-2", started=2, takes_deletes=True)
@@ -71,9 +71,7 @@ async def test_a_request_outlives_the_service(tmp_path: Path) -> None:
 
 def deleting(step: int, ids: list[int], number: int) -> list[Any]:
     """A part of a rank that has met a request, with what it has deleted."""
-    requests = part(step, [(0, ids, np.zeros((len(ids), USER.dim), "<f4"))])
-    requests[0].chunk.rows.deleted, requests[0].chunk.rows.values = True, b""
-    return meeting(requests, number)
+    return meeting([delete_chunk(step, 0, ids), close(step, len(ids))], number)
 
 
 async def test_a_run_that_goes_back_before_a_delete_is_asked_for_it_again(tmp_path: Path) -> None:
@@ -85,7 +83,7 @@ async def test_a_run_that_goes_back_before_a_delete_is_asked_for_it_again(tmp_pa
         number = await ask(service, [3, 5, 7])
         held.append(await send(rank, deleting(2, [3, 5, 7], number)) or Position())
         await send(rank, part(3, [(0, [7], np.ones((1, USER.dim), "<f4"))]))
-        await service.coordinators["clicks"].drain()
+        await service.models.coordinators["clicks"].drain()
     async with opened(tmp_path) as service:
         again: dict[str, Any] = {"takes_deletes": True, "takes_changes": True}
         rank = await join(service, run="late", started=2, continues=held[1], **again)
@@ -96,7 +94,7 @@ async def test_a_run_that_goes_back_before_a_delete_is_asked_for_it_again(tmp_pa
         part_of_all = part(2, [(0, [3, 5, 7], np.ones((3, USER.dim), "<f4"))])
         await send(rank, part_of_all)
         await send(rank, deleting(3, [3, 5], request.number))
-        await service.coordinators["clicks"].drain()
+        await service.models.coordinators["clicks"].drain()
         assert service.models["clicks"].tables[0].deleted(np.array([3, 5, 7])).tolist() == [True, True, False]
         rank = await join(service, run="further back", started=4, continues=held[0], **again)
         assert [each.ids.tolist() for each in rank.deletes] == [[3, 5]]
@@ -109,9 +107,9 @@ async def test_a_delete_that_is_asked_for_again_is_forgotten_only_once_that_is_w
     rank = await join(service, takes_deletes=True)
     held = await send(rank, full_part(1, random_rows(0), WHOLE)) or Position()
     await send(rank, deleting(2, [3, 5], await ask(service, [3, 5])))
-    await service.coordinators["clicks"].settled()
+    await service.models.coordinators["clicks"].settled()
     back: dict[str, Any] = {"continues": held, "takes_deletes": True, "takes_changes": True}
-    done, put, refused = service.coordinators["clicks"].deletes.done, log_of(service).put, Future[None]()
+    done, put, refused = service.models.coordinators["clicks"].deletes.done, log_of(service).put, Future[None]()
     refused.set_exception(LogFull("the log is full"))
     with monkeypatch.context() as patch:
         patch.setattr(log_of(service), "put", lambda name, value: refused if value else put(name, value))
@@ -135,10 +133,10 @@ async def test_so_many_that_are_done_are_kept_and_none_of_a_table_that_is_no_mor
     rank = await publish(service, takes_deletes=True)
     for step, (table, ids) in enumerate(((USER, [1, 2]), (ITEM, [1]), (USER, [3])), start=2):
         await send(rank, meeting(part(step, []), await ask(service, ids, table)))
-    done = service.coordinators["clicks"].deletes.done
+    done = service.models.coordinators["clicks"].deletes.done
     assert [(each.table, each.ids.tolist()) for each in done.after(0)] == [(ITEM.name, [1]), (USER.name, [3])]
     assert [each.ids.tolist() for each in done.after(3)] == [[3]]
-    service.coordinators["clicks"].deletes.forget(ITEM.name)
+    service.models.coordinators["clicks"].deletes.forget(ITEM.name)
     assert [each.table for each in done.after(0)] == [USER.name]
     await asyncio.to_thread(log_of(service).put("x", None).result)
     assert len(log_of(service).items("deleted/clicks/")) == 1
@@ -157,7 +155,7 @@ async def test_all_ranks_have_to_meet_a_request_with_the_same_cut(service: Servi
     await both(ranks, meeting(part(2, []), number), part(2, []))
     assert [numbers(rank) for rank in ranks] == [[number], [number]]
     await both(ranks, meeting(part(3, []), number), meeting(part(3, []), number))
-    assert service.pending_deletes() == []
+    assert service.removals.pending_deletes() == []
 
 
 @in_service()
@@ -173,10 +171,10 @@ async def test_a_cut_that_is_not_sealed_meets_nothing(service: Service) -> None:
 @in_service()
 async def test_what_a_request_waits_for_is_said(service: Service) -> None:
     def waits(service: Service, number: int = 0) -> str:
-        return service.pending_deletes()[number].reason
+        return service.removals.pending_deletes()[number].reason
 
     rank = await publish(service, run="old", takes_deletes=False)
-    pending = await service.delete_rows("clicks", USER.name, [1])
+    pending = await service.removals.delete_rows("clicks", USER.name, [1])
     assert pending.reason == "the trainer of run old does not know of deletes: update it"
     assert rank.deletes == []
     partly = [Shard.whole(ITEM)]
@@ -220,8 +218,8 @@ async def test_what_cannot_be_asked_for(
     bias = TableSpec("bias", 1, 4, np.dtype("<f4"), TableKind.PARAMETER)
     await publish(service, tables=[USER, ITEM, bias])
     with pytest.raises(error, match=message):
-        await service.delete_rows(model, table, ids)
-    assert service.pending_deletes() == []
+        await service.removals.delete_rows(model, table, ids)
+    assert service.removals.pending_deletes() == []
     assert log_of(service).items("delete/") == {}
 
 
@@ -229,13 +227,13 @@ async def test_a_request_whose_asker_is_gone_is_not_forgotten_and_then_remembere
     async with opened(tmp_path) as service:
         await publish(service)
         asking = asyncio.create_task(ask(service, [3]))
-        while not service.pending_deletes():
+        while not service.removals.pending_deletes():
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.wait([asking])
-        (pending,) = service.pending_deletes()
+        (pending,) = service.removals.pending_deletes()
     async with opened(tmp_path) as service:
-        assert [each.request.number for each in service.pending_deletes()] == [pending.request.number]
+        assert [each.request.number for each in service.removals.pending_deletes()] == [pending.request.number]
 
 
 @in_service()

@@ -62,7 +62,7 @@ def test_nothing_of_a_cut_is_there_before_it_is_on_disk(tmp_path: Path, monkeypa
             assert not sealed.done()
             sealing.let_go()
             assert await sealed == Position(model.history, 2)
-        await service.coordinators["clicks"].drain()
+        await service.models.coordinators["clicks"].drain()
         kept = frozen(await model.release(1))
         assert kept.head is not None
         assert (kept.head.number, kept.checksums) == (2, frozen(await model.release(0)).checksums)
@@ -187,7 +187,7 @@ async def test_a_new_table_is_published_whole_whichever_rank_brought_it(tmp_path
             send(ranks[1], part(4, [(0, np.arange(15, 30), rows[1][15:])])),
         ]
         await asyncio.gather(*cut)
-        await service.coordinators["clicks"].drain()
+        await service.models.coordinators["clicks"].drain()
         tables = service.models["clicks"].tables
         assert [table.stamps.tolist() for table in tables] == [[1] * 40, [2] * 30]
         delta = [send(session, part(5, [])) for session in ranks]

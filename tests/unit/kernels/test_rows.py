@@ -11,7 +11,7 @@ from tests.unit.kernels import reference
 
 from deltasync.core.digests import weights
 from deltasync.kernels.digests import exchange
-from deltasync.kernels.rows import gather, gather_checked, scatter, write
+from deltasync.kernels.rows import gather, gather_checked, put, scatter, write
 
 Array = NDArray[Any]
 DTYPES = ["u1", "<u2", "<u4"]
@@ -53,6 +53,22 @@ def test_rows_are_scattered_and_gathered_bit_by_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@given(st.data(), st.integers(1, 9), st.integers(1, 20), st.integers(0, 3))
+def test_rows_are_put_and_digested_as_they_lie(
+    dtype: str, data: st.DataObject, rows: int, width: int, padding: int
+) -> None:
+    table, ids = words(rows, width + padding, dtype, 0), data.draw(numbers(rows))
+    some = np.frombuffer(b"x" + words(len(ids), width, dtype, 1).tobytes(), np.uint8, offset=1)
+    expected = table.copy()
+    expected[ids, :width] = np.frombuffer(some.tobytes(), dtype).reshape(len(ids), width)
+    digests = np.zeros(len(ids), np.uint64)
+    given_rows = some.reshape(len(ids), width * table.itemsize)
+    put(table.view(np.uint8), table, ids, given_rows, weights(0, width), digests)
+    assert np.array_equal(table, expected)
+    assert np.array_equal(digests, reference.row_digests(expected[ids, :width]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @given(st.data(), st.integers(1, 40), st.integers(1, 40))
 def test_rows_are_gathered_and_those_counted_that_do_not_fit(
     dtype: str, data: st.DataObject, rows: int, width: int
@@ -76,25 +92,25 @@ NONE = np.zeros(0, np.uint64), np.zeros((0, 0), np.float32)
 def test_columns_are_written_with_stamps_and_digests(
     dtype: str, data: st.DataObject, rows: int, width: int, one_stamp: bool
 ) -> None:
-    table, ids = words(rows, width, dtype, 0), data.draw(numbers(rows))
+    table, slots = words(rows, width, dtype, 0), data.draw(numbers(rows))
     digests, stamps = reference.row_digests(table), np.full(rows, 7)
+    ids = 5 + 3 * np.arange(rows)  # Of the rows, by slot.
     first = data.draw(st.integers(0, width - 1))
     columns = slice(first, data.draw(st.integers(first + 1, width)))
-    some = words(len(ids), columns.stop - first, dtype, 1)
-    before, expected = reference.checksum(np.arange(rows), digests), table.copy()
-    expected[ids, columns] = some
-    new_stamps = np.array([9]) if one_stamp else -np.arange(1, len(ids) + 1)
+    some = words(len(slots), columns.stop - first, dtype, 1)
+    before, expected = reference.checksum(ids, digests), table.copy()
+    expected[slots, columns] = some
+    new_stamps = np.array([9]) if one_stamp else -np.arange(1, len(slots) + 1)
     factors = NONE[0] if some.shape[1] == width else weights(first, some.shape[1])
     new_digests = reference.row_digests(some, first)
-    change, squares = write(
-        table, stamps, digests, NONE[1], first, first, ids, some, new_stamps, new_digests, NONE[1], factors
-    )
+    arrays = table, stamps, digests, NONE[1], first, first, slots, ids[slots]
+    change, squares = write(*arrays, some, new_stamps, new_digests, NONE[1], factors)
     assert np.array_equal(table, expected)
     assert np.array_equal(digests, reference.row_digests(expected))
     expected_stamps = np.full(rows, 7)
-    expected_stamps[ids] = new_stamps
+    expected_stamps[slots] = new_stamps
     assert np.array_equal(stamps, expected_stamps)
-    assert (before + int(change)) % 2**64 == reference.checksum(np.arange(rows), digests)
+    assert (before + int(change)) % 2**64 == reference.checksum(ids, digests)
     assert squares == 0
 
 
@@ -111,7 +127,7 @@ def test_the_sum_of_squares_moves_by_what_is_written(
     table_words, some_words = (each.view("<u4") for each in (table, some))
     arrays = table_words, np.zeros(rows, np.int64), np.zeros(rows, np.uint64), table
     digests = np.zeros(len(ids), np.uint64)
-    _, change = write(*arrays, first * halves, first, ids, some_words, np.array([1]), digests, some, NONE[0])
+    _, change = write(*arrays, first * halves, first, ids, ids, some_words, np.array([1]), digests, some, NONE[0])
     assert before + change == np.square(table).sum()
 
 

@@ -5,7 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.log.jetstream_index import Address, Index, Names, drop_note, model_of, put_note, truncate_note
+from deltasync.log.jetstream_store import Index, drop_note, put_note, truncate_note
+from deltasync.log.jetstream_stream import Address, LogSubjects, model_of
 
 STREAMS = st.sampled_from(["cuts/m", "seals/m"])
 SMALL = st.integers(0, 4)
@@ -60,15 +61,15 @@ NAMES = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,20}", fullmatch=True)
 
 @given(NAMES, NAMES)
 def test_names_of_models_and_of_streams_are_one_to_one(one: str, other: str) -> None:
-    assert model_of("deltasync", Names("deltasync", one).stream) == one
-    assert model_of("delta", Names("deltasync", one).stream) is None
-    assert (Names("deltasync", one).stream == Names("deltasync", other).stream) == (one == other)
+    assert model_of("deltasync", LogSubjects("deltasync", one).stream) == one
+    assert model_of("delta", LogSubjects("deltasync", one).stream) is None
+    assert (LogSubjects("deltasync", one).stream == LogSubjects("deltasync", other).stream) == (one == other)
 
 
 @given(NAMES, NAMES, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 9))
 def test_a_subject_says_which_piece_of_which_record_it_is(
     model: str, owner: str, number: int, part: int, piece: int
 ) -> None:
-    names, address = Names("deltasync", model), Address(f"releases/{owner}", number, part, piece)
+    names, address = LogSubjects("deltasync", model), Address(f"releases/{owner}", number, part, piece)
     assert names.parsed(names.piece(address, piece, 10)) == (address, piece, 10)
     assert names.piece(address, piece, 10).count(".") == 8

@@ -80,7 +80,7 @@ async def test_what_tables_are_to_replicas_is_found_anew_only_for_those_that_hav
 async def test_old_rows_keep_their_values_and_stamps(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     session = await publish(service)
     await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-    await service.coordinators["clicks"].drain()
+    await service.models.coordinators["clicks"].drain()
     model = service.models["clicks"]
     before = tables_of(model)
     table, checksum = model.tables[0], model.tables[0].checksum
@@ -99,7 +99,7 @@ async def test_old_rows_keep_their_values_and_stamps(service: Service, monkeypat
     position = await send(later, grown_part(4, [*GROWN, NEW]))
     assert position
     assert position.number == 3
-    await service.coordinators["clicks"].drain()
+    await service.models.coordinators["clicks"].drain()
     assert later.decision.yes
     assert table.stamps.tolist() == [3] * 60
 
@@ -118,7 +118,7 @@ async def test_what_a_later_run_has_grown_by_is_known_to_be_unpublished_after_a_
             with pytest.raises(ResyncRequired, match=r"of its 20 rows of table .*user' that were never published"):
                 await send(later, part(step, [(0, ids, np.ones((len(ids), 4), "<f4"))]))
         await send(later, part(4, [(0, [3, *range(40, 60)], np.ones((21, 4), "<f4"))]))
-        await service.coordinators["clicks"].drain()
+        await service.models.coordinators["clicks"].drain()
         assert model.tables[0].stamps.tolist() == [*[1] * 3, 2, *[1] * 36, *[2] * 20], "and no other row"
     async with opened(tmp_path) as service:
         model = service.models["clicks"]
@@ -156,7 +156,7 @@ async def test_a_later_run_without_a_table_leaves_it_as_it_was(service: Service)
     before = tables_of(model)[ITEM.name]
     later = await join_later(service, [USER])
     await send(later, grown_part(2, [USER]))
-    await service.coordinators["clicks"].drain()
+    await service.models.coordinators["clicks"].drain()
     assert tables_of(model)[ITEM.name] == before
     assert model.tables[0].stamps.tolist() == [2] * 40
 
@@ -190,7 +190,7 @@ async def test_of_a_table_that_was_never_published_another_may_come(
         assert [table.spec for table in model.tables] == [*TABLES, NEW]
         await publish_later(service, wanted, 3)
         assert [table.spec for table in model.tables] == wanted
-        assert service.limits.taken["bytes_in_all"] == model.table_bytes
+        assert service.limits.number("bytes_in_all") == model.table_bytes
     async with opened(tmp_path) as service:
         for table, rows in zip(service.models["clicks"].tables, random_rows(3, wanted), strict=True):
             np.testing.assert_array_equal(table.rows, rows)
@@ -208,7 +208,7 @@ def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
         session = await publish(service)
         await service.checkpoints.make("clicks")
         await send(session, part(2, [(0, [39], np.ones((1, 4), "<f4"))]))
-        await service.coordinators["clicks"].drain()
+        await service.models.coordinators["clicks"].drain()
         before.update(tables_of(service.models["clicks"]))
         with monkeypatch.context() as patch:
             crashes = Crashes(patch, data_dir, tmp_path)
@@ -225,7 +225,7 @@ def test_a_crash_at_any_point_leaves_the_old_tables_or_the_new_ones(
         found.append(state == after)
         session = await join_later(service, later)
         await send(session, grown_part(3, later))
-        await service.coordinators["clicks"].drain()
+        await service.models.coordinators["clicks"].drain()
         for table, rows in zip(model.tables, random_rows(3, later), strict=True):
             np.testing.assert_array_equal(table.rows, rows)
 

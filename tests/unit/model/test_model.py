@@ -143,12 +143,12 @@ def test_rows_that_a_full_cut_does_not_name_are_deleted_also_when_it_is_applied_
         session = await join(service)
         await send(session, full_part(1, rows, WHOLE))
         await send(session, part(2, whole))  # A delta never deletes.
-        await service.coordinators["clicks"].drain()
+        await service.models.coordinators["clicks"].drain()
         tables = service.models["clicks"].tables
         assert [table.changed_since(0).tolist() for table in tables] == [list(range(len(each))) for each in rows]
         assert not any(table.deleted(np.arange(len(each))).any() for table, each in zip(tables, rows, strict=True))
         await send(session, part(3, whole, full=True))
-        await service.coordinators["clicks"].drain()
+        await service.models.coordinators["clicks"].drain()
         await check(service)
         shutil.copytree(tmp_path / "data", tmp_path / "crashed")
 

@@ -11,22 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, run, send
+from tests.support.log import log_of
 from tests.support.releases import frozen, live_rows
-from tests.support.wire import USER, WHOLE, full_part, part, random_rows
+from tests.support.wire import USER, WHOLE, close, full_part, part, random_rows
 from tests.unit.support.async_tests import in_service
 
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
+from deltasync.core.tables import Shard
 from deltasync.cuts.session import PublishSession
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.model import releases
+from deltasync.model.applied import AppliedTables
 from deltasync.model.model import Model
-from deltasync.model.releases import freeze
+from deltasync.model.releases import FrozenRelease, freeze
 from deltasync.service.service import Service
-from deltasync.v1 import subscribe_pb2
-from deltasync.wire.row_messages import release_chunk, serialized
+from deltasync.v1 import publish_pb2, subscribe_pb2
+from deltasync.wire.row_messages import part_chunk, release_chunk, serialized
 
 REPLICAS = 40
 
@@ -44,7 +47,7 @@ async def chunks_until_end(stream: Any) -> list[bytes]:
         if message.HasField("chunk"):
             found.append(response)
         if message.HasField("release"):
-            return [rows.SerializeToString() for rows in message.release.rows]
+            return [response for _ in message.release.rows]
         if message.HasField("release_end"):
             return found
     raise AssertionError("the stream has ended")
@@ -57,12 +60,12 @@ def changed(step: int, row: int) -> list[Any]:
 async def published(session: PublishSession, service: Service, requests: list[Any]) -> Model:
     """The model, once it has a cut."""
     await send(session, requests)
-    await service.coordinators["clicks"].drain()
+    await service.models.coordinators["clicks"].drain()
     return service.models["clicks"]
 
 
 def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are written once; where they go with the end of the release, in a copy for each replica."""
+    """Rows that are read from the tables are encoded once; those that go with a release's end, copied for each."""
 
     async def scenario(service: Service) -> None:
         written = list[int]()
@@ -78,20 +81,20 @@ def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypa
 
         monkeypatch.setattr("deltasync.model.releases.release_chunk", counted)
         monkeypatch.setattr(releases, "freeze", noted)
-        await service.create_consumer("plain", "clicks", Policy())
+        await service.consumers.create("plain", "clicks", Policy())
         session = await join(service)
         await published(session, service, full_part(1, random_rows(0), WHOLE))
         openings = [subscribe_pb2.SubscribeOpen(consumer="plain", replica=str(each)) for each in range(REPLICAS)]
         streams = [ReplicaStream(service, opening).run(silence()) for opening in openings]
-        for step, chunks in ((1, 2), (2, 1), (3, 1)):
+        for step, chunks, encoded in ((1, 2, 2), (2, 1, 0), (3, 1, 0)):  # Later cuts are sent as they came.
             if step > 1:
                 await published(session, service, changed(step, step))
             sent = await asyncio.gather(*map(chunks_until_end, streams))
-            assert len(written) == chunks
+            assert len(written) == encoded
             assert all(one == other for each in sent for one, other in zip(each, sent[0], strict=True))
             assert [len(each) for each in sent] == [chunks] * REPLICAS
             written.clear()
-        assert made == [0]  # Later cuts were sent as they came.
+        assert made == [0]
         for stream in streams:
             await stream.aclose()
 
@@ -124,18 +127,61 @@ async def test_a_cut_is_kept_for_replicas_only_while_some_follow(service: Servic
 
 
 @in_service()
+async def test_rows_go_to_the_log_and_to_replicas_in_the_bytes_in_which_they_came(service: Service) -> None:
+    session = await join(service)
+    model = await published(session, service, full_part(1, random_rows(0), WHOLE))
+    await model.release(0)
+    model.releases.followed = True
+    rows = RowBatch(WHOLE[0], np.array([3, 7]), np.ones((2, USER.dim), "<f4")).digested()
+    request = publish_pb2.PublishRequest.FromString(part_chunk(2, 0, rows))
+    await published(session, service, [request, close(2, 2)])
+    came = request.chunk.rows.rows.SerializeToString()
+    (record,) = log_of(service).read("cuts/clicks", 2, 2)
+    assert record.payload[-len(came) :] == came
+    (chunk,) = frozen(await model.release(1)).chunks
+    assert bytes(chunk.rows.encoded or b"") == came
+    assert chunk.message.endswith(came)
+    read = frozen(await model.release(0)).chunks[0]  # Of what it lacks, a replica that is behind gets the rows.
+    assert read.rows.digests is None
+
+
+@in_service()
+async def test_a_cut_without_digests_goes_on_with_them(service: Service) -> None:
+    """Also one that a whole part brings, and one of several ranks, whose rows go together."""
+    halves = [Shard(USER, 0, 25, 0, USER.dim), Shard(USER, 25, USER.rows - 25, 0, USER.dim)]
+    ranks = [
+        await join(service, tables=[USER], shards=[half], rank=rank, world_size=2)
+        for rank, half in enumerate(halves)
+    ]
+    values = random_rows(0)[0]
+
+    async def cut(step: int, *rows: list[int]) -> FrozenRelease:
+        parts = [part(step, [(0, some, values[some])], full=step == 1) for some in rows]
+        await asyncio.gather(*(send(rank, each) for rank, each in zip(ranks, parts, strict=True)))
+        await service.models.coordinators["clicks"].drain()
+        return frozen(await service.models["clicks"].release(step - 1))
+
+    await cut(1, list(range(25)), list(range(25, USER.rows)))
+    for step in (2, 3):
+        (chunk,) = (await cut(step, [3, 4], [30])).chunks
+    assert chunk.rows.ids.tolist() == [3, 4, 30]
+    assert chunk.rows.digests is not None
+    chunk.rows.check_digests()
+
+
+@in_service()
 async def test_cuts_of_two_models_are_applied_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    both, apply = threading.Barrier(2), Model._apply
+    both, apply = threading.Barrier(2), AppliedTables.apply
 
-    def meeting(model: Model, seal: Seal, rows: Any) -> None:
+    def meeting(tables: AppliedTables, seal: Seal, rows: Any) -> None:
         both.wait(20)  # Broken if the other is not under way.
-        apply(model, seal, rows)
+        apply(tables, seal, rows)
 
-    monkeypatch.setattr(Model, "_apply", meeting)
+    monkeypatch.setattr(AppliedTables, "apply", meeting)
     for name in ("clicks", "views"):
         await send(await join(service, model=name), full_part(1, random_rows(0), WHOLE))
     for name in ("clicks", "views"):
-        await service.coordinators[name].drain()
+        await service.models.coordinators[name].drain()
         assert service.models[name].position.number == 1
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.local_service import opened, publish
+from tests.support.local_service import backups, check, opened, publish
 from tests.support.wire import ITEM
 from tests.unit.support.async_tests import in_service
 
@@ -13,10 +13,8 @@ from deltasync.base.errors import ServiceUnavailable
 from deltasync.core.rows import DamagedRows
 from deltasync.model.model import Model
 from deltasync.service import checkpoints
-from deltasync.service.backup import BackupPlace, Backups
+from deltasync.service.backup import BackupPlace
 from deltasync.service.checkpoints import records_of_model
-from deltasync.service.fsck import check_service
-from deltasync.service.operators import Removals
 from deltasync.service.restore import restore
 from deltasync.service.service import Service
 
@@ -49,9 +47,9 @@ async def test_a_model_that_is_reloaded_as_it_begins_is_not_left_out(
     monkeypatch.setattr(BackupPlace, "begin", slowly)
     monkeypatch.setattr(Model, "recover", recover)
     with pytest.raises(ServiceUnavailable, match="model 'clicks' is being reloaded"):
-        await Backups(service).make(str(backup), "who asks")
+        await backups(service).make(str(backup), "who asks")
     with pytest.raises(ServiceUnavailable, match="model 'clicks' is being reloaded"):
-        await check_service(service, "who asks")
+        await check(service)
     assert not list(backup.iterdir())
 
 
@@ -62,11 +60,11 @@ async def test_a_table_that_was_made_again_after_its_record_was_read_has_its_row
         session = await publish(service)
         old = records_of_model(service.models["clicks"].log, "clicks")
         session.end("its stream has ended")
-        await Removals(service).delete_table("clicks", ITEM.name, "who asks")
+        await service.removals.delete_table("clicks", ITEM.name, "who asks")
         await publish(service, 2, run="run-2", started=2, continues=service.models["clicks"].position)
         wanted = {each.spec.name: each.rows.tobytes() for each in service.models["clicks"].tables}
         monkeypatch.setattr(checkpoints, "records_of_model", lambda *_: old)
-        await Backups(service).make(str(tmp_path / "backup"), "who asks")
+        await backups(service).make(str(tmp_path / "backup"), "who asks")
     restore(tmp_path / "backup", tmp_path / "restored")
     async with opened(tmp_path / "restored") as service:
         model = service.models["clicks"]

@@ -30,8 +30,6 @@ from deltasync.cluster.owners import Alone
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.log.log_store import LogStore, LogUnavailable
-from deltasync.service.hosting import Hosting
-from deltasync.service.operators import Removals
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 
@@ -44,9 +42,10 @@ Rows = dict[str, np.ndarray[Any, Any]]
 class Process:
     """A service on logs that others take over, whose checkpoints are copied to a folder that all share."""
 
-    def __init__(self, service: Service, logs: ManyLogs, url: str) -> None:
+    def __init__(self, service: Service, logs: ManyLogs, url: str, name: str) -> None:
         self.service, self.logs, self.place = service, logs, Place(url)
-        self.hosting = service.hosting = Hosting(service, logs)
+        self.hosting = service.hosting(logs)
+        service.join(Alone(Member(name, "", "")))  # Whoever asks is at the right one.
         self.stored = CheckpointStore(MODEL, self.place)
 
     async def take(self) -> None:
@@ -73,9 +72,8 @@ async def process(folder: Path, name: str, url: str) -> AsyncIterator[Process]:
         logs = ManyLogs(folder / "logs")
         options = ServiceOptions(data_dir=folder / name, checkpoints=url, keep_checkpoints=2)
         service = Service(options, tasks, logs)
-        service.owners = Alone(Member(name, "", ""))  # Whoever asks is at the right one.
         try:
-            yield Process(service, logs, url)
+            yield Process(service, logs, url, name)
         finally:
             await service.drain()
 
@@ -375,8 +373,8 @@ def test_a_model_that_is_deleted_has_none_left(tmp_path: Path) -> None:
         await service.checkpoints.make(MODEL)
         assert (tmp_path / "at" / MODEL).exists()
         session.end("done")
-        await until(lambda: not service.coordinators[MODEL].connected)
-        await Removals(service).delete_model(MODEL, "test")
+        await until(lambda: not service.models.coordinators[MODEL].connected)
+        await service.removals.delete_model(MODEL, "test")
         for folder in (tmp_path / "data" / "checkpoints", tmp_path / "at"):
             assert [each for each in folder.rglob("*") if each.is_file()] == []
 
@@ -428,7 +426,7 @@ async def test_replicas_of_a_consumer_with_a_policy_go_on_from_what_they_hold(
     """Also where the policy has changed since the checkpoint."""
     await a.take()
     session = await publish(a.service)
-    consumer = await a.service.create_consumer("top", MODEL, Policy(top_k=2))
+    consumer = await a.service.consumers.create("top", MODEL, Policy(top_k=2))
     replica = a.service.registry.connect(consumer, "r", asyncio.Event())
     view = a.service.views.by_consumer()["top"]
 
@@ -443,7 +441,7 @@ async def test_replicas_of_a_consumer_with_a_policy_go_on_from_what_they_hold(
     await released(before)
     await a.checkpoint()
     before = view.position
-    await a.service.update_consumer("top", later)
+    await a.service.consumers.update("top", later)
     await cut(session, 3, *range(4))
     await released(before)
     held = {each.name: np.array(each.held.rows) for each in view.state.tables}
@@ -662,7 +660,7 @@ def failing(call: Any, calls: Any, number: int, error: Exception) -> Any:
 @in_processes()
 async def test_the_next_owner_has_the_rows_the_consumers_and_the_history(a: Process, b: Process) -> None:
     await a.take()
-    consumer = await a.service.create_consumer("predictors", MODEL, Policy())
+    consumer = await a.service.consumers.create("predictors", MODEL, Policy())
     session = await publish(a.service)
     await send(session, part(2, [(0, [1, 3], np.ones((2, 4), np.float32))]))
     await session.coordinator.settled()
@@ -683,16 +681,16 @@ async def test_the_next_owner_has_the_rows_the_consumers_and_the_history(a: Proc
 @in_processes()
 async def test_who_has_given_a_model_up_has_nothing_of_it(a: Process, b: Process) -> None:
     await a.take()
-    consumer = await a.service.create_consumer("predictors", MODEL, Policy(top_k=3))
+    consumer = await a.service.consumers.create("predictors", MODEL, Policy(top_k=3))
     session = await publish(a.service)
     model, ended = a.service.models[MODEL], asyncio.Event()
     a.service.registry.connect(consumer, "r", ended)
     await a.give_up()
     assert ended.is_set()
     assert consumer.moved
-    assert (a.service.models, a.service.coordinators, a.service.registry.consumers) == ({}, {}, {})
+    assert not [*a.service.models, *a.service.models.coordinators, *a.service.registry.consumers]
     assert a.service.views.by_consumer() == {}
-    assert a.service.limits.taken["bytes_in_all"] == 0
+    assert a.service.limits.number("bytes_in_all") == 0
     with pytest.raises(NotOwner):
         await send(session, part(2, []))
     with pytest.raises(ServiceUnavailable, match="model 'clicks' is stopped in this process"):
@@ -702,7 +700,7 @@ async def test_who_has_given_a_model_up_has_nothing_of_it(a: Process, b: Process
 @in_processes()
 async def test_a_model_of_which_nothing_is_published_is_given_up_with_its_ranks(a: Process, b: Process) -> None:
     await a.take()
-    coordinator = await a.service.open_model(MODEL)
+    coordinator = await a.service.publishing.open(MODEL)
     await a.give_up()
     with pytest.raises(NotOwner):
         coordinator.cut_of(None, 1)  # type: ignore[arg-type]  # Refused before it is looked at.

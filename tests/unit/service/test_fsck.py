@@ -12,7 +12,7 @@ import pytest
 from tests.support import flips
 from tests.support.command import deltasync
 from tests.support.damage import change_value, entries, forget
-from tests.support.local_service import opened, publish
+from tests.support.local_service import check, opened, publish
 from tests.support.log import Heads
 from tests.support.wire import ITEM, USER
 
@@ -24,7 +24,7 @@ from deltasync.log.log_store import LogOptions
 from deltasync.log.records import key_of
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.model_store import ModelStore
-from deltasync.service.fsck import Checked, check_data_directory, check_service
+from deltasync.service.fsck import Checked, check_data_directory
 
 Harm = Callable[[Path], None]
 
@@ -184,16 +184,16 @@ def test_a_log_that_cannot_be_opened_hides_no_checkpoint(copy: Path) -> None:
 async def test_a_running_service_reads_all_of_it_and_its_memory_while_it_goes_on(copy: Path) -> None:
     said = list[Event]()
     async with opened(copy, said.append) as service:
-        clicks, other = await check_service(service, "who asks")
+        clicks, other = await check(service)
         assert problems([clicks, other]) == []
         assert clicks.checkpoints == 2
         assert clicks.rows >= 2 * 68, "those of the view, too"
         change(files_of(copy, "data")[-1], 60)
-        clicks, other = await check_service(service, "who asks")
+        clicks, other = await check(service)
         assert any(PASSED_OVER in each for each in clicks.problems)
         assert not service.models["clicks"].failed
         service.models["clicks"].tables[0].rows.view(np.uint8)[7, 1] ^= 16
-        clicks, other = await check_service(service, "who asks")
+        clicks, other = await check(service)
         assert any("row 7: the model is reloaded" in each for each in clicks.problems)
         assert "row 7" in service.models["clicks"].failed
     events = [each for each in said if each.kind is EventKind.CHECKED]
@@ -217,7 +217,7 @@ async def test_a_cut_of_a_new_layout_that_is_sealed_as_the_log_is_read_is_not_ca
             asyncio.run_coroutine_threadsafe(cut(), loop).result(20)
 
         monkeypatch.setattr(ModelStore, "recover", slow)
-        assert problems(await check_service(service, "who asks")) == []
+        assert problems(await check(service)) == []
 
 
 FOREIGN = [

@@ -13,7 +13,7 @@ from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open,
 from tests.unit.support.async_tests import in_service
 
 from deltasync.access.limits import LimitOptions
-from deltasync.api.reload import Reloaded, reload_on
+from deltasync.api.reload import Reload, Reloaded
 from deltasync.base.errors import Contradiction, ServiceUnavailable, StorageFailed
 from deltasync.base.events import EventKind
 from deltasync.consumers.consumer import ConsumerOptions
@@ -25,7 +25,6 @@ from deltasync.log.log_store import LogStore
 from deltasync.model.model import Model
 from deltasync.model.model_store import note_removal
 from deltasync.service import operators
-from deltasync.service.operators import Brake, Removals
 from deltasync.service.service import Service
 from deltasync.views.registry import ViewRegistry
 
@@ -40,12 +39,12 @@ async def test_who_could_not_go_on_is_paused_after_a_restart_too(
 
     await publish(service)
     await service.registry.create("c", "clicks", Policy())
-    await Brake(service).pull("c", "", "anna")
-    await service.update_consumer("c", Policy(top_k=3))
+    await service.brake.pull("c", "", "anna")
+    await service.consumers.update("c", Policy(top_k=3))
     with monkeypatch.context() as patch:
         patch.setattr(ViewRegistry, "begin", fails)
         with pytest.raises(type(error)):
-            await Brake(service).release("c", "anna")
+            await service.brake.release("c", "anna")
     after = ConsumerRegistry(service.logs, 1.0, service.events)
     assert service.registry.get("c").pause == after.get("c").pause is not None
 
@@ -58,7 +57,7 @@ async def test_a_quarantine_goes_on_where_a_consumer_is_deleted_meanwhile(servic
     async with service.registry._creating:
         held = asyncio.create_task(service.registry.hold_back("clicks", 2, "row 7 has norm 1e6"))
         await asyncio.sleep(0)
-        await service.delete_consumer(gone)
+        await service.consumers.delete(gone)
     await held
     after = ConsumerRegistry(service.logs, 1.0, service.events).consumers
     assert [each.pause is not None for each in after.values()] == [True]
@@ -77,7 +76,8 @@ async def test_a_configuration_that_is_taken_over_in_part_is_not_said_to_change_
 
     consumers = tuple(ConsumerOptions(name, "clicks", Policy()) for name in ("first", "second"))
     reloading = asyncio.Event()
-    reloads = asyncio.create_task(reload_on(reloading, service, lambda: Reloaded(consumers, LimitOptions())))
+    reload = Reload(service.consumers, service.registry, service.limits, service.events)
+    reloads = asyncio.create_task(reload.run(reloading, lambda: Reloaded(consumers, LimitOptions())))
     monkeypatch.setattr(LmdbStore, "put", full)
     reloading.set()
     while "log is full" not in caplog.text:
@@ -93,7 +93,7 @@ WHY = "row 7 has norm 1e6"
 
 
 async def is_held(service: Service, name: str, model: str = "clicks") -> bool:
-    consumer = await service.create_consumer(name, model, Policy())
+    consumer = await service.consumers.create(name, model, Policy())
     written = ConsumerRegistry(service.logs, 1.0, service.events).get(name)
     assert written.pause == consumer.pause
     return consumer.pause is not None
@@ -104,7 +104,7 @@ async def test_a_consumer_is_held_from_its_beginning_also_after_a_restart(tmp_pa
         await join(service)
         assert not await is_held(service, "other", "another")
         await service.registry.hold_back("clicks", 2, WHY)
-        await service.configuration.take([ConsumerOptions("configured", "clicks", Policy(top_k=1))], "SIGHUP")
+        await service.consumers.configure([ConsumerOptions("configured", "clicks", Policy(top_k=1))], "SIGHUP")
         held = service.registry.get("configured").pause
         assert held
         assert (held.by, held.why) == ("the service itself", f"version 2 is in quarantine: {WHY}")
@@ -112,23 +112,23 @@ async def test_a_consumer_is_held_from_its_beginning_also_after_a_restart(tmp_pa
         assert not await is_held(service, "third", "clicks2")
     async with opened(tmp_path) as service:
         assert await is_held(service, "late")
-        await service.delete_consumer("late", "anna")
+        await service.consumers.delete("late", "anna")
         assert await is_held(service, "late")
-        await Brake(service).release("late", "anna")
+        await service.brake.release("late", "anna")
         assert await is_held(service, "later")  # Of "configured" nobody has said that it may go on.
-        await Brake(service).release("configured", "anna")
-        await Brake(service).release("later", "anna")
+        await service.brake.release("configured", "anna")
+        await service.brake.release("later", "anna")
         assert not await is_held(service, "last")
 
 
 @in_service()
 async def test_a_pause_of_an_operator_keeps_no_other_consumer(service: Service) -> None:
     for name in ("mine", "theirs"):
-        await service.create_consumer(name, "clicks", Policy())
+        await service.consumers.create(name, "clicks", Policy())
     await service.registry.hold_back("clicks", 2, WHY)
-    await Brake(service).release("theirs", "anna")
-    await Brake(service).pull("theirs", "a look", "anna")
-    await Brake(service).release("mine", "anna")
+    await service.brake.release("theirs", "anna")
+    await service.brake.pull("theirs", "a look", "anna")
+    await service.brake.release("mine", "anna")
     assert service.registry.get("theirs").pause
     assert not await is_held(service, "late")
 
@@ -136,8 +136,8 @@ async def test_a_pause_of_an_operator_keeps_no_other_consumer(service: Service) 
 @in_service()
 async def test_many_versions_in_quarantine_are_one_pause_and_one_event(service: Service) -> None:
     for name in ("a", "b"):
-        await service.create_consumer(name, "clicks", Policy())
-    await Brake(service).pull("b", "mine", "anna")
+        await service.consumers.create(name, "clicks", Policy())
+    await service.brake.pull("b", "mine", "anna")
     for version in range(2, 30):
         await service.registry.hold_back("clicks", version, WHY)
     words = f"28 versions from 2 to 29 are in quarantine: {WHY}"
@@ -153,7 +153,7 @@ def reasons(service: Service) -> dict[str, str]:
 async def test_with_a_model_its_quarantine_goes(service: Service) -> None:
     (await publish(service)).end("it has ended")
     await service.registry.hold_back("clicks", 2, WHY)
-    await Removals(service).delete_model("clicks", "anna")
+    await service.removals.delete_model("clicks", "anna")
     assert not await is_held(service, "late")
 
 
@@ -163,9 +163,9 @@ ROWS = random_rows(0)
 @in_service()
 async def test_a_table_of_a_model_whose_last_cut_was_too_large_is_deleted(service: Service) -> None:
     (await publish(service)).end("it has gone")
-    coordinator = service.coordinators["clicks"]
+    coordinator = service.models.coordinators["clicks"]
     coordinator.sealer.say_failed("a cut is too large for the log", Contradiction("too large"))
-    await Removals(service).delete_table("clicks", ITEM.name, "a test")
+    await service.removals.delete_table("clicks", ITEM.name, "a test")
     assert [table.spec.name for table in service.models["clicks"].tables] == [USER.name]
 
 
@@ -180,13 +180,13 @@ async def test_nobody_waits_for_a_deletion_that_waits_for_a_cut_that_cannot_be_a
 
     session = await join(service)
     await send(session, full_part(1, ROWS, WHOLE))
-    await service.coordinators["clicks"].settled()
+    await service.models.coordinators["clicks"].settled()
     monkeypatch.setattr(Model, "apply_cut", fails)
     await send(session, part(2, [(0, [7], np.full((1, 4), 2, "<f4"))]))
     session.end("it has gone")
     with pytest.raises(ServiceUnavailable, match="cannot be applied now: version 2 could not be applied"):
-        await Removals(service).delete_table("clicks", ITEM.name, "a test")
-    assert await service.open_model("clicks") is service.coordinators["clicks"]
+        await service.removals.delete_table("clicks", ITEM.name, "a test")
+    assert await service.publishing.open("clicks") is service.models.coordinators["clicks"]
 
 
 @in_service()
@@ -209,8 +209,8 @@ async def test_a_rank_that_is_let_in_while_its_model_is_deleted_publishes_nothin
     (await publish(service)).end("it has gone")
     await service.checkpoints.make("clicks")
     opening = check_open(publish_open(run="run-2", started=2).open)
-    coordinator = await service.open_model("clicks")
-    deletion = asyncio.create_task(Removals(service).delete_model("clicks", "a test"))
+    coordinator = await service.publishing.open("clicks")
+    deletion = asyncio.create_task(service.removals.delete_model("clicks", "a test"))
     await noting.wait()
     session = await open_session(coordinator, opening)
     go.set()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.support.local_service import opened, publish
+from tests.support.local_service import opened, publish, sources
 from tests.support.log import log_of
 from tests.unit.support.async_tests import in_service
 
@@ -20,7 +20,7 @@ from deltasync.wire.row_messages import serialized
 
 
 async def ask(service: Service, consumer: str) -> str:
-    answers = Answers(service)
+    answers = Answers(sources(service))
     await answers.metrics()
     return (await answers.lag(consumer)).state
 
@@ -48,11 +48,11 @@ async def subscribe(service: Service, consumer: str) -> None:
 @in_service()
 async def test_a_consumer_of_a_misspelt_model_makes_no_model(service: Service, tmp_path: Path) -> None:
     for name, policy in {"plain": Policy(), "top": Policy(top_k=1)}.items():
-        await service.create_consumer(name, "clikcs", policy)
+        await service.consumers.create(name, "clikcs", policy)
         assert await ask(service, name) == "empty"
         await subscribe(service, name)
         assert await ask(service, name) == "empty"
-    assert (service.models, service.coordinators) == ({}, {})
+    assert not service.models
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("model-clikcs")]
     assert not (tmp_path / "checkpoints").exists()
     kinds = {name.partition("/")[0] for name in log_of(service).items("")}
@@ -61,17 +61,17 @@ async def test_a_consumer_of_a_misspelt_model_makes_no_model(service: Service, t
 
 @in_service()
 async def test_a_consumer_that_came_before_its_model_is_fed_once_that_is_published(service: Service) -> None:
-    consumer = await service.create_consumer("top", "clicks", Policy(top_k=1))
-    plain = await service.create_consumer("plain", "clicks", Policy())
+    consumer = await service.consumers.create("top", "clicks", Policy(top_k=1))
+    plain = await service.consumers.create("plain", "clicks", Policy())
 
     async def fed_at_once() -> object:
-        await service.model_added.changed()
-        return service.feed(consumer)
+        await service.models.added.changed()
+        return service.consumers.feed(consumer)
 
     fed = asyncio.create_task(fed_at_once())
     await asyncio.sleep(0)
     await publish(service)
-    assert service.feed(plain) is service.models["clicks"]
+    assert service.consumers.feed(plain) is service.models["clicks"]
     assert await fed is service.views.get(consumer) is not None
     assert await ask(service, "top") == "empty"
 
@@ -81,7 +81,7 @@ async def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
-    await service.create_consumer("plain", "clicks", Policy())
+    await service.consumers.create("plain", "clicks", Policy())
     opening = subscribe_pb2.SubscribeOpen(consumer="plain", replica="r")
     stream = ReplicaStream(service, opening).run(silence())
     kinds = [await next_kind(stream)]
@@ -94,8 +94,8 @@ async def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
 
 async def test_a_restart_finds_the_views_of_models_there_are_and_no_others(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
-        await service.create_consumer("early", "later", Policy(top_k=1))
-        await service.create_consumer("top", "clicks", Policy(top_k=1))
+        await service.consumers.create("early", "later", Policy(top_k=1))
+        await service.consumers.create("top", "clicks", Policy(top_k=1))
         await publish(service)
     async with opened(tmp_path) as service:
         assert list(service.models) == ["clicks"]

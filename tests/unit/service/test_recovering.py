@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from tests.support.command import deltasync
 from tests.support.http import HttpStatus
-from tests.support.local_service import join, opened, publish, run, send
+from tests.support.local_service import join, opened, publish, run, send, sources
 from tests.support.log import log_of
 from tests.support.ports import free_port
 from tests.support.wire import part
 
 from deltasync.api import server
-from deltasync.api.server_options import ServerOptions
+from deltasync.api.server import ServerOptions
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.base import progress
 from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed
@@ -31,10 +31,11 @@ from deltasync.core.policy import Policy
 from deltasync.core.table_memory import NoTableMemory
 from deltasync.log import volume
 from deltasync.log.log_store import LogUnavailable
-from deltasync.model.model import Model, RowsLost
+from deltasync.model.model import Model
 from deltasync.model.model_store import ModelStore, note_removal
+from deltasync.model.recovery import RowsLost
+from deltasync.service.models import Models
 from deltasync.service.options import ServiceOptions
-from deltasync.service.recovery import recover_model
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.status.overview import checks, consumer_overviews, model_overviews, not_ready
@@ -70,8 +71,8 @@ def data_dir(tmp_path: Path) -> Path:
     async def scenario(service: Service) -> None:
         for model in ("slow", "fast"):
             await publish(service, model=model)
-            await service.coordinators[model].drain()
-        await service.create_consumer("top", "slow", TOP)
+            await service.models.coordinators[model].drain()
+        await service.consumers.create("top", "slow", TOP)
 
     run(tmp_path, scenario)
     return tmp_path
@@ -92,23 +93,23 @@ async def silence() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
 async def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, held: HeldRecovery) -> None:
     async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        recovery = tasks.create_task(service.recover())
+        recovery = tasks.create_task(service.recovery.all())
         while "fast" not in service.models:
-            await service.model_added.changed()
+            await service.models.added.changed()
         session = await join(service, model="fast", continues=service.models["fast"].position)
         assert await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
         replica = await replica_of(service, "top")
         await refused(service)
-        await service.create_consumer("new", "slow", TOP)
+        await service.consumers.create("new", "slow", TOP)
         held.let_go()
         await recovery
-        assert not service.recovering
+        assert not service.models.recovering
         assert await anext(replica)
         await replica.aclose()
         for name in ("top", "new"):
-            assert isinstance(service.feed(service.registry.get(name)), View)
-            assert await Answers(service).lag(name)
-        await service.delete_consumer("new")
+            assert isinstance(service.consumers.feed(service.registry.get(name)), View)
+            assert await Answers(sources(service)).lag(name)
+        await service.consumers.delete("new")
         assert await join(service, model="slow", continues=service.models["slow"].position)
         await service.drain()
 
@@ -126,16 +127,16 @@ async def replica_of(service: Service, consumer: str) -> Any:
 async def refused(service: Service) -> None:
     calls = [
         join(service, model="slow"),
-        service.delete_rows("slow", "user", [1]),
-        service.delete_consumer("top"),
-        Answers(service).lag("top"),
+        service.removals.delete_rows("slow", "user", [1]),
+        service.consumers.delete("top"),
+        Answers(sources(service)).lag("top"),
     ]
     for call in calls:
         with pytest.raises(ServiceUnavailable, match="model 'slow' is still recovering; try again"):
             await call
     with pytest.raises(InvalidInput, match="nothing"):
-        await service.create_consumer("wrong", "slow", Policy(tables=("nothing",)))
-    assert b'consumer="top"' not in await Answers(service).metrics()
+        await service.consumers.create("wrong", "slow", Policy(tables=("nothing",)))
+    assert b'consumer="top"' not in await Answers(sources(service)).metrics()
 
 
 async def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
@@ -152,7 +153,7 @@ async def test_one_that_cannot_be_read_ends_the_start_once_nobody_reads_the_log(
     monkeypatch.setattr(CheckpointStore, "manifests", unreadable)
     async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        recovery = asyncio.create_task(service.recover())
+        recovery = asyncio.create_task(service.recovery.all())
         while not asked:
             await asyncio.sleep(0)
         assert not recovery.done()
@@ -178,22 +179,22 @@ async def test_one_whose_checkpoints_log_or_memory_are_not_there_waits_for_them_
     monkeypatch.setattr(CheckpointStore, "manifests", unreachable)
     async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        recovery = asyncio.create_task(service.recover())
+        recovery = asyncio.create_task(service.recovery.all())
         while len(asked) < 2 or "fast" not in service.models:
             await asyncio.sleep(0.001)
         assert await join(service, model="fast", continues=service.models["fast"].position)
-        assert not_ready(checks(service)) == "model 'slow' is still recovering: away"
+        assert not_ready(checks(sources(service))) == "model 'slow' is still recovering: away"
         with pytest.raises(ServiceUnavailable) as refusal:
-            service.model("slow")
+            service.models.model("slow")
         assert str(refusal.value) == "model 'slow' is still recovering; try again: away"
-        (top,) = consumer_overviews(service, await Answers(service).lags())
-        (slow,) = (each for each in model_overviews(service) if each.model == "slow")
+        (top,) = consumer_overviews(service.models, service.registry, await Answers(sources(service)).lags())
+        (slow,) = (each for each in model_overviews(service.models) if each.model == "slow")
         assert (top.state, top.reason) == ("failed", "nobody answers for model 'slow': still recovering: away")
         assert slow.trouble == "still recovering: away"
         away.clear()
         await recovery
         assert sorted(service.models) == ["fast", "slow"]
-        assert not_ready(checks(service)) == ""
+        assert not_ready(checks(sources(service))) == ""
         await service.drain()
     with monkeypatch.context() as patch, pytest.raises(ExceptionGroup) as raised:  # noqa: PT012
         away.append(True)
@@ -201,7 +202,7 @@ async def test_one_whose_checkpoints_log_or_memory_are_not_there_waits_for_them_
         async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
             service = Service(ServiceOptions(data_dir=data_dir), tasks)
             try:
-                await service.recover(patient=False)
+                await service.recovery.all(patient=False)
             finally:
                 await service.drain()
     assert raised.value.exceptions == (error,)
@@ -211,22 +212,20 @@ async def test_one_whose_checkpoints_log_or_memory_are_not_there_waits_for_them_
 async def test_one_that_has_recovered_and_cannot_be_had_leaves_neither_a_thread_nor_views(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    reached, have = asyncio.Event(), Service.have
+    reached, make_views = asyncio.Event(), Models.make_views
 
-    async def had(service: Service, model: Model) -> None:
+    async def made(models: Models, model: Model) -> None:
+        await make_views(models, model)
         if model.name == "slow":
-            for consumer in service.registry.of_model("slow"):
-                await service.have_view(consumer, model)
             reached.set()
             if how == "fails":
                 raise StorageFailed("damaged")
             await asyncio.Event().wait()
-        await have(service, model)
 
-    monkeypatch.setattr(Service, "have", had)
+    monkeypatch.setattr(Models, "make_views", made)
     async with asyncio.timeout(WAIT), asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        recovery = asyncio.create_task(recover_model(service, "slow", service.recovering["slow"], patient=True))
+        recovery = asyncio.create_task(service.recovery.model("slow"))
         await reached.wait()
         if how == "is cancelled":
             recovery.cancel()
@@ -234,8 +233,8 @@ async def test_one_that_has_recovered_and_cannot_be_had_leaves_neither_a_thread_
         assert not service.views.by_consumer()
         assert not [each.name for each in threading.enumerate() if each.name.startswith("model-slow")]
         monkeypatch.undo()
-        await service.recover()
-        assert isinstance(service.feed(service.registry.get("top")), View)
+        await service.recovery.all()
+        assert isinstance(service.consumers.feed(service.registry.get("top")), View)
         await service.drain()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, publish, send
+from tests.support.local_service import check, join, publish, send, sources
 from tests.support.releases import frozen, live_rows
 from tests.support.wire import USER, part, random_rows
 from tests.unit.service.test_checkpoints import Process, cut, in_processes, same
@@ -21,8 +21,6 @@ from deltasync.core.position import Position
 from deltasync.core.rows import DamagedRows
 from deltasync.core.stamps import StampedTable
 from deltasync.model.model import Model
-from deltasync.service.fsck import check_service
-from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.status.overview import checks, consumer_overviews, model_overviews, not_ready
@@ -33,7 +31,7 @@ ROWS = random_rows(1)  # Those of `publish`.
 @asynccontextmanager
 async def kept(service: Service) -> AsyncIterator[None]:
     """While housekeeping goes on."""
-    keeper = asyncio.create_task(housekeeping(service))
+    keeper = asyncio.create_task(service.run())
     yield
     keeper.cancel()
     with suppress(asyncio.CancelledError):
@@ -56,7 +54,7 @@ def said(service: Service, *kinds: EventKind) -> list[Event]:
 async def reloaded(service: Service, before: Model) -> Model:
     """The model of the same name that has come in place of another one."""
     while (model := service.models.get(before.name)) in (None, before):
-        await service.model_added.changed()
+        await service.models.added.changed()
     assert model
     return model
 
@@ -64,7 +62,7 @@ async def reloaded(service: Service, before: Model) -> Model:
 async def change(service: Service, session: Any, version: int, rows: list[int]) -> Position:
     """Publish a version, in which these rows are the version; it is applied once this returns."""
     position = await send(session, part(version, [(0, rows, np.full((len(rows), USER.dim), version, "<f4"))]))
-    await service.coordinators["clicks"].settled()
+    await service.models.coordinators["clicks"].settled()
     assert position
     return position
 
@@ -80,12 +78,12 @@ async def by_a_checkpoint(service: Service) -> None:
 
 
 async def by_fsck(service: Service) -> None:
-    found = await check_service(service, "who asks")
+    found = await check(service)
     assert "rows 3 to 4: the model is reloaded" in found[0].problems[0]
 
 
 async def by_a_view(service: Service) -> None:
-    consumer = await service.create_consumer("top", "clicks", Policy(top_k=5))
+    consumer = await service.consumers.create("top", "clicks", Policy(top_k=5))
     service.registry.connect(consumer, "replica", asyncio.Event())
 
 
@@ -96,7 +94,7 @@ async def test_wherever_damage_is_found_it_is_reloaded(
     service: Service, find: Any, checkpoints: list[int]
 ) -> None:
     session = await publish(service)
-    consumer = await service.create_consumer("plain", "clicks", Policy())
+    consumer = await service.consumers.create("plain", "clicks", Policy())
     replica = service.registry.connect(consumer, "replica", asyncio.Event())
     service.registry.acknowledge(consumer, replica, Position(service.models["clicks"].history, 1))
     if 1 in checkpoints:
@@ -127,9 +125,9 @@ async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await publish(service)
-    await service.create_consumer("plain", "clicks", Policy())
+    await service.consumers.create("plain", "clicks", Policy())
     model, recover, refused = service.models["clicks"], Model.recover, asyncio.Event()
-    answers, over = Answers(service), asyncio.Event()
+    answers, over = Answers(sources(service)), asyncio.Event()
 
     error = StorageFailed("the checkpoint is on a broken disk")
 
@@ -145,16 +143,16 @@ async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
         with pytest.raises(DamagedRows):
             await model.release(0)
         with pytest.raises(ServiceUnavailable, match=r"is being reloaded .* in row 3"):
-            service.model("clicks")
+            service.models.model("clicks")
         await refused.wait()
-        while "broken disk" not in service.reloading.reason("clicks"):
+        while "broken disk" not in service.models.reload_reason("clicks"):
             await asyncio.sleep(0)
         reason = "in row 3; that has failed, and is tried again: the checkpoint is on a broken disk"
-        assert reason in not_ready(checks(service))
-        assert reason in model_overviews(service)[0].trouble
-        (consumer,) = consumer_overviews(service, [])
+        assert reason in not_ready(checks(sources(service)))
+        assert reason in model_overviews(service.models)[0].trouble
+        (consumer,) = consumer_overviews(service.models, service.registry, [])
         assert (consumer.state, reason in consumer.reason) == ("failed", True)
-        for asked in (answers.lag("plain"), service.open_model("clicks"), service.delete_consumer("plain")):
+        for asked in (answers.lag("plain"), service.publishing.open("clicks"), service.consumers.delete("plain")):
             with pytest.raises(ServiceUnavailable, match="in row 3; that has failed"):
                 await asked
         assert b'deltasync_model_failed{model="clicks"} 1' in await answers.metrics()
@@ -162,15 +160,15 @@ async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
             await change(service, session, 2, [7])
         error = PlaceFailed("the checkpoints are away")
         while "tried again: the checkpoint is on a broken disk; the checkpoints are away" not in (
-            model_overviews(service)[0].trouble
+            model_overviews(service.models)[0].trouble
         ):
             await asyncio.sleep(0.001)
-        assert "; the checkpoints are away" in not_ready(checks(service))
+        assert "; the checkpoints are away" in not_ready(checks(sources(service)))
         over.set()
         model = await reloaded(service, model)
-        while service.reloading.reasons:
+        while service.models.reloading:
             await asyncio.sleep(0)
-    assert not not_ready(checks(service))
+    assert not not_ready(checks(sources(service)))
     session = await join(service, continues=model.position)
     assert (await change(service, session, 2, [7])).number == 2
     assert live_rows(await model.release(1))[0].ids.tolist() == [7]
@@ -260,7 +258,7 @@ async def test_a_reload_that_is_given_up_before_it_begins_leaves_nothing(service
         await model.release(0)
     await service.reloading.watch(model)
     await service.reloading.give_up("clicks")
-    assert service.reloading.reasons == {}
+    assert service.models.reloading == {}
 
 
 @in_processes()
@@ -284,6 +282,6 @@ async def test_a_model_that_is_being_reloaded_goes_to_another_process(
                 await model.release(0)
             await recovering.wait()
             await a.give_up()
-    assert (a.service.reloading.reasons, a.service.recovering, a.service.models) == ({}, {}, {})
+    assert not [*a.service.models.reloading, *a.service.models.recovering, *a.service.models]
     await b.take()
     assert same(b.rows, rows)

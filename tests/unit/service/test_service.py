@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, opened, publish, run, send
+from tests.support.local_service import backups, join, opened, publish, run, send, sources
 from tests.support.log import log_of
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
@@ -25,10 +25,9 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import EmbeddedLogs, LogOptions
 from deltasync.log.records import pack_json, unpack_json
-from deltasync.service.backup import Backups
 from deltasync.service.service import Service
+from deltasync.status.lag import report
 from deltasync.status.overview import checks, not_ready
-from deltasync.status.report import report
 
 
 @in_service()
@@ -36,7 +35,7 @@ async def test_an_ack_while_lag_is_counted_does_no_harm(service: Service) -> Non
     """Nor does a cut or a new table: the report is of one moment."""
     session = await publish(service)
     await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
-    coordinator = service.coordinators["clicks"]
+    coordinator = service.models.coordinators["clicks"]
     await coordinator.drain()
     consumer = await service.registry.create("c", "clicks", Policy())
     held = Position(session.sealed.history, 1)
@@ -150,7 +149,7 @@ async def test_a_log_stays_full_until_a_checkpoint_is_written(
     monkeypatch.setattr("deltasync.service.checkpoints._FIRST_PAUSE_SECONDS", 0.001)
     await publish(service)
     notes = list[object]()
-    monkeypatch.setattr(service.coordinators["clicks"], "note_room", lambda: notes.append(None))
+    monkeypatch.setattr(service.models.coordinators["clicks"], "note_room", lambda: notes.append(None))
     log_of(service).refusing = True
     checkpoints = asyncio.create_task(service.checkpoints.run())
     with monkeypatch.context() as patch:
@@ -158,7 +157,7 @@ async def test_a_log_stays_full_until_a_checkpoint_is_written(
         while service.checkpoints.failures < 3:
             await asyncio.sleep(0.001)
         assert log_of(service).refusing
-        assert not_ready(checks(service)).endswith("; checkpoints of model 'clicks': no space")
+        assert not_ready(checks(sources(service))).endswith("; checkpoints of model 'clicks': no space")
         assert not notes
     while log_of(service).refusing:
         await asyncio.sleep(0.001)
@@ -168,9 +167,9 @@ async def test_a_log_stays_full_until_a_checkpoint_is_written(
 
 def test_a_process_among_others_makes_no_backup(tmp_path: Path) -> None:
     async def scenario(service: Service) -> None:
-        service.hosting = Mock()
+        service.models.storage.shared = True
         with pytest.raises(Contradiction, match="checkpoints are at the URL of --checkpoints"):
-            await Backups(service).make(str(tmp_path / "backup"), "test")
+            await backups(service).make(str(tmp_path / "backup"), "test")
 
     run(tmp_path / "data", scenario)
     assert not (tmp_path / "backup").exists()
@@ -183,18 +182,18 @@ async def test_a_consumer_of_the_configuration_is_about_to_be_made_until_it_is(s
     create = service.registry.create
 
     async def slow(name: str, model: str, policy: Policy) -> Any:
-        asked.append(service._elsewhere(name))
+        asked.append(service.registry.elsewhere(name))
         return await create(name, model, policy)
 
     service.registry.create = slow  # type: ignore[method-assign]
     wanted = ConsumerOptions("fleet", "clicks")
-    await service.configuration.take([wanted], "test")
+    await service.consumers.configure([wanted], "test")
     assert [type(each) for each in asked] == [ServiceUnavailable]
-    assert service._elsewhere("fleet") is None
+    assert service.registry.elsewhere("fleet") is None
     service.registry.create = AsyncMock(side_effect=StorageFailed("brokers do not answer"))  # type: ignore[method-assign]
     with pytest.raises(StorageFailed):
-        await service.configuration.take([replace(wanted, name="later")], "test")
-    assert isinstance(service._elsewhere("later"), ServiceUnavailable)
+        await service.consumers.configure([replace(wanted, name="later")], "test")
+    assert isinstance(service.registry.elsewhere("later"), ServiceUnavailable)
     service.registry.create = create  # type: ignore[method-assign]
-    await service.configuration.take_unwritten()
+    await service.consumers.configure_again()
     assert service.registry.get("later").model == "clicks"

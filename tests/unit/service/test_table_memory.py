@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, opened, publish, send
+from tests.support.local_service import join, opened, publish, send, sources
 from tests.support.volumes import small_volume
 from tests.support.wire import part, random_rows
 
 from deltasync.base.errors import StorageFailed
-from deltasync.base.events import line_of
+from deltasync.base.events import event_line
 from deltasync.core.policy import Policy
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.core.value_types import ValueType
@@ -57,7 +57,7 @@ async def test_nothing_in_the_folder_counts_after_a_restart(tmp_path: Path) -> N
     policy = Policy(value_type=ValueType.FP16)
     async with opened(tmp_path / "data", table_memory=scratch) as service:
         session = await publish_wide(service)
-        service.registry.connect(await service.create_consumer("half", "clicks", policy), "r", asyncio.Event())
+        service.registry.connect(await service.consumers.create("half", "clicks", policy), "r", asyncio.Event())
         view = await released(service, "half")
         assert mapped_bytes(scratch) >= 2 * MIB + MIB  # The rows of the model, and those of the view.
         assert list(scratch.iterdir()) == []
@@ -102,17 +102,17 @@ async def test_a_model_that_finds_no_room_at_the_start_waits_for_it_and_keeps_no
         filler.write_bytes(bytes(14 * MIB))
         async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
             service = Service(ServiceOptions(data_dir=tmp_path / "data", table_memory=volume), tasks)
-            service.events.listen(lambda each: told.append(line_of(each)))
-            recovery = asyncio.create_task(service.recover())
+            service.events.listen(lambda each: told.append(event_line(each)))
+            recovery = asyncio.create_task(service.recovery.all())
             while len([each for each in told if "failed: model=clicks" in each]) < 2:
                 await asyncio.sleep(0.001)
             assert list(service.models) == ["small"]
             said = "model 'clicks' is still recovering: no room for table 'wide': it takes .* free on .* make room"
-            assert re.match(said, not_ready(checks(service)))
+            assert re.match(said, not_ready(checks(sources(service))))
             filler.unlink()
             await recovery
             rows = service.models["clicks"].tables[0].rows
             np.testing.assert_array_equal(rows, random_rows(1, [WIDE])[0])
             del rows
-            assert not_ready(checks(service)) == ""
+            assert not_ready(checks(sources(service))) == ""
             await service.drain()

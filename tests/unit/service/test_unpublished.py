@@ -26,7 +26,6 @@ from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.session import PublishSession, check_open, open_session
 from deltasync.model.model import Model
 from deltasync.model.model_store import ModelStore
-from deltasync.service.housekeeping import housekeeping
 from deltasync.service.service import Service
 
 HUGE = TableSpec("huge", 1 << 40, 1 << 10)
@@ -38,7 +37,7 @@ async def stream(service: Service, **fields: Any) -> AsyncIterator[PublishSessio
     """A rank's stream, as the API has it. With `tables`, it holds nothing of them unless it has `shards`."""
     fields = {"shards": []} | fields if "tables" in fields else fields
     opening = check_open(publish_open(**fields).open)
-    coordinator = await service.open_model(opening.message.model)
+    coordinator = await service.publishing.open(opening.message.model)
     try:
         session = await open_session(coordinator, opening)
         try:
@@ -46,12 +45,12 @@ async def stream(service: Service, **fields: Any) -> AsyncIterator[PublishSessio
         finally:
             session.end("its stream has ended")
     finally:
-        service.unpublished.leave(coordinator)
+        service.publishing.leave(coordinator)
 
 
 async def left(service: Service) -> None:
     """Once what is left behind is removed."""
-    await asyncio.gather(*service.unpublished._removals.values())
+    await service.publishing.removed()
 
 
 def traces(service: Service) -> list[Any]:
@@ -59,8 +58,8 @@ def traces(service: Service) -> list[Any]:
     checkpoints, log = service.options.data_dir / "checkpoints", log_of(service)
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("model-")]
     records = [name for name in log.items("") if name.startswith(("model/", "removed/"))]
-    taken = [taken for taken in service.limits.taken.values() if taken]
-    there: list[Any] = [*service.models, *service.coordinators, *service.unpublished, *taken]
+    taken = [taken for taken in service.limits.numbers.values() if taken]
+    there: list[Any] = [*service.models, *service.models.coordinators, *service.models.opened.values(), *taken]
     return [*there, *threads, *records, *log.streams(), *checkpoints.rglob("*")]
 
 
@@ -80,7 +79,7 @@ async def test_an_open_that_is_followed_by_nothing_leaves_nothing(service: Servi
     """Nor does one of which a part came, however much."""
     async with stream(service, world_size=2, shards=[WHOLE[0]]) as session:
         assert await asyncio.wait_for(send(session, full_part(1, ROWS, WHOLE[:1])[:number][:1]), 20) is None
-        assert list(service.unpublished) == [session.coordinator]
+        assert list(service.models.opened.values()) == [session.coordinator]
         assert not service.models
     await left(service)
     assert traces(service) == []
@@ -124,18 +123,18 @@ async def test_opens_that_are_refused_leave_nothing(
 @in_service(limits=LimitOptions(models=2, bytes_per_model=200_000, bytes_in_all=150_000))
 async def test_limits_of_models_and_of_bytes_are_kept(service: Service) -> None:
     await publish(service)
-    taken = service.limits.taken["bytes_in_all"]
+    taken = service.limits.number("bytes_in_all")
     assert taken == service.models["clicks"].table_bytes > 0
     async with stream(service, model="second"):
         with pytest.raises(LimitReached, match=r"models: at most 2 are allowed \(limit models\)"):
-            await service.open_model("third")
+            await service.publishing.open("third")
     with pytest.raises(LimitReached, match="limit bytes_in_all"):
         async with stream(service, model="second", tables=[replace(USER, rows=5000)]):
             pass
     with pytest.raises(LimitReached, match="limit bytes_per_model"):
         async with stream(service, model="second", tables=[replace(USER, rows=8000)]):
             pass
-    assert service.limits.taken["bytes_in_all"] == taken
+    assert service.limits.number("bytes_in_all") == taken
 
 
 @in_service()
@@ -170,9 +169,9 @@ async def test_ranks_that_leave_before_their_first_cut_remove_no_copy_of_a_check
 async def test_tables_of_a_cut_that_could_not_be_sealed_go_with_its_ranks(
     service: Service, monkeypatch: pytest.MonkeyPatch, gone: str
 ) -> None:
-    monkeypatch.setattr("deltasync.service.housekeeping._SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.service.service._SECONDS", 0.001)
     sealing, go = asyncio.Event(), asyncio.Event()
-    loop, keeper = asyncio.get_running_loop(), asyncio.create_task(housekeeping(service))
+    loop, keeper = asyncio.get_running_loop(), asyncio.create_task(service.run())
 
     def slowly_refused(*_: Any) -> Future[None]:
         async def later() -> None:
@@ -187,14 +186,14 @@ async def test_tables_of_a_cut_that_could_not_be_sealed_go_with_its_ranks(
         cut = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE)))
         await sealing.wait()
         assert log_of(service).items("model/")
-        assert service.limits.taken["bytes_in_all"]
+        assert service.limits.number("bytes_in_all")
         if gone == "before":
             go.set()
             await asyncio.wait([cut])
     go.set()
     with pytest.raises(StorageFailed, match="the disk is gone"):
         await cut
-    while list(service.unpublished):
+    while list(service.models.opened.values()):
         await asyncio.sleep(0.001)
     await left(service)
     keeper.cancel()
@@ -330,6 +329,6 @@ def test_models_are_those_that_were_sealed_in_the_shape_that_was(
             assert spec.rows >= plain[name].rows  # More, where a cut that grew it could not be sealed.
         assert there.keys() == plain.keys()
         assert {stream.partition("/")[2] for stream in log_of(service).streams()} <= plain.keys()
-        assert not list(service.unpublished)
+        assert not list(service.models.opened.values())
 
     asyncio.run(scenario())

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, publish, send
+from tests.support.local_service import join, publish, send, sources
 from tests.support.log import Heads, log_of
 from tests.support.releases import frozen
 from tests.support.wire import part
@@ -36,14 +36,14 @@ async def test_no_room_for_the_tables_of_a_view_keeps_back_its_consumer_alone(
 ) -> None:
     monkeypatch.setattr("deltasync.views.registry._PREPARE_AGAIN_SECONDS", 0.001)
     session = await publish(service)
-    consumer = await service.create_consumer("top", "clicks", Policy(top_k=3))
+    consumer = await service.consumers.create("top", "clicks", Policy(top_k=3))
     with monkeypatch.context() as patch:
         patch.setattr(TableMemory, "check", no_memory)
         service.registry.connect(consumer, "p", asyncio.Event())
         view = service.views.by_consumer()["top"]
         while not view.trouble:
             await asyncio.sleep(0.001)
-        lag = await Answers(service).lag("top")
+        lag = await Answers(sources(service)).lag("top")
         assert "no room for table" in lag.reason
         await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
         await session.coordinator.settled()
@@ -56,10 +56,10 @@ async def test_no_room_for_the_tables_of_a_view_keeps_back_its_consumer_alone(
 
 @in_service()
 async def test_a_consumer_without_replicas_says_too_that_nothing_new_can_come(service: Service) -> None:
-    await service.create_consumer("early", "clicks", Policy())
+    await service.consumers.create("early", "clicks", Policy())
     file = service.options.data_dir / "log" / "data.mdb"
     service.volumes.note(refused("the log could not be written", file, OSError(28, "No space left on device")))
-    lag = await Answers(service).lag("early")
+    lag = await Answers(sources(service)).lag("early")
     assert lag.state == "empty"
     assert "on volume 'log': No space left on device" in lag.reason
     await service.volumes.look_after()
@@ -83,7 +83,7 @@ async def test_while_the_disk_is_slow_the_event_loop_goes_on(
 
     await publish(service)
     session, model = await join(service), service.models["clicks"]
-    consumer = await service.create_consumer("all", "clicks", Policy())
+    consumer = await service.consumers.create("all", "clicks", Policy())
     replica = service.registry.connect(consumer, "p", asyncio.Event())
     monkeypatch.setattr(LmdbStore, "_commit", committing)
     sealing = asyncio.create_task(send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))])))
@@ -93,8 +93,8 @@ async def test_while_the_disk_is_slow_the_event_loop_goes_on(
     assert release.head
     assert release.head.number == 1
     service.registry.acknowledge(consumer, replica, Position(model.history, 1))
-    assert (await Answers(service).lag("all")).head == 1
-    assert b"deltasync_log_commit_seconds_count" in await Answers(service).metrics()
+    assert (await Answers(sources(service)).lag("all")).head == 1
+    assert b"deltasync_log_commit_seconds_count" in await Answers(sources(service)).metrics()
     assert not sealing.done()
     go.set()
     position = await sealing
@@ -115,7 +115,7 @@ async def test_commits_are_counted_and_slow_ones_said_now_and_then(
     assert sum(log_of(service).commits.read()[0]) > before
     (said,) = slow_ones()
     assert str(tmp_path / "log") in said
-    monkeypatch.setattr(lmdb_store, "_SAID_SECONDS", 0.0)
+    monkeypatch.setattr(lmdb_store, "_SLOW_LOG_SECONDS", 0.0)
     await asyncio.wrap_future(log_of(service).put("x", b""))
     assert len(slow_ones()) > 1
 
@@ -129,10 +129,10 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> Heads:
 async def test_while_the_log_can_be_neither_written_nor_read_all_who_ask_are_told_so(
     service: Service, heads: Heads
 ) -> None:
-    answers = Answers(service)
+    answers = Answers(sources(service))
     await publish(service)
     for name, policy in {"all": Policy(), "top": Policy(top_k=3)}.items():
-        consumer = await service.create_consumer(name, "clicks", policy)
+        consumer = await service.consumers.create(name, "clicks", policy)
         service.registry.connect(consumer, "p", asyncio.Event())
     while not service.views.by_consumer()["top"].position.number:
         await asyncio.sleep(0.001)
@@ -140,8 +140,8 @@ async def test_while_the_log_can_be_neither_written_nor_read_all_who_ask_are_tol
     with pytest.raises(StorageFailed, match="Input/output error"):
         await asyncio.wrap_future(log_of(service).put("x", b""))
     await service.volumes.look_after()
-    assert "look for the device's errors in the system's log" in not_ready(checks(service))
-    overview = await Sampler(service, answers).look()
+    assert "look for the device's errors in the system's log" in not_ready(checks(sources(service)))
+    overview = await Sampler(sources(service), service.events).look()
     (process,) = overview.processes
     assert (process.ready, [each.state for each in overview.consumers]) == (False, ["failed", "failed"])
     assert b'deltasync_volume_failed{volume="log"} 1.0' in await answers.metrics()
@@ -150,7 +150,7 @@ async def test_while_the_log_can_be_neither_written_nor_read_all_who_ask_are_tol
         assert (lag.state, "look for the device's errors" in lag.reason) == ("failed", True)
     heads.refused, heads.opened = False, True
     await service.volumes.look_after()
-    assert not not_ready(checks(service))
-    overview = await Sampler(service, answers).look()
+    assert not not_ready(checks(sources(service)))
+    overview = await Sampler(sources(service), service.events).look()
     assert overview.processes[0].ready
     assert "failed" not in {each.state for each in overview.consumers}

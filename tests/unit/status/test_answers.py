@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fastapi.routing import APIRoute
-from tests.support.local_service import publish, send
+from tests.support.local_service import publish, send, sources
 from tests.support.wire import part
 from tests.unit.support.async_tests import in_service
 
@@ -32,11 +32,11 @@ EVERYTHING, TOP = Policy(), Policy(top_k=1)
 async def published(service: Service, *policies: Policy) -> tuple[PublishSession, Model]:
     """Version 1 of two tables, and consumers, of which a replica has it; they have these policies in turn."""
     session = await publish(service)
-    coordinator = await service.open_model("clicks")
+    coordinator = await service.publishing.open("clicks")
     await coordinator.drain()
     for number in range(CONSUMERS):
         policy = policies[number % len(policies)]
-        consumer = await service.create_consumer(f"c{number}", "clicks", policy)
+        consumer = await service.consumers.create(f"c{number}", "clicks", policy)
         replica = service.registry.connect(consumer, "r", asyncio.Event())
         service.registry.acknowledge(consumer, replica, Position(session.sealed.history, 1))
     return session, coordinator.model
@@ -60,7 +60,7 @@ class HeldThread:
 @in_service()
 async def test_answers_wait_for_no_cut(service: Service) -> None:
     session, model = await published(service, EVERYTHING, TOP)
-    answers = Answers(service)
+    answers = Answers(sources(service))
     async with HeldThread(model):
         await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))  # Sealed, and not applied yet.
         lag = await answers.lag("c0")
@@ -81,7 +81,7 @@ def noting_threads(function: Callable[..., Any], threads: set[threading.Thread])
 async def test_no_table_is_looked_at_in_the_event_loop(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tables and consumers there are, the loop goes on meanwhile."""
     await published(service, EVERYTHING, TOP)
-    answers, threads = Answers(service), set[threading.Thread]()
+    answers, threads = Answers(sources(service)), set[threading.Thread]()
     for where, name in (
         (models, "table_standing"),
         (views, "TableStanding"),
@@ -99,7 +99,9 @@ async def test_no_table_is_looked_at_in_the_event_loop(service: Service, monkeyp
 @in_service()
 async def test_a_list_of_consumers_looks_at_no_table(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = await published(service, EVERYTHING)
-    routes = consumer_routes(service).routes
+    routes = consumer_routes(
+        service.models, service.registry, service.consumers, service.brake, service.removals
+    ).routes
     (route,) = (each for each in routes if isinstance(each, APIRoute) and each.name == "consumers")
     async with HeldThread(model):
         with monkeypatch.context() as patch:
@@ -133,7 +135,7 @@ async def test_who_asks_for_metrics_at_nearly_the_same_time_shares_them(
 ) -> None:
     monkeypatch.setattr(module, "_SHARED_SECONDS", seconds)
     session, _ = await published(service, EVERYTHING, TOP)
-    answers, held = Answers(service), HeldExposition(monkeypatch)
+    answers, held = Answers(sources(service)), HeldExposition(monkeypatch)
     tasks = [asyncio.create_task(answers.metrics()) for _ in range(3)]
     await held.begun.acquire()
     await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))

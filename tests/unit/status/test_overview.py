@@ -19,7 +19,7 @@ from deltasync.log.brokers import BrokerVolume
 from deltasync.log.volume import Volume
 from deltasync.service.service import Service
 from deltasync.status.lag import ReplicaState, State
-from deltasync.status.metrics import _volume_metrics
+from deltasync.status.metrics import volume_metrics
 from deltasync.status.overview import consumer_overviews, model_overviews, unowned_models
 
 
@@ -39,8 +39,8 @@ class Owning(Alone):
 
 @in_service()
 async def test_consumers_of_a_model_that_this_process_is_taking_are_listed_and_wait(service: Service) -> None:
-    service.owners = Owning(Member("a", "", ""))
-    lines = consumer_overviews(service, [])
+    service.join(Owning(Member("a", "", "")))
+    lines = consumer_overviews(service.models, service.registry, [])
     assert [(each.consumer, each.model, each.state, each.head) for each in lines] == [
         ("coming-1", "coming", "waiting", None),
         ("coming-2", "coming", "waiting", None),
@@ -52,20 +52,20 @@ async def test_consumers_of_a_model_that_this_process_is_taking_are_listed_and_w
 
 @in_service()
 async def test_a_model_that_nobody_has_is_named_by_every_process(service: Service) -> None:
-    service.owners = Owning(Member("a", "", ""))
-    assert unowned_models(service) == ["lost"]
-    (line,) = model_overviews(service)
+    service.join(Owning(Member("a", "", "")))
+    assert unowned_models(service.models) == ["lost"]
+    (line,) = model_overviews(service.models)
     assert (line.model, line.head) == ("lost", None)
     assert line.trouble == "no process that is known to be alive has this model"
 
 
 def test_brokers_are_not_full_because_they_do_not_say_what_is_left(tmp_path: Path) -> None:
     brokers = BrokerVolume("b0:4222")
-    free, failed = _volume_metrics([brokers, Volume("models", tmp_path)])
+    free, failed = volume_metrics([brokers, Volume("models", tmp_path)])
     assert [(each.labels["volume"], each.value > 0) for each in free.samples] == [("models", True)]
     assert [(each.labels["volume"], each.value) for each in failed.samples] == [("log", 0), ("models", 0)]
     brokers.troubles["clicks"] = "they do not answer"
-    _, failed = _volume_metrics([brokers])
+    _, failed = volume_metrics([brokers])
     assert [each.value for each in failed.samples] == [1]
 
 

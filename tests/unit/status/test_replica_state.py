@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.status.lag import Lag, ReplicaLag, RewindLag
-from deltasync.status.report import needs_somebody, replica_reason, replica_state
+from deltasync.status.lag import Lag, ReplicaLag, RewindLag, needs_somebody, replica_reason, replica_state
 
 LACKING = Lag(3, 20, 800, 7.5)
 GOOD = ReplicaLag(

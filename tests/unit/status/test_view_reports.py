@@ -18,9 +18,8 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import TableSpec
 from deltasync.model.feed import Standing
-from deltasync.status.lag import ConsumerLag
+from deltasync.status.lag import ConsumerLag, report
 from deltasync.status.metrics import consumer_metrics
-from deltasync.status.report import report
 from deltasync.views.view import View
 
 in_model = partial(as_test, run)

@@ -11,6 +11,7 @@ from deltasync.base.clock import FOREVER_NS
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
+from deltasync.model.applied import AppliedTables
 
 SECOND = 10**9
 USER = TableSpec("user", 20, 2)
@@ -66,7 +67,7 @@ async def test_a_version_that_cannot_be_applied_yet_is_the_newest(
         raise RuntimeError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(local.model, "_apply", fail)
+        patch.setattr(AppliedTables, "apply", fail)
         with pytest.raises(RuntimeError):
             await cut(local)
     clock.wait(2)

@@ -217,7 +217,7 @@ async def test_an_unforeseen_error_is_told_and_tried_again(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str
 ) -> None:
     """It neither ends the service nor keeps other consumers from anything."""
-    monkeypatch.setattr("deltasync.base.backoff._FIRST_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 0.001)
     told: list[Event] = []
     view = local.view()
     replica = Replica("a", stream=asyncio.Event())
@@ -244,7 +244,7 @@ async def test_an_unforeseen_error_is_told_and_tried_again(
 async def test_that_the_log_refuses_a_release_does_not_keep_a_policy_from_being_in_force(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.base.backoff._FIRST_SECONDS", 0.001)
+    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 0.001)
     told: list[Event] = []
     view, replica = local.view(), Replica("a", stream=asyncio.Event())
     loop = ReleaseLoop(Consumer("top", "clicks", 0, TOP, {"a": replica}), view, Events(told.append))
@@ -261,8 +261,8 @@ async def test_that_the_log_refuses_a_release_does_not_keep_a_policy_from_being_
 
 
 async def test_an_error_at_every_version_is_told_once(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.base.backoff._FIRST_SECONDS", 3600)
-    monkeypatch.setattr("deltasync.base.backoff._LONGEST_SECONDS", 3600)
+    monkeypatch.setattr("deltasync.base.waiting._FIRST_SECONDS", 3600)
+    monkeypatch.setattr("deltasync.base.waiting._LONGEST_SECONDS", 3600)
     told: list[Event] = []
     view = await local.prepared_view(TOP)
     replica = Replica("a", view.position, stream=asyncio.Event())

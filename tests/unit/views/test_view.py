@@ -16,8 +16,7 @@ from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.value_types import ValueType
-from deltasync.status.lag import ConsumerLag
-from deltasync.status.report import report
+from deltasync.status.lag import ConsumerLag, report
 from deltasync.views.view import View
 
 

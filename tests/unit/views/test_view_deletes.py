@@ -22,7 +22,7 @@ from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease
 from deltasync.views.log import ViewLog
-from deltasync.views.table import Look, ViewTable
+from deltasync.views.table import Comparison, ViewTable
 from deltasync.views.view import View
 
 USER = TableSpec("user", 8, 4)
@@ -188,7 +188,7 @@ def test_a_delete_differs_from_zeros_only_to_who_has_the_row(kind: ValueType) ->
         source.apply(deletes, 2)
         assert [dirty_after(each, 1) for each in tables] == [[3, 9], [9]]
         table = tables[0]
-        table.take(deletes.ids, np.zeros(2), 2)
+        table.update(deletes.ids, np.zeros(2), 2)
         assert dirty_after(table, 1) == []
         source.apply(RowBatch.of_table(spec, np.array([3]), zeros), 3)
         assert dirty_after(table, 2) == [3]
@@ -196,9 +196,9 @@ def test_a_delete_differs_from_zeros_only_to_who_has_the_row(kind: ValueType) ->
 
 def dirty_after(table: ViewTable, version: int) -> list[int]:
     """The dirty rows after a look at what has changed since a version."""
-    look = Look(table, version + 1)
-    look.add(table.source.changed_since(version))
-    look.finish(table.source.counts.newest)
+    comparison = Comparison(table, version + 1)
+    comparison.add(table.source.changed_since(version))
+    comparison.finish(table.source.counts.newest)
     ids: list[int] = table.dirty.ids.tolist()
     return ids
 
@@ -219,11 +219,11 @@ def test_a_row_that_looks_clean_for_a_moment_stays_dirty_since_when_it_was() -> 
         write(2, 2, 1)
         assert dirty_after(table, 1) == [1]
         write(1, 3, 1)
-        look = Look(table, 3)
-        look.add(np.array([1]))
+        comparison = Comparison(table, 3)
+        comparison.add(np.array([1]))
         write(2, 4, 1, 2)
-        look.add(np.array([1, 2]))
+        comparison.add(np.array([1, 2]))
         assert table.dirty.since.tolist() == [2], "nothing of a look shows before its end"
-        look.finish(4)
+        comparison.finish(4)
         assert (table.dirty.ids.tolist(), table.dirty.since.tolist()) == ([1, 2], [2, 3])
         assert [table.lacking(number) for number in (0, 1)] == [4, 2]

@@ -30,7 +30,7 @@ TOP = Policy(top_k=3)
 async def opened(data_dir: Path) -> AsyncIterator[Service]:
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         service = Service(ServiceOptions(data_dir=data_dir), tasks)
-        await service.recover()
+        await service.recovery.all()
         await publish(service)
         try:
             yield service
@@ -40,13 +40,13 @@ async def opened(data_dir: Path) -> AsyncIterator[Service]:
 
 async def test_a_consumer_has_a_view_from_its_first_policy_on(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
-        consumer = await service.create_consumer("top", "clicks", Policy())
-        assert not isinstance(service.feed(consumer), View)
-        await service.update_consumer("top", TOP)
-        view = service.feed(consumer)
+        consumer = await service.consumers.create("top", "clicks", Policy())
+        assert not isinstance(service.consumers.feed(consumer), View)
+        await service.consumers.update("top", TOP)
+        view = service.consumers.feed(consumer)
         assert isinstance(view, View)
-        await service.update_consumer("top", Policy())
-        assert service.feed(consumer) is view
+        await service.consumers.update("top", Policy())
+        assert service.consumers.feed(consumer) is view
 
 
 class Gate:
@@ -69,19 +69,19 @@ async def test_a_consumer_that_is_made_while_the_one_of_its_name_is_deleted_has_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     async with opened(tmp_path) as service:
-        consumer = await service.create_consumer("top", "clicks", TOP)
-        old = service.feed(consumer)
+        consumer = await service.consumers.create("top", "clicks", TOP)
+        old = service.consumers.feed(consumer)
         forgetting = Gate(monkeypatch, "forget")
-        deleting = asyncio.create_task(service.delete_consumer("top"))
+        deleting = asyncio.create_task(service.consumers.delete("top"))
         await forgetting.begun.wait()
-        creating = asyncio.create_task(service.create_consumer("top", "clicks", policy))
+        creating = asyncio.create_task(service.consumers.create("top", "clicks", policy))
         await asyncio.wait([creating], timeout=0.05)  # It may well wait until the other is forgotten.
         forgetting.go.set()
         await deleting
-        feed = service.feed(await creating)
+        feed = service.consumers.feed(await creating)
         assert feed is not old
         assert isinstance(feed, View) != policy.sends_everything
-        await service.delete_consumer("top")
+        await service.consumers.delete("top")
         assert log_of(service).items("view/") == {}
 
 
@@ -91,24 +91,24 @@ async def test_a_consumer_that_is_deleted_while_its_view_is_made_leaves_none(
     """Else the next of its name would be given releases by the policy of one that is gone."""
     async with opened(tmp_path) as service:
         following = Gate(monkeypatch, "follow")
-        creating = asyncio.create_task(service.create_consumer("top", "clicks", TOP))
+        creating = asyncio.create_task(service.consumers.create("top", "clicks", TOP))
         await following.begun.wait()
-        deleting = asyncio.create_task(service.delete_consumer("top"))
+        deleting = asyncio.create_task(service.consumers.delete("top"))
         await asyncio.wait([deleting], timeout=0.05)  # It may well wait until the view is made.
         following.go.set()
         await asyncio.gather(creating, deleting)
-        created = await service.create_consumer("top", "clicks", Policy())
-        assert not isinstance(service.feed(created), View)
+        created = await service.consumers.create("top", "clicks", Policy())
+        assert not isinstance(service.consumers.feed(created), View)
 
 
 async def test_a_deleted_consumer_leaves_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
-        await service.create_consumer("top", "clicks", TOP)
-        await service.delete_consumer("top")
+        await service.consumers.create("top", "clicks", TOP)
+        await service.consumers.delete("top")
         assert log_of(service).items("view/") == {}
         assert not [each for each in log_of(service).streams() if each.endswith("/top")]
-        created = await service.create_consumer("top", "clicks", Policy())
-        assert not isinstance(service.feed(created), View)
+        created = await service.consumers.create("top", "clicks", Policy())
+        assert not isinstance(service.consumers.feed(created), View)
 
 
 def refused(*_: object) -> Future[None]:
@@ -126,36 +126,36 @@ async def test_a_view_that_could_not_be_made_is_made_later(
 ) -> None:
     """Else replicas would be sent the model's own tables, whatever their policy says."""
     async with opened(tmp_path) as service:
-        consumer = await service.create_consumer("top", "other", TOP)
+        consumer = await service.consumers.create("top", "other", TOP)
         with monkeypatch.context() as patch:
             patch.setattr(View, "discard", full)
             assert (await publish(service, model="other")).sealed.number == 1
-            assert service.feed(consumer) is None
-        await service.unpublished.look_after()
-        assert isinstance(service.feed(consumer), View)
+            assert service.consumers.feed(consumer) is None
+        await service.publishing.look_after()
+        assert isinstance(service.consumers.feed(consumer), View)
 
 
 async def test_a_consumer_that_is_made_after_one_could_not_be_deleted_from_the_log_has_a_view_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened(tmp_path) as service:
-        old = service.feed(await service.create_consumer("top", "clicks", TOP))
+        old = service.consumers.feed(await service.consumers.create("top", "clicks", TOP))
         with monkeypatch.context() as patch:
             patch.setattr(LmdbStore, "put", refused)
             with pytest.raises(StorageFailed):
-                await service.delete_consumer("top")
-        created = await service.create_consumer("top", "clicks", TOP)
-        assert service.feed(created) is not old
+                await service.consumers.delete("top")
+        created = await service.consumers.create("top", "clicks", TOP)
+        assert service.consumers.feed(created) is not old
 
 
 async def test_of_two_who_ensure_a_new_consumer_at_once_both_succeed_and_the_last_wins(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         for each in range(10):
             wanted = [ConsumerOptions(f"c{each}", "clicks", Policy(top_k=top_k)) for top_k in (3, 4)]
-            await asyncio.gather(*map(service.ensure_consumer, wanted))
+            await asyncio.gather(*map(service.consumers.ensure, wanted))
             consumer = service.registry.get(f"c{each}")
             assert consumer.policy == Policy(top_k=4)
-            assert isinstance(service.feed(consumer), View)
+            assert isinstance(service.consumers.feed(consumer), View)
 
 
 @pytest.mark.parametrize("damaged", ["its record", "a head"])
@@ -163,7 +163,7 @@ async def test_a_view_that_cannot_come_back_begins_anew_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: str
 ) -> None:
     async with opened(tmp_path) as service:
-        view = service.feed(await service.create_consumer("top", "clicks", TOP))
+        view = service.consumers.feed(await service.consumers.create("top", "clicks", TOP))
         assert isinstance(view, View)
         await view.prepare(TOP)
         history, number = view.history, view.position.number
@@ -173,7 +173,7 @@ async def test_a_view_that_cannot_come_back_begins_anew_and_says_so(
         with closing(LmdbStore(LogOptions(directory=tmp_path / "log"))) as log:
             log.put("view/top", b"{}").result()
     async with opened(tmp_path) as service:
-        again = service.feed(service.registry.get("top"))
+        again = service.consumers.feed(service.registry.get("top"))
         assert isinstance(again, View)
         assert again.history != history
         assert not again.tables

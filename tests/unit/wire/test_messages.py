@@ -1,14 +1,16 @@
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tests.support.wire import rows_message
 
-from deltasync.base.errors import InvalidInput
+from deltasync.base.errors import Damaged, InvalidInput
 from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
+from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.log import records
@@ -41,17 +43,30 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
     ids = sorted(data.draw(st.sets(st.integers(shard.row_offset, shard.row_offset + shard.rows - 1), min_size=1)))
     values = data.draw(hnp.arrays(shard.table.dtype, (len(ids), shard.cols)))
     batch, step = RowBatch(shard, np.array(ids, np.int64), values), data.draw(st.integers(0, 2**64 - 1))
-    part = publish_pb2.PublishRequest.FromString(rows.part_chunk(step, slot, batch)).chunk
-    release = rows.release_chunk(slot, batch)
-    record = b"".join(records.pack_rows(slot, batch))
-    assert part.step == step
+    if data.draw(st.booleans()):
+        batch = batch.digested()
+    sent = rows.part_chunk(step, slot, batch)
+    received = rows.read_request(sent)
+    assert isinstance(received, rows.ReceivedRows)
+    assert (received.step, received.close) == (step, None)
+    ((found_slot, columns),) = received.rows
+    assert found_slot == slot
+    arrived = columns.rows_of(slot, announced)
+    release = rows.release_chunk(slot, arrived)
+    record = b"".join(records.pack_rows(slot, arrived))
+    assert arrived.encoded
+    assert bytes(arrived.encoded) in sent
+    assert release.endswith(arrived.encoded), "the same bytes on every hop"
+    assert record.endswith(arrived.encoded), "the same bytes on every hop"
     for found in (
-        rows.decode_rows(part.rows, announced),
+        arrived,
         rows.decode_rows(subscribe_pb2.SubscribeResponse.FromString(release).chunk.rows, announced),
-        rows.rows_in_chunk(release, batch),
+        rows.at_end_of(release, batch),
         records.unpack_rows(memoryview(record), lambda _: announced),
     ):
         assert found.shard is shard
+        assert (found.digests is None) is (batch.digests is None)
+        assert found.digests is None or found.digests.tolist() == batch.digests.tolist()  # type: ignore[union-attr]
         assert found.ids.tolist() == ids
         assert found.values.tobytes() == values.tobytes()
         assert (found.values.shape, found.values.dtype) == (values.shape, values.dtype)
@@ -64,15 +79,15 @@ def test_messages_with_rows_are_as_generated_classes_write_them(
     ids, values = np.arange(count), np.arange(count * 4, dtype="<f4").reshape(count, 4)
     batch = RowBatch.of_table(USER, ids, values)
     batch = [batch, batch.digested(), RowBatch.deletes(batch.shard, ids)][kind]
-    expected = tables_pb2.Rows(slot=slot, ids=ids.tobytes())
+    expected = tables_pb2.TableRows(slot=slot, rows=tables_pb2.Rows(ids=ids.tobytes()))
     if batch.deleted:
-        expected.deleted = True
+        expected.rows.deleted = True
     else:
-        expected.values = values.tobytes()
+        expected.rows.values = values.tobytes()
+    if batch.digests is not None:
+        expected.rows.digests = batch.digests.tobytes()
     release = subscribe_pb2.SubscribeResponse(chunk=subscribe_pb2.ReleaseChunk(rows=expected))
     assert subscribe_pb2.SubscribeResponse.FromString(rows.release_chunk(slot, batch)) == release
-    if batch.digests is not None:
-        expected.digests = batch.digests.tobytes()
     part = publish_pb2.PublishRequest(chunk=publish_pb2.PartChunk(step=step, rows=expected))
     assert publish_pb2.PublishRequest.FromString(rows.part_chunk(step, slot, batch)) == part
 
@@ -93,7 +108,7 @@ def test_whole_parts_and_releases_are_those_that_generated_classes_write(
     assert publish_pb2.PublishRequest.FromString(rows.whole_part(batches, close)) == whole_part
     end = subscribe_pb2.ReleaseEnd(rows=data.draw(st.integers(0, 2**64 - 1)))
     release = subscribe_pb2.SubscribeResponse(release=subscribe_pb2.WholeRelease(rows=releases, end=end))
-    written = rows.whole_release([rows.release_chunk(*each) for each in batches], end)
+    written = rows.whole_release(batches, end)
     assert subscribe_pb2.SubscribeResponse.FromString(written) == release
 
 
@@ -150,7 +165,140 @@ def test_what_is_sent_is_the_tables_own_type_unless_it_is_said() -> None:
     assert messages.mode_from_message(0) is Mode.EMBEDDINGS
 
 
-def check(message: tables_pb2.Rows) -> None:
+# What a publisher may send: any message of a generated class, written in any way that protobuf allows.
+
+
+@st.composite
+def row_messages(draw: st.DrawFn) -> tables_pb2.TableRows:
+    some = st.binary(max_size=20)
+    rows = tables_pb2.Rows(ids=draw(some), digests=draw(some), values=draw(some), deleted=draw(st.booleans()))
+    return tables_pb2.TableRows(slot=draw(st.integers(0, 2**32 - 1)), rows=rows)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> publish_pb2.PublishRequest:
+    step = draw(st.integers(0, 2**64 - 1))
+    close = publish_pb2.PartClose(
+        step=step, rows=draw(st.integers(0, 9)), deletes=draw(st.lists(st.integers(0, 9)))
+    )
+    several = draw(st.lists(row_messages(), max_size=3))
+    return draw(
+        st.sampled_from(
+            [
+                publish_pb2.PublishRequest(),
+                publish_pb2.PublishRequest(close=close),
+                publish_pb2.PublishRequest(goodbye=publish_pb2.PublishGoodbye()),
+                publish_pb2.PublishRequest(open=publish_pb2.PublishOpen(model="clicks", run="r")),
+                publish_pb2.PublishRequest(
+                    chunk=publish_pb2.PartChunk(step=step, rows=several[0] if several else None)
+                ),
+                publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=several, close=close)),
+                publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=several)),
+            ]
+        )
+    )
+
+
+def check_read(raw: bytes, message: publish_pb2.PublishRequest) -> None:
+    """Check that bytes are read as what the generated class reads in them."""
+    found = rows.read_request(raw)
+    kind = message.WhichOneof("message")
+    if not isinstance(found, rows.ReceivedRows):
+        assert kind not in ("chunk", "part")
+        assert found == message
+        return
+    close = None if kind == "chunk" else message.part.close
+    step = message.chunk.step if close is None else close.step
+    assert (found.step, found.close) == (step, close)
+    sent = [message.chunk.rows] if kind == "chunk" else list(message.part.rows)
+    assert len(found.rows) == len(sent)
+    for (slot, columns), each in zip(found.rows, sent, strict=True):
+        content = (bytes(columns.ids), bytes(columns.digests), bytes(columns.values), columns.deleted)
+        assert slot == each.slot
+        assert content == (each.rows.ids, each.rows.digests, each.rows.values, each.rows.deleted)
+        each.rows.DiscardUnknownFields()
+        assert tables_pb2.Rows.FromString(bytes(columns.message)) == each.rows, "as it goes on to replicas"
+
+
+@given(requests())
+def test_requests_are_read_as_generated_classes_read_them(message: publish_pb2.PublishRequest) -> None:
+    check_read(message.SerializeToString(), message)
+
+
+def _merged(some: publish_pb2.PublishRequest, other: publish_pb2.PublishRequest) -> bytes:
+    return some.SerializeToString() + other.SerializeToString()
+
+
+def _with_noise(raw: bytes, at: int, noise: bytes) -> bytes:
+    return raw[: at % (len(raw) + 1)] + noise + raw[at % (len(raw) + 1) :]
+
+
+@given(
+    st.one_of(
+        st.binary(max_size=60),
+        st.builds(_merged, requests(), requests()),
+        st.builds(
+            _with_noise,
+            requests().map(lambda each: each.SerializeToString()),
+            st.integers(0, 60),
+            st.sampled_from([b"\x80\x00", b"\x7a\x02xy", b"\x08\x05", b"\x12\x00", b"\x0a\x00", b"\xff", b""]),
+        ),
+        st.builds(lambda each, cut: each.SerializeToString()[:cut], requests(), st.integers(0, 60)),
+    )
+)
+def test_any_bytes_are_read_as_generated_classes_read_them_or_refused(raw: bytes) -> None:
+    try:
+        message = publish_pb2.PublishRequest.FromString(raw)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            rows.read_request(raw)
+    else:
+        check_read(raw, message)
+
+
+def test_rows_that_are_written_in_another_way_go_on_as_they_would_be_written_here() -> None:
+    content = rows_message(0, [10], np.ones((1, 2), "<f4")).rows.SerializeToString()
+    ids, values = content[:10], content[10:]
+    first = b"\x0a\x01\x00" + content  # The last of two fields of one number counts.
+    for odd in (values + ids, first, content + b"\x7a\x02xy", b"\x0a\x88\x00" + content[2:]):
+        table = b"\x08\x00\x12" + bytes([len(odd)]) + odd
+        part = b"\x08\x05\x12" + bytes([len(table)]) + table
+        received = rows.read_request(b"\x12" + bytes([len(part)]) + part)
+        assert isinstance(received, rows.ReceivedRows)
+        ((_, columns),) = received.rows
+        assert bytes(columns.message) == content
+
+
+@pytest.mark.parametrize("table", [USER, HALF])
+def test_rows_that_begin_at_any_byte_are_checked_and_applied_as_others(table: TableSpec) -> None:
+    values = np.arange(9 * table.dim).reshape(9, table.dim).astype(table.dtype)
+    batch, expected = RowBatch.of_table(table, np.arange(9), values).digested(), StampedTable(table)
+    expected.apply(batch, 1)
+    for offset in range(8):
+        sent = memoryview(bytes(offset) + b"".join(rows.rows_pieces(batch)))[offset:]
+        found, arrived = StampedTable(table), rows.Columns.read(sent).rows_of(0, [batch.shard])
+        arrived.check()
+        arrived.check_digests()
+        found.apply(arrived, 1)
+        assert (found.checksum, found.norm) == (expected.checksum, expected.norm)
+        assert found.rows.tobytes() == expected.rows.tobytes()
+        with pytest.raises(Damaged, match="1 of 9 rows do not fit their digests"):
+            rows.Columns.read(memoryview(_flipped(sent))).rows_of(0, [batch.shard]).check_digests()
+
+
+def _flipped(content: memoryview) -> bytes:
+    """The same bytes with another last bit."""
+    return bytes(content[:-1]) + bytes([content[-1] ^ 1])
+
+
+def test_digests_of_deleted_rows_go_no_further() -> None:
+    """Nobody looks at them, so a publisher could send any bytes to replicas."""
+    message = tables_pb2.Rows(ids=np.array([10]).tobytes(), deleted=True, digests=b"any bytes")
+    batch = rows.Columns.read(memoryview(message.SerializeToString())).rows_of(0, SHARDS)
+    assert b"any" not in b"".join(rows.rows_pieces(batch))
+
+
+def check(message: tables_pb2.TableRows) -> None:
     rows.decode_rows(message, SHARDS).check()
 
 
@@ -161,7 +309,7 @@ TWO = np.ones((2, 2), "<f4")
     ("message", "said"),
     [
         (rows_message(2, [10], TWO[:1]), "slot 2, but only 2"),
-        (tables_pb2.Rows(slot=0, ids=b"1234567", values=b""), "'user': 7 bytes of ids"),
+        (tables_pb2.TableRows(rows=tables_pb2.Rows(ids=b"1234567")), "'user': 7 bytes of ids"),
         (rows_message(0, [10, 11], np.ones((2, 3), "<f4")), "'user': 24 bytes of values for 2 rows of 2 float32"),
         (rows_message(0, [10, 11], np.ones((2, 2), "<f2")), "expected 16"),
         (rows_message(1, [1], np.ones((1, 3), "<f4")), "'half': 12 bytes of values for 1 row of 3 float16"),
@@ -183,7 +331,7 @@ TWO = np.ones((2, 2), "<f4")
         (rows_message(1, [3], np.array([[1, np.inf, 1]], "<f2")), "'half': row 3 holds inf in column 1"),
     ],
 )
-def test_malformed_rows_are_refused(message: tables_pb2.Rows, said: str) -> None:
+def test_malformed_rows_are_refused(message: tables_pb2.TableRows, said: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         check(message)
     assert said in str(refused.value)
@@ -196,7 +344,7 @@ def test_rows_at_the_edges_are_taken(ids: list[int]) -> None:
 
 @given(st.binary(max_size=80), st.binary(max_size=80), st.integers(0, 3))
 def test_any_bytes_are_rows_or_refused(ids: bytes, values: bytes, slot: int) -> None:
-    message = tables_pb2.Rows(slot=slot, ids=ids, values=values)
+    message = tables_pb2.TableRows(slot=slot, rows=tables_pb2.Rows(ids=ids, values=values))
     try:
         batch = rows.decode_rows(message, SHARDS)
         batch.check()

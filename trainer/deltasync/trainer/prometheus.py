@@ -8,8 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from deltasync.base.addresses import host_and_port, with_port
-from deltasync.base.build import built_version
 from deltasync.base.errors import InvalidInput
+from deltasync.base.process import built_version
 from deltasync.trainer.sync import DeltaSync
 from deltasync.trainer.sync_metrics import COUNTERS, GAUGES
 

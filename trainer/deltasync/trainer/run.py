@@ -2,20 +2,24 @@
 
 from collections.abc import Sequence
 
-from deltasync.base.run_ids import later_run_id
 from deltasync.client import Endpoint, Position, Publisher, PublisherOptions
+from deltasync.core.position import later_run_id
 from deltasync.core.tables import TableSpec
 from deltasync.trainer.distributed.agreement import Agreement
+from deltasync.trainer.sync_state import PublishedVersions
 from deltasync.trainer.tracking.tracker import Tracker
 
 
 class TrainingRun:
-    """Begins when it first connects. However often it is begun anew, it is no younger for that, and has an id that
-    tells whose it is: a run that began later, which has taken over, stays the later one.
+    """The run of this trainer in the service. It begins when it first connects.
+
+    Beginning it again, after a resharding say, keeps its start and its id's first part: a run of another trainer
+    that began later, and has taken over, stays the later one.
 
     Attributes:
-        publisher: the one that is connected; None before, and after `disconnect`.
-        position: what the run is known to build on.
+        publisher: the connected publisher; None before, and after `disconnect`.
+        position: what the run builds on.
+        versions: what was published, for going back to an earlier version.
     """
 
     def __init__(
@@ -28,26 +32,27 @@ class TrainingRun:
     ) -> None:
         self.publisher: Publisher | None = None
         self.position = Position()
+        self.versions = PublishedVersions()
         self._service, self._model, self._tables = service, model, list(tables)
         self._tracker, self._agreement = tracker, agreement
         self._announced = self._earlier_connections = 0
         self._first_id, self._started_unix_ns = "", 0
-        self._later = -1  # How often it was begun anew.
+        self._later = -1  # How often the run has begun again.
 
     @property
     def connections(self) -> int:
-        """How often this rank has been connected."""
+        """How often this rank has connected."""
         now = self.publisher.connection.connections if self.publisher else 0
         return self._earlier_connections + now
 
     def connect(self) -> Publisher:
-        """The publisher, which is made if there is none. All ranks call it together; no cut is under way.
+        """Return the publisher; make one if there is none. All ranks call this together, without a cut under way.
 
-        Where the model was resharded, ranks hold other shards, which a run of another id announces.
+        After a resharding, ranks have other shards, which a run of another id announces.
 
         Raises:
-            InvalidInput: on this rank alone, a file with its token or its certificates cannot be read now. What
-                ranks do together is done.
+            InvalidInput: on this rank alone, a file with its token or its certificates cannot be read now. The
+                collectives are complete by then.
         """
         if self._announced != self._tracker.attachments:
             self.disconnect()
@@ -60,10 +65,17 @@ class TrainingRun:
             self.publisher = Publisher(self._options(), self._tables, shards)
         return self.publisher
 
-    def go_on_from(self, position: Position) -> None:
-        """Build on that from here on, as a run of another id: this one may have published what came after it."""
+    def note_sealed(self, position: Position, cursor: int) -> None:
+        """Note that a cut is sealed, with all rows that the tracker had stamped up to a cursor."""
+        self.position = position
+        self.versions.add(position, cursor)
+
+    def go_on_from(self, position: Position, versions: PublishedVersions) -> None:
+        """Build on a checkpoint, as a run of another id: this one may have published later versions."""
         self.disconnect()
-        self.position, self._announced = position, 0
+        self.position = position
+        self.versions = versions
+        self._announced = 0
 
     def finish(self) -> None:
         """Tell the service that this rank has finished, and close the connection."""
@@ -72,7 +84,7 @@ class TrainingRun:
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Give up what is under way, and close the connection."""
+        """Close the connection, and give up a part under way."""
         if self.publisher:
             self.publisher.abort()
             self._earlier_connections += self.publisher.connection.connections

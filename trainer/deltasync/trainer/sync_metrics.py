@@ -4,60 +4,15 @@ import logging
 import time
 from collections.abc import Callable
 
-from deltasync.base.backoff import backoff
-from deltasync.base.events import described
+from deltasync.base.events import error_text
+from deltasync.base.waiting import backoff
 from deltasync.trainer.run import TrainingRun
 from deltasync.trainer.sync_options import SyncStats
 from deltasync.trainer.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
-
 # What is refused seldom changes by itself, and each try sends all rows that have changed.
 _LONGEST_SECONDS = 300.0
-
-
-class Trouble:
-    """What publishing failed with last. In the thread that trains.
-
-    Attributes:
-        reason: in words; empty where nothing has failed since the last cut was sealed.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.reason = ""
-        self._now, self._since = now, 0.0
-        self._pauses, self._due = backoff(_LONGEST_SECONDS), 0.0
-
-    @property
-    def over(self) -> bool:
-        """Whether it is time to try again, if anything has failed."""
-        return not self.reason or self._now() >= self._due
-
-    @property
-    def seconds(self) -> float:
-        """For how long nothing could be published; 0 where nothing has failed."""
-        return self._now() - self._since if self.reason else 0.0
-
-    def note(self, error: Exception) -> None:
-        """Note that it has failed again. The log says so once, until the reason is another."""
-        if (reason := described(error)) != self.reason:
-            logger.error("nothing is published for now: %s", reason)
-        self._since = self._since if self.reason else self._now()
-        self.reason = reason
-        self._due = self._now() + next(self._pauses)
-
-    def try_again(self) -> None:
-        """Note that what is published next is another than what has failed: it is time to try."""
-        self._pauses, self._due = backoff(_LONGEST_SECONDS), 0.0
-
-    def end(self) -> None:
-        """Note that a cut was sealed."""
-        if self.reason:
-            logger.warning("publishing goes on, after: %s", self.reason)
-            self.reason = ""
-            self.try_again()
-
-
 # What they mean: those that only grow, and the rest.
 COUNTERS = {
     "cuts": "Sealed cuts of this rank.",
@@ -81,8 +36,8 @@ GAUGES = {
 }
 
 
-def metrics_of(stats: SyncStats, trouble: Trouble, run: TrainingRun, tracker: Tracker) -> dict[str, float]:
-    """They are numbers that are known already: no row is looked at, and nothing is waited for.
+def metrics_of(stats: SyncStats, trouble: "Trouble", run: TrainingRun, tracker: Tracker) -> dict[str, float]:
+    """The numbers to log. Reads no row, and waits for nothing.
 
     Args:
         stats: what was published.
@@ -113,5 +68,47 @@ def metrics_of(stats: SyncStats, trouble: Trouble, run: TrainingRun, tracker: Tr
 
 
 def _seconds_since(stats: SyncStats) -> float:
-    """Since the end of the last step that is published; 0 before there is one."""
+    """Seconds since the end of the last published step; 0 before there is one."""
     return max(0.0, time.time() - stats.cuts[-1][2] / 1e9) if stats.cuts else 0.0
+
+
+class Trouble:
+    """The last error of publishing. In the thread that trains.
+
+    Attributes:
+        reason: the error in words; empty if nothing has failed since the last cut was sealed.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.reason = ""
+        self._now, self._since = now, 0.0
+        self._pauses, self._due = backoff(_LONGEST_SECONDS), 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether publishing may be tried now: nothing has failed, or the pause is over."""
+        return not self.reason or self._now() >= self._due
+
+    @property
+    def seconds(self) -> float:
+        """For how long nothing could be published; 0 if nothing has failed."""
+        return self._now() - self._since if self.reason else 0.0
+
+    def note(self, error: Exception) -> None:
+        """Note a failure. The log has each reason once, until it changes."""
+        if (reason := error_text(error)) != self.reason:
+            logger.error("nothing is published for now: %s", reason)
+        self._since = self._since if self.reason else self._now()
+        self.reason = reason
+        self._due = self._now() + next(self._pauses)
+
+    def try_again(self) -> None:
+        """End the pause: what is published next differs from what has failed."""
+        self._pauses, self._due = backoff(_LONGEST_SECONDS), 0.0
+
+    def end(self) -> None:
+        """Note that a cut was sealed."""
+        if self.reason:
+            logger.warning("publishing goes on, after: %s", self.reason)
+            self.reason = ""
+            self.try_again()

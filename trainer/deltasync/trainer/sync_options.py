@@ -15,12 +15,12 @@ _CUTS_IN_STATS = 100_000
 
 
 class OnRefusal(Enum):
-    """What a step does where publishing is refused, or impossible: by a row of NaN, say, or by another run."""
+    """What a step does when publishing is refused or impossible: by a row of NaN, say, or by another run."""
 
     CONTINUE = "continue"
-    """Training goes on, rows are marked, and a later step publishes them if it can (`DeltaSync.trouble`)."""
+    """Training goes on, rows stay marked, and a later step publishes them if it can (`DeltaSync.trouble`)."""
     RAISE = "raise"
-    """The step raises what has failed."""
+    """The step raises the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +28,16 @@ class SyncOptions:
     """What to publish, where to and how often. All but `service` must be the same on all ranks.
 
     Attributes:
-        service: where the service answers gRPC; an address alone is HOST:PORT.
+        service: the service's gRPC endpoint; an address alone is HOST:PORT.
         model: name of the set of tables.
-        publish_every: steps between cuts. Where the last cut is not sealed by then, this one is left out: the next
-            one publishes its rows.
-        on_refusal: what a step does where publishing is refused, or impossible; `flush` and `close` raise.
+        publish_every: steps between cuts. If the last cut is not sealed by then, this one is left out, and the
+            next one publishes its rows.
+        on_refusal: what a step does when publishing is refused or impossible; `flush` and `close` always raise.
         dense: whether to publish the parameters and buffers outside of embedding tables too.
-        fqns_to_skip: tables that are not published, each by its FQN, its name, one of its parents or any run of
-            parts of its FQN. What an earlier run has published of them stays as it is.
-        verify: to debug a model: compare all rows with a copy at every cut, and raise where some have changed that
-            would not be published (`TrackerOptions.verify`), whatever `on_refusal` is.
+        fqns_to_skip: tables not to publish, each by its FQN, its name, one of its parents or any run of parts of
+            its FQN. What an earlier run has published of them stays as it is.
+        verify: to debug a model: compare all rows with a copy at every cut, and raise if changed rows would not be
+            published (`TrackerOptions.verify`), whatever `on_refusal` is.
     """
 
     service: Endpoint | str
@@ -58,7 +58,7 @@ class SyncOptions:
 
     @property
     def of_all_ranks(self) -> dict[str, Any]:
-        """Those that must be the same on all ranks, which cut, compare buffers and raise together."""
+        """The options that must be the same on all ranks, which cut, compare buffers and raise together."""
         return {name: value for name, value in vars(self).items() if name != "service"}
 
 
@@ -89,7 +89,7 @@ class SyncStats:
     step_seconds: float = 0.0
 
     def add(self, position: Position, part: Part, seconds: float) -> None:
-        """Count a part of which the cut is sealed, and how long that took."""
+        """Count a sealed part; sealing took `seconds`."""
         self.publish_seconds = seconds
         self.cuts.append((position.number, part.step, part.step_end_unix_ns))
         self.sealed, self.published_step = self.sealed + 1, part.step

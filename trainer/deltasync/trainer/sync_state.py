@@ -13,63 +13,8 @@ from deltasync.client import Position
 from deltasync.core.seal import newest_event_time
 from deltasync.trainer.checks import check_format
 
-# A service that has lost more than so many is given every row.
+# After losing more versions than this, a service is sent every row.
 _MOST = 1024
-
-
-class PublishedVersions:
-    """The last 1,024 of them, oldest first. A version is known by its number and its seal, whatever its history.
-
-    So a trainer can go on from an earlier version, with the rows that have changed since: where the service has
-    lost the later ones, or where ranks were saved at different ones.
-    """
-
-    def __init__(self, versions: Iterable[tuple[int, int, int]] = ()) -> None:
-        self._versions = deque[tuple[int, int, int]](versions, _MOST)
-
-    def add(self, position: Position, cursor: int) -> None:
-        """Note that all rows stamped up to `cursor` by the tracker were published when a version was sealed."""
-        if self._versions and cursor <= self._versions[-1][2]:  # The clock has started over.
-            self._versions.clear()
-        self._versions.append((position.number, position.seal, cursor))
-
-    def cursor_at(self, position: Position) -> int | None:
-        """The tracker's cursor at a version; None if it is not known."""
-        found = (cursor for number, seal, cursor in reversed(self._versions) if (number, seal) == _key(position))
-        return next(found, None) if position.seal else None
-
-    def save(self) -> torch.Tensor:
-        """For a checkpoint: int64 [n, 3], number, seal (its bits) and cursor."""
-        rows = np.array(self._versions, object).reshape(-1, 3)
-        seals = rows[:, 1].astype(np.uint64).view(np.int64)
-        return torch.from_numpy(
-            np.stack([rows[:, 0].astype(np.int64), seals, rows[:, 2].astype(np.int64)], axis=1)
-        )
-
-    @classmethod
-    def of_all(cls, states: Sequence[Mapping[str, Any]]) -> "PublishedVersions":
-        """The versions that all ranks of a checkpoint know, by the clock of a tracker that has loaded it.
-
-        Args:
-            states: `DeltaSync.state_dict` of each rank.
-        """
-        clock = max(int(state["tracker"]["clock"]) for state in states)
-        known = [_cursors(state, clock - int(state["tracker"]["clock"])) for state in states]
-        shared = [key for key in known[0] if all(key in each for each in known)]
-        return cls((number, seal, min(each[number, seal] for each in known)) for number, seal in shared)
-
-
-def _key(position: Position) -> tuple[int, int]:
-    return position.number, position.seal
-
-
-def _cursors(state: Mapping[str, Any], shift: int) -> dict[tuple[int, int], int]:
-    """The cursor at each version that a rank knows, on a clock that is `shift` ahead of its own."""
-    rows = state["versions"].numpy()
-    seals = rows[:, 1].copy().view(np.uint64)
-    return {(int(row[0]), int(seal)): int(row[2]) + shift for row, seal in zip(rows, seals, strict=True)}
-
-
 FORMAT = 1
 
 
@@ -84,7 +29,7 @@ class SyncState:
     """
 
     position: Position
-    versions: PublishedVersions
+    versions: "PublishedVersions"
     event_time_unix_ns: int | None
 
     def save(self) -> dict[str, Any]:
@@ -121,9 +66,62 @@ def check_states(saved: Sequence[Mapping[str, Any]]) -> None:
         check_format("a state of DeltaSync", state.get("format"), FORMAT)
     ranks = sorted((state["rank"], state["world_size"]) for state in saved)
     if not ranks or ranks != [(rank, len(saved)) for rank in range(len(saved))]:
-        found = ", ".join(f"{rank} of {world_size}" for rank, world_size in ranks)
-        raise InvalidInput(f"expected the states of all ranks of one checkpoint, got rank {found or 'none'}")
+        saved_by = ", ".join(f"{rank} of {world_size}" for rank, world_size in ranks)
+        raise InvalidInput(f"expected the states of all ranks of one checkpoint, got rank {saved_by or 'none'}")
 
 
 def _position(state: Mapping[str, Any]) -> Position:
     return Position(state["history"], state["version"], state["seal"])
+
+
+class PublishedVersions:
+    """The last 1,024 published versions, oldest first, by number and seal, whatever their history.
+
+    With them, a trainer can go on from an earlier version with the rows that have changed since: if the service
+    has lost later versions, or if ranks were saved at different ones.
+    """
+
+    def __init__(self, versions: Iterable[tuple[int, int, int]] = ()) -> None:
+        self._versions = deque[tuple[int, int, int]](versions, _MOST)
+
+    def add(self, position: Position, cursor: int) -> None:
+        """Note that all rows stamped up to `cursor` by the tracker were published when a version was sealed."""
+        if self._versions and cursor <= self._versions[-1][2]:  # The clock has started over.
+            self._versions.clear()
+        self._versions.append((position.number, position.seal, cursor))
+
+    def cursor_at(self, position: Position) -> int | None:
+        """The tracker's cursor at a version; None if the version is unknown."""
+        cursors = (cursor for number, seal, cursor in reversed(self._versions) if (number, seal) == _key(position))
+        return next(cursors, None) if position.seal else None
+
+    def save(self) -> torch.Tensor:
+        """For a checkpoint: int64 [n, 3], number, seal (its bits) and cursor."""
+        rows = np.array(self._versions, object).reshape(-1, 3)
+        seals = rows[:, 1].astype(np.uint64).view(np.int64)
+        return torch.from_numpy(
+            np.stack([rows[:, 0].astype(np.int64), seals, rows[:, 2].astype(np.int64)], axis=1)
+        )
+
+    @classmethod
+    def of_all(cls, states: Sequence[Mapping[str, Any]]) -> "PublishedVersions":
+        """The versions that all ranks of a checkpoint know, by the clock of a tracker that has loaded it.
+
+        Args:
+            states: `DeltaSync.state_dict` of each rank.
+        """
+        clock = max(int(state["tracker"]["clock"]) for state in states)
+        by_rank = [_cursors(state, clock - int(state["tracker"]["clock"])) for state in states]
+        shared = [key for key in by_rank[0] if all(key in each for each in by_rank)]
+        return cls((number, seal, min(each[number, seal] for each in by_rank)) for number, seal in shared)
+
+
+def _key(position: Position) -> tuple[int, int]:
+    return position.number, position.seal
+
+
+def _cursors(state: Mapping[str, Any], shift: int) -> dict[tuple[int, int], int]:
+    """The cursor at each version that a rank knows, on a clock that is `shift` ahead of its own."""
+    rows = state["versions"].numpy()
+    seals = rows[:, 1].copy().view(np.uint64)
+    return {(int(row[0]), int(seal)): int(row[2]) + shift for row, seal in zip(rows, seals, strict=True)}

@@ -1,12 +1,15 @@
 """What a target is: where a replica puts rows, and how they are read at one version."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from deltasync.base.arguments import described
+import numpy as np
+
+from deltasync.base.arguments import type_in_words
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput
+from deltasync.core.digests import RowDigests
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.seal import seconds_behind
@@ -118,11 +121,36 @@ class Release:
             raise Contradiction("the consumer streams ids and norms, no values: take them with a CallbackTarget")
 
 
+# Digests [n] of the rows of each of some batches; None for a batch whose rows have to be read.
+BatchDigests: TypeAlias = Sequence[RowDigests | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """Digests of the rows that a target has written, each made of the target's own memory.
+
+    Attributes:
+        digests: of the batches of the release, in their order.
+    """
+
+    digests: BatchDigests
+
+    def same_as(self, other: "Written | None") -> bool:
+        """Whether another copy of the target holds the same bits."""
+        return other is not None and all(
+            one is not None and another is not None and np.array_equal(one, another)
+            for one, another in zip(self.digests, other.digests, strict=True)
+        )
+
+
 class Target(Protocol):
     """What a subscriber needs of a target."""
 
-    def apply(self, release: Release) -> None:
-        """Take over a release, whole. Called in the subscriber's thread; an exception stops the subscriber."""
+    def apply(self, release: Release) -> Written | None:
+        """Take over a release, whole. Called in the subscriber's thread; an exception stops the subscriber.
+
+        A readable target may return the digests of what it has written. Otherwise the rows are read back.
+        """
 
 
 @runtime_checkable
@@ -163,7 +191,7 @@ def check_target(call: str, target: object) -> None:
     # A torch module has an `apply` too, for functions.
     if not callable(apply) or isinstance(target, type) or getattr(apply, "__qualname__", "") == "Module.apply":
         raise TypeError(
-            f"{call}: target is {described(target)}, expected an object that takes releases: NumpyTarget(), "
+            f"{call}: target is {type_in_words(target)}, expected an object that takes releases: NumpyTarget(), "
             "KeyedTarget(), TorchTarget(model) for a torch module, CallbackTarget(function) for a function"
         )
 
@@ -173,5 +201,6 @@ class CallbackTarget:
 
     def __init__(self, callback: Callable[[Release], None]) -> None:
         if not callable(callback):
-            raise TypeError(f"CallbackTarget(callback): callback is {described(callback)}, expected a function")
+            kind = type_in_words(callback)
+            raise TypeError(f"CallbackTarget(callback): callback is {kind}, expected a function")
         self.apply = callback

@@ -1,5 +1,6 @@
-"""Modules of managed collision: their maps from raw ids to rows, whole or in shards."""
+"""Modules of managed collision: their maps from raw ids to rows, and the rows of unknown ids."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -20,149 +21,93 @@ from deltasync.core.tables import FREE_ID, TableSpec, entries_of, raw_ids_of
 MODULES, SHARDED = "_managed_collision_modules", "_managed_collision_modules_per_rank"
 # What holds raw ids: of an `MCHManagedCollisionModule`, and the row of each; of a `HashZchManagedCollisionModule`.
 SORTED, ROWS, IDENTITIES = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_hash_zch_identities"
-
-
-def collision_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The managed collision modules in a module, by their FQNs, without those of shards for inference."""
-    shards = {
-        each
-        for collection in module.modules()
-        for rank in getattr(collection, SHARDED, ())
-        for each in rank.values()
-    }
-    return {name: each for name, each in module.named_modules() if _is_map(each) and each not in shards}
-
-
-def collision_prefixes(module: nn.Module) -> tuple[str, ...]:
-    """How the names of parameters and buffers begin that a module's managed collision has."""
-    names = [name for name, each in module.named_modules() if _is_map(each) or hasattr(each, SHARDED)]
-    return tuple(f"{name}.".removeprefix(".") for name in names)
-
-
-def hashes(module: nn.Module) -> bool:
-    """Whether a managed collision module finds rows by hashing, and not in a sorted list of raw ids."""
-    return hasattr(module, IDENTITIES)
-
-
-def collision_module_of(module: nn.Module, table: TableSpec) -> tuple[str, nn.Module]:
-    """The managed collision module that a map or ranges belong to, after its FQN.
-
-    Raises:
-        NotFound: no managed collision module has its name.
-        Contradiction: the module has another size, is only a shard, is scripted, or is in training mode.
-    """
-    wanted = table.name.rpartition(".")[0]
-    modules = collision_modules(module)
-    plain = {name: plain_name(module, name) for name in modules}
-    names = [name for name in modules if plain[name] == wanted]
-    names = names or [name for name in modules if wanted.endswith(f".{plain[name]}")]
-    if len(names) != 1:
-        known = ", ".join(names or modules) or "none"
-        raise NotFound(
-            f"table {table.name!r}: no managed collision module of that name, or several; modules: {known}"
-        )
-    _check(names[0], modules[names[0]], table)
-    _check_collection(module, names[0], table)
-    return names[0], modules[names[0]]
-
-
-def _is_map(module: nn.Module) -> bool:
-    return hasattr(module, IDENTITIES) or (hasattr(module, SORTED) and hasattr(module, ROWS))
-
-
-def _check_collection(module: nn.Module, name: str, table: TableSpec) -> None:
-    path, _, _ = name.rpartition(f".{MODULES}.")
-    collection: Any = module.get_submodule(path)
-    if not hasattr(collection, SHARDED):
-        return
-    if not collection.need_preprocess:
-        raise Contradiction(
-            f"table {table.name!r}: the collection of module {name} is sharded for inference and does not prepare "
-            "raw ids, which is where they are looked up: make it with need_preprocess=True, or serve it unsharded"
-        )
-    if getattr(module.get_submodule(name), "_disable_fallback", False):
-        raise Contradiction(
-            f"table {table.name!r}: module {name} drops unknown ids (disable_fallback), and its collection is "
-            "sharded for inference: serve it unsharded"
-        )
-
-
-def _check(name: str, module: Any, table: TableSpec) -> None:
-    if isinstance(module, torch.jit.ScriptModule) or not callable(
-        getattr(module, "rebuild_with_output_id_range", None)
-    ):
-        raise Contradiction(
-            f"table {table.name!r}: module {name} is scripted or traced; give the target the one before"
-        )
-    hashed = hashes(module)
-    rows = len(module._hash_zch_identities if hashed else module._mch_sorted_raw_ids)
-    first = (module._output_global_offset_tensor is not None) if hashed else module._output_global_offset
-    if rows != table.rows or first:
-        part = ", one shard of several" if first else ""
-        raise Contradiction(
-            f"table {table.name!r} has {counted(table.rows, 'row')}, module {name} maps to {rows}{part}"
-        )
-    if module.training:
-        raise Contradiction(
-            f"table {table.name!r}: module {name} is in training mode, in which it would admit and evict ids by "
-            "itself: call eval() of the module before the subscriber is started"
-        )
-
-
 Ints = NDArray[np.int64]
 
 
-def id_map_of(module: nn.Module, table: TableSpec) -> "SortedIds | HashedIds":
-    """The place of a map of raw ids.
-
-    Raises:
-        NotFound: no managed collision module has its name.
-        Contradiction: that module cannot follow the map.
-    """
-    name, found = collision_module_of(module, table)
-    return (HashedIds if hashes(found) else SortedIds)(name, found, table)
+def id_map_of(module: nn.Module, table: TableSpec) -> "IdMap":
+    """The place of a map of raw ids; raises what `collision_module_of` does."""
+    name, part = collision_module_of(module, table)
+    return (HashedIds if hashes(part) else SortedIds)(module, name, table)
 
 
-class SortedIds:
-    """The map of an `MCHManagedCollisionModule`: its raw ids in ascending order, and the row of each.
+class IdMap(ABC):
+    """The map of a managed collision module from raw ids to rows, as the place of a table.
 
     Attributes:
         name: the module's FQN.
         table: the table.
     """
 
-    def __init__(self, name: str, module: nn.Module, table: TableSpec) -> None:
-        self.name = name
-        self._module = module
-        self.table = table
-        self._held = _SortedMap.of(_array(module, SORTED), _array(module, ROWS))
+    def __init__(self, module: nn.Module, name: str, table: TableSpec) -> None:
+        """Take the managed collision module `name` of a module."""
+        self.name, self.table = name, table
+        self._module: Any = module.get_submodule(name)
+        self._collection: Any = _collection_of(module, name)
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `binding.Place`.
+        """See `TablePlace`.
 
         Raises:
-            Contradiction: two rows have one raw id; nothing was written.
+            Contradiction: the module cannot hold these raw ids; nothing was written.
         """
-        held = _SortedMap.empty(self.table.rows) if reset else self._held
-        if rows:  # All at once: each change costs as much as the map has rows.
-            ids = np.concatenate([each.ids for each in rows])
-            held = held.changed(ids, np.concatenate([*map(_numbers, rows)]))
-        held.check(self.table.name)
-        changes = [(name, *_changed(getattr(self._module, name), array)) for name, array in held.arrays]
+        write_map = self._staged(rows, reset=reset)
+        if not hasattr(self._collection, SHARDED):
+            return write_map
 
         def write() -> None:
-            self._held = held
+            write_map()
+            self._look_up_before_sending()
+
+        return write
+
+    @abstractmethod
+    def read(self, ids: Ids) -> Values:
+        """See `TablePlace`."""
+
+    @abstractmethod
+    def _staged(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
+        """Prepare the map alone; as `stage`."""
+
+    def _look_up_before_sending(self) -> None:
+        """Have a collection sharded for inference look raw ids up whole, and send rows to its shards."""
+        module, (_, _, table) = self._module, self.name.rpartition(".")
+        vars(module).update(preprocess=MethodType(_rows_of, module), input_size=module.output_size)
+        for rank in getattr(self._collection, SHARDED):
+            vars(rank[table])["forward"] = _unchanged
+        for dist in self._collection._input_dists:  # Made in the first forward; 0 sends ids to the shards in turn.
+            dist.feature_block_sizes.clamp_(min=1)
+
+
+class SortedIds(IdMap):
+    """The map of an `MCHManagedCollisionModule`: its raw ids in ascending order, and the row of each."""
+
+    def __init__(self, module: nn.Module, name: str, table: TableSpec) -> None:
+        super().__init__(module, name, table)
+        self._map = _SortedMap.of(*(getattr(self._module, each).cpu().numpy().copy() for each in (SORTED, ROWS)))
+
+    def read(self, ids: Ids) -> Values:
+        """See `TablePlace`: as the module has it, so that damage shows."""
+        at = torch.from_numpy(self._map.places[ids])
+        raw, rows = (getattr(self._module, name)[at].cpu().numpy() for name in (SORTED, ROWS))
+        lost = ~entries_of(self._map.raw[at])  # Another entry than the one that it had.
+        return np.where(rows == ids, entries_of(raw), lost)[:, None]
+
+    def _staged(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
+        """See `IdMap`. Two rows with one raw id are a Contradiction."""
+        new = _SortedMap.empty(self.table.rows) if reset else self._map
+        if rows:  # All at once: each change costs as much as the map has rows.
+            ids = np.concatenate([each.ids for each in rows])
+            new = new.changed(ids, np.concatenate([*map(_numbers, rows)]))
+        new.check(self.table.name)
+        buffers = ((SORTED, new.raw), (ROWS, new.rows))
+        changes = [(name, *_changed(getattr(self._module, name), array)) for name, array in buffers]
+
+        def write() -> None:
+            self._map = new
             for name, first, tensor in changes:
                 getattr(self._module, name)[first : first + len(tensor)] = tensor
 
         return write
-
-    def read(self, ids: Ids) -> Values:
-        """See `binding.Place`: as the module has it, so that damage shows."""
-        at = torch.from_numpy(self._held.places[ids])
-        raw, rows = (getattr(self._module, name)[at].cpu().numpy() for name in (SORTED, ROWS))
-        lost = ~entries_of(self._held.raw[at])  # Another entry than the one that it had.
-        return np.where(rows == ids, entries_of(raw), lost)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,31 +157,33 @@ class _SortedMap:
             first, second = sorted(self.rows[twice[0] : twice[0] + 2].tolist())
             raise Contradiction(f"table {table!r}: raw id {self.raw[twice[0]]} has two rows, {first} and {second}")
 
-    @property
-    def arrays(self) -> list[tuple[str, Ints]]:
-        """What the module's buffers are to hold, by their names."""
-        return [(SORTED, self.raw), (ROWS, self.rows)]
 
+def _changed(held: torch.Tensor, array: Ints) -> tuple[int, torch.Tensor]:
+    """The first place at which a buffer differs from an array, and the buffer's numbers from there to the last.
 
-class HashedIds:
-    """The identities of a `HashZchManagedCollisionModule`: the raw id of each row, which is found by hashing.
-
-    Attributes:
-        name: the module's FQN.
-        table: the table.
+    Raw ids that grow change the end alone. Others move all numbers between their old and new places.
     """
+    new = torch.from_numpy(array).to(held.device)
+    differs = (held != new).nonzero().flatten().cpu()
+    first, end = (int(differs[0]), int(differs[-1]) + 1) if len(differs) else (0, 0)
+    return first, new[first:end]
 
-    def __init__(self, name: str, module: nn.Module, table: TableSpec) -> None:
-        self.name = name
-        self._module: Any = module
-        self.table = table
 
-    def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `binding.Place`.
+def _numbers(rows: RowBatch) -> Ints:
+    return rows.values[:, 0].astype(np.int64, copy=False)
 
-        Raises:
-            Contradiction: the module, which hashes in its own way, would not find a raw id; nothing was written.
-        """
+
+class HashedIds(IdMap):
+    """The identities of a `HashZchManagedCollisionModule`: the raw id of each row, which is found by hashing."""
+
+    def read(self, ids: Ids) -> Values:
+        """See `TablePlace`."""
+        held = self._module._hash_zch_identities.data
+        identities = held[torch.from_numpy(ids.copy())].cpu().numpy()
+        return np.where(identities == -1, 0, entries_of(identities))
+
+    def _staged(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
+        """See `IdMap`. A raw id that the module would not find by its own hashing is a Contradiction."""
         held = self._module._hash_zch_identities.data
         staged = torch.full_like(held, -1) if reset else held.clone()
         ids = np.concatenate([np.empty(0, np.int64), *(each.ids for each in rows)])
@@ -253,12 +200,6 @@ class HashedIds:
                 held[changed, 0] = raw
 
         return write
-
-    def read(self, ids: Ids) -> Values:
-        """See `binding.Place`."""
-        held = self._module._hash_zch_identities.data
-        identities = held[torch.from_numpy(ids.copy())].cpu().numpy()
-        return np.where(identities == -1, 0, entries_of(identities))
 
     def _check(self, identities: torch.Tensor, values: Ints) -> None:
         """Check that the module finds the raw ids of some values in what it is to hold."""
@@ -295,80 +236,6 @@ def _not_found(module: Any, identities: torch.Tensor, raw: torch.Tensor) -> torc
     return missing
 
 
-def _array(module: nn.Module, name: str) -> Ints:
-    array: Ints = getattr(module, name).cpu().numpy().copy()
-    return array
-
-
-def _changed(held: torch.Tensor, array: Ints) -> tuple[int, torch.Tensor]:
-    """From where on, and to what, a buffer changes that is to hold an array.
-
-    Of raw ids that grow that is the end; others move all that lie between them.
-    """
-    new = torch.from_numpy(array).to(held.device)
-    differs = (held != new).nonzero().flatten().cpu()
-    first, end = (int(differs[0]), int(differs[-1]) + 1) if len(differs) else (0, 0)
-    return first, new[first:end]
-
-
-def _numbers(rows: RowBatch) -> Ints:
-    return rows.values[:, 0].astype(np.int64, copy=False)
-
-
-def sharded_map_of(module: nn.Module, table: TableSpec) -> "ShardedMap | SortedIds | HashedIds":
-    """The place of a map of raw ids, of shards or not; raises what `id_map_of` does."""
-    whole = id_map_of(module, table)
-    path, _, _ = whole.name.rpartition(f".{MODULES}.")
-    collection = module.get_submodule(path)
-    return ShardedMap(whole, collection) if hasattr(collection, SHARDED) else whole
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedMap:
-    """The map of a module whose rows are sharded for inference.
-
-    Attributes:
-        whole: the map itself.
-        collection: what has the module, and those of the shards.
-    """
-
-    whole: SortedIds | HashedIds
-    collection: Any
-
-    @property
-    def name(self) -> str:
-        """The module's FQN."""
-        return self.whole.name
-
-    @property
-    def table(self) -> TableSpec:
-        """The table."""
-        return self.whole.table
-
-    def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `binding.Place`; raises what that of the map does."""
-        write_map = self.whole.stage(rows, reset=reset)
-
-        def write() -> None:
-            write_map()
-            self._look_up_before_sending()
-
-        return write
-
-    def read(self, ids: Ids) -> Values:
-        """See `binding.Place`."""
-        return self.whole.read(ids)
-
-    def _look_up_before_sending(self) -> None:
-        _, _, table = self.name.rpartition(".")
-        module = getattr(self.collection, MODULES)[table]
-        vars(module).update(preprocess=MethodType(_rows_of, module), input_size=module.output_size)
-        for rank in getattr(self.collection, SHARDED):
-            vars(rank[table])["forward"] = _unchanged
-        for dist in self.collection._input_dists:  # Made in the first forward; 0 sends ids to the shards in turn.
-            dist.feature_block_sizes.clamp_(min=1)
-
-
 def _rows_of(module: Any, features: dict[str, Any]) -> dict[str, Any]:
     """`preprocess` of a managed collision module: the rows of raw ids, where these are."""
     here = next(module.buffers()).device
@@ -380,3 +247,213 @@ def _rows_of(module: Any, features: dict[str, Any]) -> dict[str, Any]:
 def _unchanged(features: dict[str, Any]) -> dict[str, Any]:
     """`forward` of a shard's module: what reaches it are rows already."""
     return features
+
+
+# Kept with the module, so that another target over the same module knows them.
+_RANGES = "_deltasync_id_ranges"
+
+
+class IdRanges:
+    """The rows for raw ids that a managed collision module does not know: one row for each rank of the trainer.
+
+    An MCH module by itself has one such row, its last. Where the trainer has others, the module's `remap` is
+    replaced by one that knows them.
+
+    Attributes:
+        name: the module's FQN.
+        table: the table.
+    """
+
+    def __init__(self, module: nn.Module, table: TableSpec) -> None:
+        """Find the managed collision module in `module`; raises what `collision_module_of` does."""
+        self.name, self._module = collision_module_of(module, table)
+        self.table = table
+
+    def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
+        """See `TablePlace`.
+
+        Raises:
+            Contradiction: ranges that overlap or leave gaps, or rows that the module cannot give to unknown ids.
+        """
+        by_row = {} if reset else self._by_row
+        for each in rows:  # Nearly all of them may be zeros: no loop over them.
+            by_row = {row: span for row, span in by_row.items() if not (each.ids == row).any()}
+            some = each.values.any(axis=1)
+            by_row.update(zip(each.ids[some].tolist(), map(tuple, each.values[some].tolist()), strict=True))
+        ranges = _Ranges.of(by_row, self.table).on(next(self._module.buffers()).device)
+        by_itself = not by_row or ranges.defaults.tolist() == [self.table.rows - 1]
+        if hashes(self._module) and by_row:
+            raise Contradiction(
+                f"table {self.table.name!r}: unknown ids take rows {ranges.defaults.tolist()} in the trainer, in "
+                f"module {self.name} those that they hash to"
+            )
+
+        def write() -> None:
+            self._module.__dict__[_RANGES] = (by_row, ranges)
+            if by_itself:
+                self._module.__dict__.pop("remap", None)
+            else:
+                self._module.__dict__["remap"] = MethodType(_remap, self._module)
+
+        return write
+
+    def read(self, ids: Ids) -> Values:
+        """See `TablePlace`."""
+        values = np.zeros((len(ids), 3), np.int64)
+        for row, each in self._by_row.items():
+            values[ids == row] = each
+        return values
+
+    @property
+    def _by_row(self) -> dict[int, tuple[int, ...]]:
+        """The first raw id, the end, and the first row of the shard, by the row that unknown ids take."""
+        by_row: dict[int, tuple[int, ...]] = self._module.__dict__.get(_RANGES, ({}, None))[0]
+        return by_row
+
+
+@dataclass(frozen=True, eq=False)
+class _Ranges:
+    """The ends of the ranges of raw ids, ascending, and the row that unknown ids of each take: [ranks] each."""
+
+    ends: torch.Tensor
+    defaults: torch.Tensor
+
+    @classmethod
+    def of(cls, by_row: dict[int, tuple[int, ...]], table: TableSpec) -> "_Ranges":
+        """The ranges that a table says.
+
+        Raises:
+            Contradiction: they overlap, leave gaps, or are of another shard.
+        """
+        ordered = sorted((*each, row) for row, each in by_row.items())
+        begin = 0
+        for first, end, first_row, row in ordered:
+            if first != begin or end <= first or not 0 <= first_row <= row < table.rows:
+                raise Contradiction(
+                    f"table {table.name!r}: unknown ids from {first} to {end} take row {row}, of a shard from row "
+                    f"{first_row} on; expected ranges one after another from 0 on, each with a row of its shard"
+                )
+            begin = end
+        ends, defaults = [each[1] for each in ordered], [each[3] for each in ordered]
+        return cls(torch.tensor(ends, dtype=torch.int64), torch.tensor(defaults, dtype=torch.int64))
+
+    def on(self, device: torch.device) -> "_Ranges":
+        """The same on a device: a forward there need not bring them."""
+        return _Ranges(self.ends.to(device), self.defaults.to(device))
+
+    def rows(self, raw: torch.Tensor) -> torch.Tensor:
+        """The row that each of some unknown raw ids takes."""
+        here = self.on(raw.device)
+        ends, defaults = here.ends, here.defaults
+        ranks = torch.searchsorted(ends, raw, right=True)
+        # Ids outside of all ranges go to the ranks in turn, taken as unsigned numbers.
+        outside = (raw < 0) | (ranks == len(ends))
+        return defaults[torch.where(outside, _unsigned_modulo(raw, len(ends)), ranks)]
+
+
+def _unsigned_modulo(raw: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.where(raw < 0, raw % number + 2**64 % number, raw) % number
+
+
+def _remap(module: Any, features: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+    """`MCHManagedCollisionModule.remap` of a module whose unknown ids take several rows."""
+    raw, rows, (_, ranges) = module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping, module.__dict__[_RANGES]
+    remapped = {}
+    for name, feature in features.items():
+        values = feature.values()
+        at = torch.searchsorted(raw[:-1], values)
+        remapped[name] = type(feature)(
+            values=torch.where(raw[at] == values, rows[at], ranges.rows(values)),
+            lengths=feature.lengths(),
+            offsets=feature.offsets(),
+            weights=feature.weights_or_none(),
+        )
+    return remapped
+
+
+def collision_module_of(module: nn.Module, table: TableSpec) -> tuple[str, nn.Module]:
+    """The managed collision module that a map or ranges belong to, after its FQN.
+
+    Raises:
+        NotFound: no managed collision module has its name.
+        Contradiction: the module has another size, is only a shard, is scripted, or is in training mode; or its
+            collection is sharded for inference in a way that cannot follow.
+    """
+    owner = table.name.rpartition(".")[0]
+    modules = collision_modules(module)
+    plain = {name: plain_name(module, name) for name in modules}
+    names = [name for name in modules if plain[name] == owner]
+    names = names or [name for name in modules if owner.endswith(f".{plain[name]}")]
+    if len(names) != 1:
+        choice = ", ".join(names or modules) or "none"
+        raise NotFound(
+            f"table {table.name!r}: no managed collision module of that name, or several; modules: {choice}"
+        )
+    name = names[0]
+    _check(name, modules[name], table)
+    collection = _collection_of(module, name)
+    if hasattr(collection, SHARDED):
+        if not collection.need_preprocess:
+            raise Contradiction(
+                f"table {table.name!r}: the collection of module {name} is sharded for inference and does not "
+                "prepare raw ids, which is where they are looked up: make it with need_preprocess=True, or serve "
+                "it unsharded"
+            )
+        if getattr(modules[name], "_disable_fallback", False):
+            raise Contradiction(
+                f"table {table.name!r}: module {name} drops unknown ids (disable_fallback), and its collection is "
+                "sharded for inference: serve it unsharded"
+            )
+    return name, modules[name]
+
+
+def _collection_of(module: nn.Module, name: str) -> Any:
+    return module.get_submodule(name.rpartition(f".{MODULES}.")[0])
+
+
+def _check(name: str, module: Any, table: TableSpec) -> None:
+    if isinstance(module, torch.jit.ScriptModule) or not callable(
+        getattr(module, "rebuild_with_output_id_range", None)
+    ):
+        raise Contradiction(
+            f"table {table.name!r}: module {name} is scripted or traced; give the target the one before"
+        )
+    hashed = hashes(module)
+    rows = len(module._hash_zch_identities if hashed else module._mch_sorted_raw_ids)
+    first = (module._output_global_offset_tensor is not None) if hashed else module._output_global_offset
+    if rows != table.rows or first:
+        part = ", one shard of several" if first else ""
+        raise Contradiction(
+            f"table {table.name!r} has {counted(table.rows, 'row')}, module {name} maps to {rows}{part}"
+        )
+    if module.training:
+        raise Contradiction(
+            f"table {table.name!r}: module {name} is in training mode, in which it would admit and evict ids by "
+            "itself: call eval() of the module before the subscriber is started"
+        )
+
+
+def collision_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """The managed collision modules in a module, by their FQNs, without those of shards for inference."""
+    shards = {
+        each
+        for collection in module.modules()
+        for rank in getattr(collection, SHARDED, ())
+        for each in rank.values()
+    }
+    return {name: each for name, each in module.named_modules() if _is_map(each) and each not in shards}
+
+
+def collision_prefixes(module: nn.Module) -> tuple[str, ...]:
+    """How the names of parameters and buffers begin that a module's managed collision has."""
+    names = [name for name, each in module.named_modules() if _is_map(each) or hasattr(each, SHARDED)]
+    return tuple(f"{name}.".removeprefix(".") for name in names)
+
+
+def hashes(module: nn.Module) -> bool:
+    """Whether a managed collision module finds rows by hashing, and not in a sorted list of raw ids."""
+    return hasattr(module, IDENTITIES)
+
+
+def _is_map(module: nn.Module) -> bool:
+    return hasattr(module, IDENTITIES) or (hasattr(module, SORTED) and hasattr(module, ROWS))

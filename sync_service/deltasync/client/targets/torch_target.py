@@ -1,11 +1,11 @@
-"""Rows in the parameters and buffers of a torch module."""
+"""The target over a torch module: rows in its parameters and buffers."""
 
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,21 +15,198 @@ from deltasync.base.arguments import check_type
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound
 from deltasync.base.words import counted
 from deltasync.client.targets.local import LocalTarget
-from deltasync.client.targets.target import Reading, Reads, Release, number_of_copies
-from deltasync.client.targets.torch_compiled import compiled_modules
-from deltasync.client.targets.torch_modules import (
+from deltasync.client.targets.target import Reading, Reads, Release, Written, number_of_copies
+from deltasync.client.targets.torch_binding import (
     Binding,
-    Place,
+    TablePlace,
     accelerators,
     bind,
     in_training,
     missing_maps,
     part_that_fits,
 )
+from deltasync.client.targets.torch_compiled import compiled_modules
 from deltasync.client.targets.torch_tensors import Tensor, value_types_of
+from deltasync.core.digests import RowDigests
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
+
+__all__ = ["ModuleReading", "TorchTarget"]
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 5  # Names, and problems, that an error lists.
+# Attributes of a module whose contents `named_parameters` and so on list.
+_OWN = ("_parameters", "_buffers", "_modules")
+
+
+class TorchTarget(LocalTarget["ModuleCopy", "ModuleReading"]):
+    """Writes tables into a module's parameters and buffers: an `EmbeddingBagCollection`, or a whole model.
+
+    A table belongs to the parameter or buffer whose name, without ".weight", is the table's name or the end of it:
+    table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection. Of several tables the
+    one of that very name has it, then the one that had it first. A map of raw ids belongs to the managed collision
+    module of its name, which must be in evaluation mode and not scripted, and may be sharded for inference: ids
+    that nobody knows then take the rows that they take in the trainer.
+
+    A module that TorchRec has quantised, or one of half precision, is written if the consumer's value type is its
+    own: int8-tbe or int4-tbe, fp16 or bf16.
+
+    Every table of the first release must have its place, but for those that are left out. Of tables that come
+    later, or grow, the others are followed, and lag names those that have no place.
+    """
+
+    def __init__(self, module: nn.Module, *, leave_out: Sequence[str] = (), reads: Reads = "pause") -> None:
+        """Write into `module`.
+
+        Args:
+            module: not replaced inside while it is followed; with `reads="pause"`, `to()` and `load_state_dict()`
+                do no harm.
+            leave_out: names of tables not to write, as shell patterns: "*.user". A table's map goes with it.
+            reads: "pause": readers wait while a release is written. "copies": no reader waits; the target makes a
+                copy of the module, which must have been loaded, in evaluation mode and where it is to stay by now,
+                and serves one and the other in turn. It can be found in a `reading()` alone: `module` itself is of
+                no one version.
+
+        Raises:
+            TypeError: `module` is no torch module.
+            InvalidInput: `leave_out` is one string, or `reads` is something else.
+            Contradiction: the module cannot be copied.
+        """
+        check_type("TorchTarget(module)", "module", module, nn.Module, remedy="the model, not its state_dict()")
+        if isinstance(leave_out, str):
+            raise InvalidInput(f"leave_out: a string; expected a list of patterns, [{leave_out!r}]")
+        self._leave_out = _LeaveOut(tuple(leave_out))
+        self._followed: list[TableSpec] = []
+        modules = [module, *(copy_of(module) for _ in range(number_of_copies(reads) - 1))]
+        super().__init__(
+            reads, [(ModuleCopy(each, self._leave_out), ModuleReading(module=each)) for each in modules]
+        )
+
+    @property
+    def takes_parts(self) -> bool:
+        """See `LocalTarget`. Of a compiled module each part would copy all constants."""
+        return super().takes_parts and not compiled_modules(self._copies[0].module)
+
+    def tables(self) -> dict[str, torch.Tensor]:
+        """The rows of every table received so far, as live [rows, dim] views of the parameters and buffers.
+
+        Maps of raw ids have none, nor have quantised tables. Those of a `CompiledModule` are live until the next
+        release.
+        """
+        places = self._copies[0].binding.places
+        return {name: place.rows for name, place in places.items() if isinstance(place, Tensor)}
+
+    def bound(self) -> frozenset[str]:
+        """Names of the tables of the last release that the module holds."""
+        return frozenset(self._copies[0].binding.places)
+
+    def apply(self, release: Release) -> Written | None:
+        """Write a release into the module: all of it, or nothing where one of these is raised.
+
+        Raises:
+            NotFound: a table has no place in the module and is not left out; the message names all of them.
+            Contradiction: a place has another shape or type than its table, or several tables; the module cannot
+                follow a map of raw ids; the consumer streams ids only; or this thread is inside `reading()`.
+            TornTarget: a release before was not written to its end, and this one does not bring everything.
+        """
+        release.check_values()
+        if release.tables != self._followed:
+            self._follow(release.tables)
+        if (release.resync or release.whole) and not release.continues:
+            self._warn_of_training()
+        return super().apply(release)
+
+    def _follow(self, tables: list[TableSpec]) -> None:
+        """Bind the tables of a first release, or of one with other tables than before."""
+        types = value_types_of(tables)
+        bindings = [each.bind(tables, self.bound(), types) for each in self._copies]
+        binding, before = bindings[0], self._copies[0].binding
+        # A table that comes later, or grows, has no place until the module has one. The other tables go on.
+        rows = {table.name: table.rows for table in self._followed if table.name in self.bound()}
+        unchanged = {table.name for table in tables if rows.get(table.name) == table.rows}
+        if binding.problems and (not self._followed or unchanged & binding.problems.keys()):
+            written = [table for table in tables if not self._leave_out.fits(table)]
+            part = part_that_fits(self._copies[0].module, written, types)
+            plain = all(name.isidentifier() for name in part.split("."))
+            argument = part and (f"model.{part}" if plain else f"model.get_submodule({part!r})")
+            _refuse(list(binding.problems.items()), argument)  # All: one may explain another.
+        if not self._followed:
+            self._check_first(tables, binding)
+        for name in binding.problems.keys() - before.problems.keys():
+            logger.warning("not followed: %s", binding.problems[name])
+        for each, bound in zip(self._copies, bindings, strict=True):
+            each.follow(bound)
+        self._followed = tables
+
+    def _check_first(self, tables: list[TableSpec], binding: Binding) -> None:
+        """Check that the tables of a first release bring all that the module needs; log what they do not bring.
+
+        Raises:
+            NotFound: the module maps raw ids, and no table brings the map.
+        """
+        module = self._copies[0].module
+        needed = missing_maps(module, binding)
+        text = "the module maps raw ids by managed collision, and no table brings the map {}: update the trainer"
+        if missing := [name for name in needed if not self._leave_out.matches(name)]:
+            _refuse([(name, NotFound(text.format(name))) for name in missing])
+        names = [*(name for table in tables for name in table.names), *needed]
+        patterns = self._leave_out.patterns
+        if idle := [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]:
+            logger.warning("leave_out: no table fits %s", ", ".join(idle))
+        left_out = bind(module, [table for table in tables if self._leave_out.fits(table)], types=list(ValueType))
+        if stale := [name for name in binding.stale if name in left_out.stale]:
+            logger.warning("no table brings these of the module, which stay as they are: %s", ", ".join(stale))
+
+    def _warn_of_training(self) -> None:
+        """Warn of modules in training mode, whose forward may change tables: also before a repair."""
+        training = [name for each in self._copies for name in in_training(each.module, each.binding)]
+        if names := dict.fromkeys(training):
+            logger.warning(
+                "in training mode, in which a forward may change what follows the trainer: %s; call eval()",
+                ", ".join(name or "the module" for name in names),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleReading(Reading):
+    """A `Reading` of a module.
+
+    Attributes:
+        module: the module, or the copy of it that is served now.
+    """
+
+    module: nn.Module
+
+
+def _refuse(problems: list[tuple[str, DeltasyncError]], part: str = "") -> NoReturn:
+    """Raise one error for the places of some tables; `part` of the model has places for all of them."""
+    kind = Contradiction if any(isinstance(each, Contradiction) for _, each in problems) else NotFound
+    remedy = (
+        f"all tables have places in a part of the module: TorchTarget({part})"
+        if part
+        else "give the target a module with places for them, let the consumer follow other tables, or leave them "
+        "out by their names: TorchTarget(module, leave_out=[...])"
+    )
+    raise kind(f"{_sentences(problems)}. Nothing was written: {remedy}")
+
+
+def _sentences(problems: list[tuple[str, DeltasyncError]]) -> str:
+    """The problems, one sentence for all tables with the same one; of many the first."""
+    tables: dict[str, list[str]] = {}
+    for name, problem in problems:
+        subject, colon, what = str(problem).partition(": ")
+        of_one = colon and subject == f"table {name!r}"
+        tables.setdefault(what if of_one else str(problem), []).extend([name] if of_one else [])
+    sentences = [f"{_subject(names)}{what}" for what, names in tables.items()]
+    more = [f"and {counted(len(sentences) - _SHOWN, 'other problem')}"] if len(sentences) > _SHOWN else []
+    return "; ".join([*sentences[:_SHOWN], *more])
+
+
+def _subject(names: list[str]) -> str:
+    more = f" ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"table{'s' * (len(names) > 1)} {', '.join(map(repr, names[:_SHOWN]))}{more}: " if names else ""
 
 
 class ModuleCopy:
@@ -40,25 +217,25 @@ class ModuleCopy:
         binding: places of the tables of the last release.
     """
 
-    def __init__(self, module: nn.Module, leaves_out: Callable[[TableSpec], bool]) -> None:
+    def __init__(self, module: nn.Module, leave_out: "_LeaveOut") -> None:
         self.module = module
         self.binding = Binding({}, {}, [])
-        self._leaves_out = leaves_out
+        self._leave_out = leave_out
         self._followed = False
         self._owners: dict[str, nn.Module] = {}
-        self._early: dict[str, Place | None] = {}
+        self._early: dict[str, TablePlace | None] = {}
 
-    def bind(self, tables: Iterable[TableSpec], held: Collection[str], types: Collection[ValueType]) -> Binding:
-        """See `binding.bind`; nothing is followed yet."""
-        return bind(self.module, [table for table in tables if not self._leaves_out(table)], held, types)
+    def bind(self, tables: Iterable[TableSpec], before: Collection[str], types: Collection[ValueType]) -> Binding:
+        """Find places for tables, as `torch_binding.bind` does; nothing is followed yet."""
+        return bind(self.module, [table for table in tables if not self._leave_out.fits(table)], before, types)
 
     def follow(self, binding: Binding) -> None:
-        """Have releases written to these places from now on."""
+        """Write releases to these places from now on."""
         self.binding, self._followed, self._early = binding, True, {}
         self._owners = {name: _owner_of(self.module, place) for name, place in binding.places.items()}
 
-    def stage(self, release: Release) -> Callable[[], None]:
-        """See `copies.Copy`.
+    def stage(self, release: Release) -> Callable[[], Written]:
+        """See `Copy`.
 
         Raises:
             Contradiction: a place cannot be written, or is not in the module any more.
@@ -70,27 +247,31 @@ class ModuleCopy:
             rows.setdefault(batch.table.name, []).append(batch)
         for place in self.binding.places.values():
             self._check_owner(place)
-        writes = [
-            self.binding.places[table.name].stage(rows[table.name], reset=release.resets(table))
+        writes = {
+            table.name: self.binding.places[table.name].stage(rows[table.name], reset=release.resets(table))
             for table in release.tables
             if table.name in rows and table.name in self.binding.places
-        ]
+        }
         devices = accelerators(self.module)
 
-        def write() -> None:
-            # Inference mode, since a module may have been made in it: what it holds can be written in no other.
+        def write() -> Written:
+            digests = dict[str, Iterator[RowDigests | None]]()
+            # A module that was made in inference mode can be written in no other.
             with torch.inference_mode():
-                _finish(devices)  # What readers have begun there, on streams of their own.
-                for write_table in writes:
-                    write_table()
-                _finish(devices)
-            # It keeps casts of parameters until all of its blocks are left, and readers may live in one.
+                for device in devices:
+                    torch.cuda.synchronize(device)  # Readers may have begun work on streams of their own.
+                for name, write_table in writes.items():
+                    digests[name] = iter(write_table() or ())
+                for device in devices:
+                    torch.cuda.synchronize(device)
+            # Autocast keeps casts of parameters until its outermost block ends, and readers may live in one.
             torch.clear_autocast_cache()
+            return Written([next(digests.get(rows.table.name, iter(())), None) for rows in release.rows])
 
         return write
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """See `copies.Copy`.
+        """See `Copy`.
 
         Raises:
             Contradiction: its place is not in the module any more.
@@ -98,11 +279,11 @@ class ModuleCopy:
         place = self.binding.places.get(table.name) if self._followed else self._outlived(table)
         if place and self._followed:
             self._check_owner(place)
-        # A table that has grown meanwhile is not the one that is held.
+        # A table that has grown meanwhile is another one.
         return place.read(ids) if place and place.table == table else None
 
-    def _check_owner(self, place: Place) -> None:
-        """Check that a place is in the module still; those that are found by name each time always are.
+    def _check_owner(self, place: TablePlace) -> None:
+        """Check that a place is in the module still. A tensor is looked up by name each time, and always is.
 
         Raises:
             Contradiction: something else is where it was.
@@ -114,14 +295,14 @@ class ModuleCopy:
                 "the module as it is now to a new target"
             )
 
-    def _outlived(self, table: TableSpec) -> Place | None:
+    def _outlived(self, table: TableSpec) -> TablePlace | None:
         """The place of a table before any release: a module may have outlived another process."""
         if table.name not in self._early:
             self._early[table.name] = self.bind([table], (), list(ValueType)).places.get(table.name)
         return self._early[table.name]
 
 
-def _owner_of(module: nn.Module, place: Place) -> nn.Module:
+def _owner_of(module: nn.Module, place: TablePlace) -> nn.Module:
     """The innermost module that a place is in."""
     for part in place.name.split("."):
         inner = getattr(module, part, None)
@@ -131,12 +312,27 @@ def _owner_of(module: nn.Module, place: Place) -> nn.Module:
     return module
 
 
+@dataclass(frozen=True)
+class _LeaveOut:
+    """The tables that are not written, as patterns of their names."""
+
+    patterns: tuple[str, ...]
+
+    def fits(self, table: TableSpec) -> bool:
+        """Whether a table is left out: by all of its names, or by that of the table that it belongs to."""
+        return all(map(self.matches, table.names)) or bool(table.of and self.matches(table.of))
+
+    def matches(self, name: str) -> bool:
+        """Whether a name fits a pattern."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
 def copy_of(module: nn.Module) -> nn.Module:
-    """A module that has nothing in common with another one but its values.
+    """A copy of a module that shares no memory with it.
 
     Raises:
-        Contradiction: there is none: it refuses to be copied, or tensors of its copy do not share memory with each
-            other where its own do, or do where they should not.
+        Contradiction: the module cannot be copied, its copy shares memory with it, or tensors that share memory
+            with each other do not in the copy.
     """
     try:
         made = copy.deepcopy(module, _memo(module))
@@ -155,7 +351,7 @@ def copy_of(module: nn.Module) -> nn.Module:
 
 
 def _memo(module: nn.Module) -> dict[int, Any]:
-    """What `deepcopy` is to take as copied: sharded tensors that belong to no group of processes."""
+    """Copies for `deepcopy` of what it cannot copy: sharded tensors that belong to no group of processes."""
     memo: dict[int, Any] = {}
     for each in _tensors(module).values():
         if isinstance(each, ShardedTensorBase) and not hasattr(each, "_process_group"):
@@ -207,10 +403,6 @@ def _parts(value: object) -> Iterator[tuple[object, object]]:
         yield from enumerate(value)
 
 
-# What `named_parameters` and so on tell already.
-_OWN = ("_parameters", "_buffers", "_modules")
-
-
 def _storage(tensor: torch.Tensor) -> int:
     """Where its memory begins; 0 where it has none of its own."""
     if isinstance(tensor, ShardedTensorBase):
@@ -219,188 +411,3 @@ def _storage(tensor: torch.Tensor) -> int:
         return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
     except RuntimeError:  # It wraps others.
         return 0
-
-
-def _finish(devices: Iterable[torch.device]) -> None:
-    for device in devices:
-        torch.cuda.synchronize(device)
-
-
-__all__ = ["ModuleReading", "TorchTarget"]
-
-logger = logging.getLogger(__name__)
-
-_SHOWN = 5  # Names, and problems, that an error lists.
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModuleReading(Reading):
-    """A `Reading` of a module.
-
-    Attributes:
-        module: the module, or the copy of it that is served now.
-    """
-
-    module: nn.Module
-
-
-class TorchTarget(LocalTarget[ModuleCopy, ModuleReading]):
-    """Writes tables into a module's parameters and buffers: an `EmbeddingBagCollection`, or a whole model.
-
-    A table belongs to the parameter or buffer whose name, without ".weight", is the table's name or the end of it:
-    table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection. Of several tables the
-    one of that very name has it, then the one that had it first. A map of raw ids belongs to the managed collision
-    module of its name, which must be in evaluation mode and not scripted, and may be sharded for inference: ids
-    that nobody knows then take the rows that they take in the trainer.
-
-    A module that TorchRec has quantised, or one of half precision, is written if the consumer's value type is its
-    own: int8-tbe or int4-tbe, fp16 or bf16.
-
-    Every table of the first release must have its place, but for those that are left out. Of tables that come
-    later, or grow, the others are followed, and lag names those that have no place.
-    """
-
-    def __init__(self, module: nn.Module, *, leave_out: Sequence[str] = (), reads: Reads = "pause") -> None:
-        """Write into `module`.
-
-        Args:
-            module: not replaced inside while it is followed; with `reads="pause"`, `to()` and `load_state_dict()`
-                do no harm.
-            leave_out: names of tables not to write, as shell patterns: "*.user". A table's map goes with it.
-            reads: "pause": readers wait while a release is written. "copies": no reader waits; the target makes a
-                copy of the module, which must have been loaded, in evaluation mode and where it is to stay by now,
-                and serves one and the other in turn. It can be found in a `reading()` alone: `module` itself is of
-                no one version.
-
-        Raises:
-            TypeError: `module` is no torch module.
-            InvalidInput: `leave_out` is one string, or `reads` is something else.
-            Contradiction: the module cannot be copied.
-        """
-        check_type("TorchTarget(module)", "module", module, nn.Module, remedy="the model, not its state_dict()")
-        if isinstance(leave_out, str):
-            raise InvalidInput(f"leave_out: a string; expected a list of patterns, [{leave_out!r}]")
-        self._leave_out = tuple(leave_out)
-        self._followed: list[TableSpec] = []
-        modules = [module, *(copy_of(module) for _ in range(number_of_copies(reads) - 1))]
-        super().__init__(
-            reads, [(ModuleCopy(each, self._leaves_out), ModuleReading(module=each)) for each in modules]
-        )
-
-    @property
-    def takes_parts(self) -> bool:
-        """See `LocalTarget`. Of a compiled module each part would copy all constants."""
-        return super().takes_parts and not compiled_modules(self._copies.served.module)
-
-    def tables(self) -> dict[str, torch.Tensor]:
-        """The rows of every table received so far, as live [rows, dim] views of the parameters and buffers.
-
-        Maps of raw ids have none, nor have quantised tables. Those of a `CompiledModule` are live until the next
-        release.
-        """
-        places = self._copies.served.binding.places
-        return {name: place.rows for name, place in places.items() if isinstance(place, Tensor)}
-
-    def bound(self) -> frozenset[str]:
-        """Names of the tables of the last release that the module holds."""
-        return frozenset(self._copies.served.binding.places)
-
-    def apply(self, release: Release) -> None:
-        """Write a release into the module: all of it, or nothing where one of these is raised.
-
-        Raises:
-            NotFound: a table has no place in the module and is not left out; the message names all of them.
-            Contradiction: a place has another shape or type than its table, or several tables; the module cannot
-                follow a map of raw ids; the consumer streams ids only; or this thread is inside `reading()`.
-            TornTarget: a release before was not written to its end, and this one does not bring everything.
-        """
-        release.check_values()  # Before anything is bound.
-        if release.tables != self._followed:
-            self._follow(release.tables)
-        if (release.resync or release.whole) and not release.continues:
-            self._warn_of_training()
-        super().apply(release)
-
-    def _follow(self, tables: list[TableSpec]) -> None:
-        """Bind the tables of a first release, or others than before."""
-        types = value_types_of(tables)
-        bindings = [each.bind(tables, self.bound(), types) for each in self._copies.each]
-        binding, before = bindings[0], self._copies.served.binding
-        # What comes later, or grows, has no place as long as the module is the one it was: the rest goes on.
-        held = {table.name: table.rows for table in self._followed if table.name in self.bound()}
-        known = {table.name for table in tables if held.get(table.name) == table.rows}
-        if binding.problems and (not self._followed or known & binding.problems.keys()):
-            _refuse(list(binding.problems.items()), self._part_that_fits(tables))  # All: one may explain another.
-        if not self._followed:
-            self._check_first(tables, binding)
-        for name in binding.problems.keys() - before.problems.keys():
-            logger.warning("not followed: %s", binding.problems[name])
-        for each, bound in zip(self._copies.each, bindings, strict=True):
-            each.follow(bound)
-        self._followed = tables
-
-    def _part_that_fits(self, tables: list[TableSpec]) -> str:
-        """How to write the part of the module that has places for all tables; empty if there is none."""
-        wanted = [table for table in tables if not self._leaves_out(table)]
-        part = part_that_fits(self._copies.served.module, wanted, value_types_of(tables))
-        plain = all(name.isidentifier() for name in part.split("."))
-        return part and (f"model.{part}" if plain else f"model.get_submodule({part!r})")
-
-    def _check_first(self, tables: list[TableSpec], binding: Binding) -> None:
-        """Look for what the module needs and the tables of a first release do not bring."""
-        module = self._copies.served.module
-        missing = [name for name in missing_maps(module, binding) if not self._matches(name)]
-        text = "the module maps raw ids by managed collision, and no table brings the map {}: update the trainer"
-        _refuse([(name, NotFound(text.format(name))) for name in missing])
-        names = [*(name for table in tables for name in table.names), *missing_maps(module, binding)]
-        if idle := [each for each in self._leave_out if not any(fnmatchcase(name, each) for name in names)]:
-            logger.warning("leave_out: no table fits %s", ", ".join(idle))
-        left_out = bind(module, [table for table in tables if self._leaves_out(table)], types=list(ValueType))
-        if stale := [name for name in binding.stale if name in left_out.stale]:
-            logger.warning("no table brings these of the module, which stay as they are: %s", ", ".join(stale))
-
-    def _warn_of_training(self) -> None:
-        """Say what may have changed, or will change, what the trainer brings: also when it has to be repaired."""
-        training = [name for each in self._copies.each for name in in_training(each.module, each.binding)]
-        if names := dict.fromkeys(training):
-            logger.warning(
-                "in training mode, in which a forward may change what follows the trainer: %s; call eval()",
-                ", ".join(name or "the module" for name in names),
-            )
-
-    def _leaves_out(self, table: TableSpec) -> bool:
-        return all(map(self._matches, table.names)) or bool(table.of and self._matches(table.of))
-
-    def _matches(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self._leave_out)
-
-
-def _refuse(problems: list[tuple[str, DeltasyncError]], part: str = "") -> None:
-    """Raise what is wrong with the places of some tables; `part` of the model has places for all of them."""
-    if not problems:
-        return
-    kind = Contradiction if any(isinstance(each, Contradiction) for _, each in problems) else NotFound
-    remedy = (
-        f"all tables have places in a part of the module: TorchTarget({part})"
-        if part
-        else "give the target a module with places for them, let the consumer follow other tables, or leave them "
-        "out by their names: TorchTarget(module, leave_out=[...])"
-    )
-    raise kind(f"{_sentences(problems)}. Nothing was written: {remedy}")
-
-
-def _sentences(problems: list[tuple[str, DeltasyncError]]) -> str:
-    """What is wrong, one sentence for all tables of which the same is; of many the first."""
-    tables: dict[str, list[str]] = {}
-    for name, problem in problems:
-        subject, colon, what = str(problem).partition(": ")
-        of_one = colon and subject == f"table {name!r}"
-        tables.setdefault(what if of_one else str(problem), []).extend([name] if of_one else [])
-    sentences = [f"{_subject(names)}{what}" for what, names in tables.items()]
-    more = [f"and {counted(len(sentences) - _SHOWN, 'other problem')}"] if len(sentences) > _SHOWN else []
-    return "; ".join([*sentences[:_SHOWN], *more])
-
-
-def _subject(names: list[str]) -> str:
-    more = f" ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"table{'s' * (len(names) > 1)} {', '.join(map(repr, names[:_SHOWN]))}{more}: " if names else ""

@@ -89,6 +89,7 @@ def an_answer_that_one_rank_has_not_got_to_a_cut_that_the_service_has_lost(folde
         if dist.get_rank() == 1:
             answered.wait()
         else:
+            assert sync._under_way is not None
             assert sync._under_way.ends_within(WAIT)
     service.stop()
     service.copy(copied, service.data)

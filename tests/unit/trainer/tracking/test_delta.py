@@ -12,7 +12,7 @@ from torch import nn
 from deltasync.base.errors import InvalidInput
 from deltasync.core.digests import row_digests
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.trainer.tracking import Delta, DeltaRows, Token, Tracker, TrackerOptions, TrackingMode, delta_reader
+from deltasync.trainer.tracking import Delta, DeltaRows, Token, Tracker, TrackerOptions, TrackingMode, gpu
 from deltasync.trainer.tracking.shards import TrackedTable
 
 TABLE = TableSpec("t", 20, 9, np.dtype("<f4"))
@@ -112,7 +112,7 @@ def test_torch_makes_the_digests_of_the_kernel(
     bits = bytes(byte & 1 for byte in bits) if name == "?" else bits
     values = np.frombuffer(bytearray(bits), dtype).reshape(rows, columns)
     shard = Shard(TableSpec("t", rows, 8, dtype, TableKind.BUFFER), 0, rows, col_offset, columns)
-    made = delta_reader.row_digests(torch.from_numpy(values), shard)
+    made = gpu.row_digests(torch.from_numpy(values), shard)
     assert made.numpy().view(np.uint64).tolist() == row_digests(values, col_offset).tolist()
 
 
@@ -131,7 +131,7 @@ def test_rows_of_a_device_are_published_with_their_digests() -> None:
 
 
 def test_many_rows_are_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_reader, "_BLOCK_WORDS", 7)
+    monkeypatch.setattr(gpu, "_BLOCK_WORDS", 7)
     values = torch.arange(24, dtype=torch.float32).view(8, 3)
-    made = delta_reader.row_digests(values, Shard.whole(TableSpec("t", 8, 3)))
+    made = gpu.row_digests(values, Shard.whole(TableSpec("t", 8, 3)))
     assert made.numpy().view(np.uint64).tolist() == row_digests(values.numpy()).tolist()

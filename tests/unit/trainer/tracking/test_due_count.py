@@ -10,8 +10,10 @@ from tests.support.embeddings import embedding
 from torch import nn
 
 from deltasync.core.digests import row_digests
-from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode, delta_reader
-from deltasync.trainer.tracking.delta_reader import DeltaReader, GatheredRows, due_ids
+from deltasync.core.tables import Shard, TableSpec
+from deltasync.trainer.tracking import DeltaRows, Tracker, TrackerOptions, TrackingMode, delta_reader
+from deltasync.trainer.tracking.delta_reader import DeltaReader
+from deltasync.trainer.tracking.gpu import due_ids, trimmed
 from deltasync.trainer.tracking.shards import TrackedTable
 
 ROWS = 6
@@ -34,9 +36,9 @@ def read_at_once() -> mock.MagicMock:
 
 def test_rows_that_were_not_expected_are_not_lost_in_silence() -> None:
     ids, count = due_ids(torch.tensor([1, 1, 1], dtype=torch.int32), 0, 2)
-    rows = GatheredRows(ids, [], [], count)
+    rows = DeltaRows(ids, [Shard.whole(TableSpec("t", 3, 1))], [], None, TrackingMode.ID_ONLY)
     with pytest.raises(RuntimeError, match="3 rows are due, at most 2 were expected"):
-        rows.trimmed()
+        trimmed(rows, int(count))
 
 
 def test_what_was_counted_ahead_is_not_waited_for(model: Any) -> None:

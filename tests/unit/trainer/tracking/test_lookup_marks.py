@@ -8,11 +8,12 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.trainer.tracking.cost import TrackerCost
+from deltasync.trainer.tracking.lookup_marks import LookupMarks
 from deltasync.trainer.tracking.module_tensors import module_tensors
-from deltasync.trainer.tracking.row_marking import LookupMarks
 from deltasync.trainer.tracking.shards import dense_table
 from deltasync.trainer.tracking.stamps import STAMP_BYTES, RowStamps
-from deltasync.trainer.tracking.tracked_model import Lookup
+from deltasync.trainer.tracking.tracked_model import Lookup, TrackedModel
+from deltasync.trainer.tracking.update_gate import UpdateGate
 
 ROWS = (70, 5, 130)
 KEYS = ("a", "b", "c", "d")
@@ -31,6 +32,23 @@ class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tables = nn.ParameterList([nn.Parameter(torch.zeros(rows, 1)) for rows in ROWS])
+
+
+class Lookups:
+    """Looks rows up, and runs their backward."""
+
+    def __init__(self, by_name: dict[str, list[Lookup]]) -> None:
+        tables = [dense_table(tensor) for tensor in module_tensors(Rows())]
+        self.stamps, self.cost = RowStamps(tables), TrackerCost()
+        self._kernels: dict[str, nn.Module] = {name: nn.Identity() for name in by_name}
+        lookups = {self._kernels[name]: looked_up for name, looked_up in by_name.items()}
+        model = TrackedModel({}, tables, [], lookups, frozenset(), [], None)
+        self.marks = LookupMarks(model, self.stamps, UpdateGate(torch.device("cpu")), self.cost)
+
+    def look_up(self, name: str, features: KeyedJaggedTensor) -> None:
+        output = torch.zeros(1, requires_grad=True)
+        self.marks.record_lookup(features, output, self._kernels[name])
+        output.sum().backward()  # type: ignore[no-untyped-call]
 
 
 @st.composite
@@ -60,36 +78,31 @@ def test_lookups_stamp_the_rows_of_their_tables(
     lookups: list[tuple[str, tuple[list[list[list[int]]], bool]]], dtype: torch.dtype, lengths_dtype: torch.dtype
 ) -> None:
     """An id that a table does not have stands for its row 0."""
-    stamps = RowStamps([dense_table(tensor) for tensor in module_tensors(Rows())])
-    kernels = {name: nn.Identity() for name in LOOKUPS}
-    cost = TrackerCost()
-    marks = LookupMarks({kernels[name]: looked_up for name, looked_up in LOOKUPS.items()}, stamps, cost)
+    model = Lookups(LOOKUPS)
     expected: list[list[int]] = [[] for _ in ROWS]
     for name, (bags, even) in lookups:
-        marks.add(features_of(bags, even=even, dtype=dtype, lengths_dtype=lengths_dtype), kernels[name])
+        model.look_up(name, features_of(bags, even=even, dtype=dtype, lengths_dtype=lengths_dtype))
         first = 0
         for table, keys in LOOKUPS[name]:
             if table is not None:
                 expected[table] += [row for key in bags[first : first + keys] for bag in key for row in bag]
             first += keys
-    marks.compact()
-    assert marks.nbytes == 0
-    assert stamps.written.tolist() == [len(ids) for ids in expected]
-    assert cost.compaction_bytes == STAMP_BYTES * sum(map(len, expected))
+    model.marks.compact()
+    assert model.marks.nbytes == 0
+    assert model.stamps.written.tolist() == [len(ids) for ids in expected]
+    assert model.cost.compaction_bytes == STAMP_BYTES * sum(map(len, expected))
     for number, (rows, ids) in enumerate(zip(ROWS, expected, strict=True)):
-        assert stamps.later(number, 0).tolist() == sorted({row if 0 <= row < rows else 0 for row in ids})
+        assert model.stamps.later(number, 0).tolist() == sorted({row if 0 <= row < rows else 0 for row in ids})
 
 
 @pytest.mark.parametrize(("ids", "lookups", "most_bytes"), [(1 << 20, 12, 64 << 20), (3, 3000, 1024 * 3 * 8)])
 def test_lookups_take_bounded_memory_although_no_step_ends(ids: int, lookups: int, most_bytes: int) -> None:
-    stamps = RowStamps([dense_table(tensor) for tensor in module_tensors(Rows())])
-    kernel = nn.Identity()
-    marks = LookupMarks({kernel: LOOKUPS["one table"]}, stamps, TrackerCost())
+    model = Lookups(LOOKUPS)
     lengths = torch.tensor([ids, 0, 0, 0], dtype=torch.int32)
     features = KeyedJaggedTensor(list(KEYS), torch.arange(ids) % ROWS[0], lengths=lengths)
     held = []
     for _ in range(lookups):
-        marks.add(features, kernel)
-        held.append(marks.nbytes)
+        model.look_up("one table", features)
+        held.append(model.marks.nbytes)
     assert max(held) <= most_bytes
-    assert len(stamps.later(0, 0)) == min(ids, ROWS[0])
+    assert len(model.stamps.later(0, 0)) == min(ids, ROWS[0])

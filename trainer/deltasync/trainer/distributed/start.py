@@ -12,7 +12,7 @@ import numpy as np
 
 from deltasync.base import errors
 from deltasync.base.errors import DeltasyncError, InvalidInput
-from deltasync.base.events import described
+from deltasync.base.events import error_text
 from deltasync.trainer.distributed.rank_store import RankStore, named
 
 
@@ -44,7 +44,7 @@ def begun_together(
             raise failure
         return
     shown = {name: _shown(value) for name, value in (options or {}).items()}
-    told = [type(failure).__name__, described(failure)] if failure else None
+    told = [type(failure).__name__, error_text(failure)] if failure else None
     store.write(json.dumps([shown, told]))
     store.wait_for_all()
     found = [json.loads(text) for text in store.read()]

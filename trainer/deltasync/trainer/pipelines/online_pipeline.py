@@ -8,14 +8,12 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torchrec.distributed.train_pipeline.pipeline_context import In, Out
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.utils import _start_data_dist
-from torchrec.optim.fused import FusedOptimizerModule
 
 from deltasync.base.errors import Contradiction, InvalidInput
 from deltasync.trainer.distributed.ranks import ranks_of
@@ -24,143 +22,9 @@ from deltasync.trainer.pipelines.deferred_tables import DeferredTables
 from deltasync.trainer.pipelines.lookahead.attachment import LookAhead
 from deltasync.trainer.pipelines.lookahead.forwards import LookAheadContext
 from deltasync.trainer.pipelines.options import WHY_NOT_TAKEN, PipelineOptions, refuse
-from deltasync.trainer.pipelines.precision import LossScale, Step, autocast
+from deltasync.trainer.pipelines.precision import LossScale, Step, autocast, refuse_backward_updates
 from deltasync.trainer.pipelines.tensordicts import accept_tensordicts
-from deltasync.trainer.tracking.modules import modules_outside_of_tables, outside_of_tables
-from deltasync.trainer.tracking.new_lookups import LookupsHeld
-
-_MARK = "_in_backward_optimizers"  # Of PyTorch, and of TorchRec's `apply_optimizer_in_backward`.
-
-
-def refuse_backward_updates(model: nn.Module) -> None:
-    """Check that no gradient is applied before the scale of the loss is divided out of it.
-
-    Raises:
-        InvalidInput: parts of the model would be updated with scaled gradients; it names them.
-    """
-    found = [*_fused_modules(model), *_parameters_in_backward(model)]
-    if found:
-        raise InvalidInput(
-            f"amp_dtype=torch.float16: {', '.join(found)}: updated in backward, while its gradients are still "
-            f"multiplied by the scale of the loss; use torch.bfloat16, which needs no scale, or give it to the "
-            f"optimizer, or shard it"
-        )
-
-
-def _fused_modules(model: nn.Module) -> Iterator[str]:
-    outermost: list[str] = []
-    for name, module in modules_outside_of_tables(model):
-        fused = isinstance(module, FusedOptimizerModule | SplitTableBatchedEmbeddingBagsCodegen)
-        if fused and not any(f"{name}.".startswith(f"{other}.") for other in outermost):
-            outermost.append(name)
-            yield f"module {name!r} ({type(module).__name__})"
-
-
-def _parameters_in_backward(model: nn.Module) -> Iterator[str]:
-    for name, parameter in outside_of_tables(model):
-        if hasattr(parameter, _MARK):
-            yield f"parameter {name!r}"
-
-
-# The cycle whose gradients are in a model's parameters.
-_OPEN = WeakKeyDictionary[nn.Module, "ref[AccumulationCycle]"]()
-
-
-class AccumulationCycle:
-    """Where training stands among the micro-batches of an optimizer step.
-
-    Gradients are added up on each rank by itself; DDP averages them over ranks in the last micro-batch's backward.
-    """
-
-    def __init__(self, model: nn.Module, micro_batches: int) -> None:
-        self._model, self._micro_batches = model, micro_batches
-        self._done = 0
-        self._reducers: list[DistributedDataParallel] | None = None
-
-    @property
-    def begins(self) -> bool:
-        """Whether the next micro-batch is the first of its step."""
-        return self._done == 0
-
-    def open(self) -> None:
-        """Begin a step.
-
-        Raises:
-            Contradiction: the model's gradients are those of another pipeline's step, which is not complete.
-        """
-        known = _OPEN.get(self._model)
-        other = known() if known else None
-        if other and other is not self and not other.begins:
-            raise Contradiction("a step of another pipeline on this model is not complete: reset() that one first")
-        _OPEN[self._model] = ref(self)
-
-    def closes(self, *, last: bool) -> bool:
-        """Whether a step is due after the next micro-batch: always after the `last` of the data."""
-        return last or self._done + 1 == self._micro_batches
-
-    def share(self, loss: torch.Tensor) -> torch.Tensor:
-        """A micro-batch's share in the loss of its step."""
-        return loss / self._micro_batches if self._micro_batches > 1 else loss
-
-    @contextmanager
-    def micro_batch(self, *, closes: bool) -> Iterator[None]:
-        """Forward and backward of a micro-batch. Ranks exchange gradients only in one that closes the step."""
-        with ExitStack() as stack:
-            for reducer in [] if closes else self._reducers_to_pause():
-                stack.enter_context(reducer.no_sync())
-            yield
-        self._done += 1
-
-    def close(self) -> float:
-        """End the cycle; the factor that makes its gradients the mean over the micro-batches that it had."""
-        correction = self._micro_batches / self._done
-        self.restart()
-        return correction
-
-    def restart(self) -> None:
-        """Begin a cycle anew."""
-        self._done = 0
-
-    def forget_backward(self) -> None:
-        """Have the model's DDP modules wait no longer for the gradients of a backward that has failed."""
-        for module in _with_lookups(self._model):
-            if isinstance(module, DistributedDataParallel):
-                module._has_rebuilt_buckets = False
-                module.reducer._reset_state()
-
-    def forget_reducers(self) -> None:
-        """Look for the model's DDP modules anew: it has other lookups."""
-        self._reducers = None
-
-    def _reducers_to_pause(self) -> list[DistributedDataParallel]:
-        """All of the model's DDP modules: the outermost, and those around data-parallel tables.
-
-        One with a static graph learns the graph in the very first backward and has to exchange gradients there;
-        a mean that is averaged over ranks again, in the last micro-batch, stays the same.
-        """
-        if self._reducers is None:
-            self._reducers = [
-                one for one in _with_lookups(self._model) if isinstance(one, DistributedDataParallel)
-            ]
-            return [reducer for reducer in self._reducers if not reducer.static_graph]
-        return self._reducers
-
-
-def _with_lookups(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules of a model, and the lookups of sharded ones, which keep them in plain lists."""
-    for module in model.modules():
-        yield module
-        yield from getattr(module, "_lookups", ())
-
-
-@dataclass
-class _InFlight:
-    """Batches that have been taken from an iterator and not been used yet, the next one first."""
-
-    batches: deque[Any] = field(default_factory=deque)
-    contexts: deque[LookAheadContext] = field(default_factory=deque)
-    iterator: Iterator[Any] | None = None
-    exhausted: bool = False
+from deltasync.trainer.tracking.torchrec_hooks import ReshardWatch
 
 
 class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  # torchrec's types
@@ -228,7 +92,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._cycle = AccumulationCycle(model, options.grad_accum)
         self._tables = DeferredTables(model, self._ahead) if options.defers_tables else None
         self._step = Step(optimizer, self._tables)
-        self._lookups_held = LookupsHeld(model)
+        self._reshard_watch = ReshardWatch(model)
         self._scale = LossScale(options.loss_scale, model, device) if options.scales_loss else None
         self.stepped, self.trained = False, 0
         self._failure, self._late = "", list[Exception]()
@@ -387,7 +251,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._training = self._model.training
 
     def _ensure_attached(self) -> None:
-        if self._lookups_held.renewed():
+        if self._reshard_watch.resharded():
             self._follow_resharding()
         if self._ahead.outdated:
             self.detach()
@@ -411,7 +275,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         for waiting in self._in_flight.values():
             for place in range(len(waiting.contexts)):
                 waiting.contexts[place] = self._create_context()
-        self._lookups_held = LookupsHeld(self._model)
+        self._reshard_watch = ReshardWatch(self._model)
 
     def _forward(self, batch: In) -> tuple[torch.Tensor, Out]:
         self._ahead.in_forward = True
@@ -485,3 +349,104 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         correction = self._cycle.close()
         if correction != 1:
             torch._foreach_mul_(self._step.gradients, correction)
+
+
+@dataclass
+class _InFlight:
+    """Batches that have been taken from an iterator and not been used yet, the next one first."""
+
+    batches: deque[Any] = field(default_factory=deque)
+    contexts: deque[LookAheadContext] = field(default_factory=deque)
+    iterator: Iterator[Any] | None = None
+    exhausted: bool = False
+
+
+# The cycle whose gradients are in a model's parameters.
+_OPEN = WeakKeyDictionary[nn.Module, "ref[AccumulationCycle]"]()
+
+
+class AccumulationCycle:
+    """Where training stands among the micro-batches of an optimizer step.
+
+    Gradients are added up on each rank by itself; DDP averages them over ranks in the last micro-batch's backward.
+    """
+
+    def __init__(self, model: nn.Module, micro_batches: int) -> None:
+        self._model, self._micro_batches = model, micro_batches
+        self._done = 0
+        self._reducers: list[DistributedDataParallel] | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next micro-batch is the first of its step."""
+        return self._done == 0
+
+    def open(self) -> None:
+        """Begin a step.
+
+        Raises:
+            Contradiction: the model's gradients are those of another pipeline's step, which is not complete.
+        """
+        known = _OPEN.get(self._model)
+        other = known() if known else None
+        if other and other is not self and not other.begins:
+            raise Contradiction("a step of another pipeline on this model is not complete: reset() that one first")
+        _OPEN[self._model] = ref(self)
+
+    def closes(self, *, last: bool) -> bool:
+        """Whether a step is due after the next micro-batch: always after the `last` of the data."""
+        return last or self._done + 1 == self._micro_batches
+
+    def share(self, loss: torch.Tensor) -> torch.Tensor:
+        """A micro-batch's share in the loss of its step."""
+        return loss / self._micro_batches if self._micro_batches > 1 else loss
+
+    @contextmanager
+    def micro_batch(self, *, closes: bool) -> Iterator[None]:
+        """Forward and backward of a micro-batch. Ranks exchange gradients only in one that closes the step."""
+        with ExitStack() as stack:
+            for reducer in [] if closes else self._reducers_to_pause():
+                stack.enter_context(reducer.no_sync())
+            yield
+        self._done += 1
+
+    def close(self) -> float:
+        """End the cycle; the factor that makes its gradients the mean over the micro-batches that it had."""
+        correction = self._micro_batches / self._done
+        self.restart()
+        return correction
+
+    def restart(self) -> None:
+        """Begin a cycle anew."""
+        self._done = 0
+
+    def forget_backward(self) -> None:
+        """Have the model's DDP modules wait no longer for the gradients of a backward that has failed."""
+        for module in _with_lookups(self._model):
+            if isinstance(module, DistributedDataParallel):
+                module._has_rebuilt_buckets = False
+                module.reducer._reset_state()
+
+    def forget_reducers(self) -> None:
+        """Look for the model's DDP modules anew: it has other lookups."""
+        self._reducers = None
+
+    def _reducers_to_pause(self) -> list[DistributedDataParallel]:
+        """All of the model's DDP modules: the outermost, and those around data-parallel tables.
+
+        One with a static graph learns the graph in the very first backward and has to exchange gradients there;
+        a mean that is averaged over ranks again, in the last micro-batch, stays the same.
+        """
+        if self._reducers is None:
+            self._reducers = [
+                one for one in _with_lookups(self._model) if isinstance(one, DistributedDataParallel)
+            ]
+            return [reducer for reducer in self._reducers if not reducer.static_graph]
+        return self._reducers
+
+
+def _with_lookups(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules of a model, and the lookups of sharded ones, which keep them in plain lists."""
+    for module in model.modules():
+        yield module
+        yield from getattr(module, "_lookups", ())

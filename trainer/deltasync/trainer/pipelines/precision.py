@@ -1,19 +1,23 @@
 """Mixed precision: autocast around forward, and a grad scaler where gradients are too small for their type."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 
+from deltasync.base.errors import InvalidInput
 from deltasync.trainer.distributed.ranks import group_of
 from deltasync.trainer.pipelines.deferred_tables import DeferredTables
 from deltasync.trainer.pipelines.options import PipelineOptions
+from deltasync.trainer.tracking.modules import modules_outside_of_tables, outside_of_tables
 
 
 def autocast(options: PipelineOptions, device: torch.device) -> AbstractContextManager[Any]:
@@ -94,3 +98,36 @@ class LossScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the scale that was saved."""
         self._scaler.load_state_dict(state)
+
+
+_MARK = "_in_backward_optimizers"  # Of PyTorch, and of TorchRec's `apply_optimizer_in_backward`.
+
+
+def refuse_backward_updates(model: nn.Module) -> None:
+    """Check that no gradient is applied before the scale of the loss is divided out of it.
+
+    Raises:
+        InvalidInput: parts of the model would be updated with scaled gradients; it names them.
+    """
+    found = [*_fused_modules(model), *_parameters_in_backward(model)]
+    if found:
+        raise InvalidInput(
+            f"amp_dtype=torch.float16: {', '.join(found)}: updated in backward, while its gradients are still "
+            f"multiplied by the scale of the loss; use torch.bfloat16, which needs no scale, or give it to the "
+            f"optimizer, or shard it"
+        )
+
+
+def _fused_modules(model: nn.Module) -> Iterator[str]:
+    outermost: list[str] = []
+    for name, module in modules_outside_of_tables(model):
+        fused = isinstance(module, FusedOptimizerModule | SplitTableBatchedEmbeddingBagsCodegen)
+        if fused and not any(f"{name}.".startswith(f"{other}.") for other in outermost):
+            outermost.append(name)
+            yield f"module {name!r} ({type(module).__name__})"
+
+
+def _parameters_in_backward(model: nn.Module) -> Iterator[str]:
+    for name, parameter in outside_of_tables(model):
+        if hasattr(parameter, _MARK):
+            yield f"parameter {name!r}"

@@ -19,6 +19,44 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from deltasync.base.errors import InvalidInput
 from deltasync.trainer.pipelines.tensordict_to_kjt import to_kjt
 
+_WITHOUT_TENSORDICTS = (
+    FeatureProcessedEmbeddingBagCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+# Fused collections have these interfaces too.
+_UNSHARDED = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
+_SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+
+
+def accept_tensordicts(model: nn.Module) -> None:
+    """Let a model's embedding modules take TensorDicts, beside KeyedJaggedTensors, with their keys in any order.
+
+    A module takes for each of its features what is under the key of that name, and ignores other keys. To be
+    called after sharding; calling it twice does no harm. `OnlinePipeline` calls it for its model.
+    """
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingModule):
+            _accept_in_sharded(module)
+        elif isinstance(module, _UNSHARDED):
+            _before_forward(module, _TensorDictConversion(_keys(_configs(module)), _is_weighted(module)))
+        elif isinstance(module, _WITHOUT_TENSORDICTS):
+            _before_forward(module, _TensorDictRefusal())
+
+
+def _before_forward(module: nn.Module, hook: Any) -> None:
+    if not any(isinstance(other, type(hook)) for other in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _accept_in_sharded(module: Any) -> None:
+    if "input_dist" in vars(module):
+        return
+    looks_up = isinstance(module, _SHARDED)
+    module.input_dist = (
+        OrderedInputDist(module, weighted=_is_weighted(module)) if looks_up else _KeyedInputDist(module)
+    )
+
 
 class OrderedInputDist:
     """Takes the place of a sharded module's `input_dist`, and hands it features in the order that it expects."""
@@ -76,12 +114,6 @@ def _all_in(keys: tuple[str, ...], order: list[str]) -> list[str]:
     return order
 
 
-def refuse_tensorclass(features: Any) -> None:
-    """Some modules take a tensorclass for a TensorDict and some do not: refuse it before any of them."""
-    if is_tensorclass(features):
-        raise InvalidInput(f"{type(features).__name__} is a tensorclass: give its `to_tensordict()`")
-
-
 def _features_by_sharding(module: Any) -> list[str]:
     """The features of a sharded module in the order in which it sends them out; shared ones several times."""
     bags = isinstance(module, ShardedEmbeddingBagCollection)
@@ -106,43 +138,15 @@ def _expect(module: Any, order: list[str]) -> None:
     module._features_order_tensor = torch.tensor(places, dtype=torch.int32, device=module._device)
 
 
-_WITHOUT_TENSORDICTS = (
-    FeatureProcessedEmbeddingBagCollection,
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-# Fused collections have these interfaces too.
-_UNSHARDED = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
-_SHARDED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+class _KeyedInputDist:
+    """The `input_dist` of a sharded module that does more with features than looking them up: no TensorDicts."""
 
+    def __init__(self, module: Any) -> None:
+        self._input_dist, self._kind = module.input_dist, type(module).__name__
 
-def accept_tensordicts(model: nn.Module) -> None:
-    """Let a model's embedding modules take TensorDicts, beside KeyedJaggedTensors, with their keys in any order.
-
-    A module takes for each of its features what is under the key of that name, and ignores other keys. To be
-    called after sharding; calling it twice does no harm. `OnlinePipeline` calls it for its model.
-    """
-    for module in model.modules():
-        if isinstance(module, ShardedEmbeddingModule):
-            _accept_in_sharded(module)
-        elif isinstance(module, _UNSHARDED):
-            _before_forward(module, _TensorDictConversion(_keys(_configs(module)), _is_weighted(module)))
-        elif isinstance(module, _WITHOUT_TENSORDICTS):
-            _before_forward(module, _TensorDictRefusal())
-
-
-def _before_forward(module: nn.Module, hook: Any) -> None:
-    if not any(isinstance(other, type(hook)) for other in module._forward_pre_hooks.values()):
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _accept_in_sharded(module: Any) -> None:
-    if "input_dist" in vars(module):
-        return
-    looks_up = isinstance(module, _SHARDED)
-    module.input_dist = (
-        OrderedInputDist(module, weighted=_is_weighted(module)) if looks_up else _KeyedInputDist(module)
-    )
+    def __call__(self, ctx: Any, features: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_tensordict(features, self._kind)
+        return self._input_dist(ctx, features, *args, **kwargs)
 
 
 class _TensorDictConversion:
@@ -169,20 +173,15 @@ class _TensorDictRefusal:
             _refuse_tensordict(features, type(module).__name__)
 
 
-class _KeyedInputDist:
-    """The `input_dist` of a sharded module that does more with features than looking them up: no TensorDicts."""
-
-    def __init__(self, module: Any) -> None:
-        self._input_dist, self._kind = module.input_dist, type(module).__name__
-
-    def __call__(self, ctx: Any, features: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_tensordict(features, self._kind)
-        return self._input_dist(ctx, features, *args, **kwargs)
-
-
 def _refuse_tensordict(features: Any, kind: str) -> None:
     if isinstance(features, TensorDictBase) or is_tensorclass(features):
         raise InvalidInput(f"a {kind} takes no TensorDict: give it `to_kjt(features, keys)`")
+
+
+def refuse_tensorclass(features: Any) -> None:
+    """Some modules take a tensorclass for a TensorDict and some do not: refuse it before any of them."""
+    if is_tensorclass(features):
+        raise InvalidInput(f"{type(features).__name__} is a tensorclass: give its `to_tensordict()`")
 
 
 def _configs(module: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The managed collision modules of a model: whose rows they give to raw ids, and which raw ids reach a shard."""
+"""Managed collision: which rows a module gives to raw ids, which raw ids reach a shard, and maps as tables."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +13,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollisionModule
 
 from deltasync.base.errors import InvalidInput
-from deltasync.core.tables import Shard, TableKind, TableSpec
+from deltasync.core.tables import FREE_ID, Shard, TableKind, TableSpec
+from deltasync.kernels.id_maps import read_sorted
+from deltasync.trainer.tracking.followed_rows import follow_numbers
 from deltasync.trainer.tracking.modules import named_modules, table_fqn
+from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
 _IDENTITIES = "_hash_zch_identities"
 _INT64 = np.dtype("<i8")
@@ -105,21 +108,21 @@ def collision_modules(model: nn.Module) -> list[CollisionModule]:
     Raises:
         InvalidInput: the map of one cannot be published.
     """
-    found = {
+    by_id = {
         id(one.module): one
         for name, module in named_modules(model)
         if hasattr(module, "_managed_collision_collection") and hasattr(module, "_embedding_module")
         for one in _of_collection(name, module)
     }
     for name, module in named_modules(model):
-        if isinstance(module, ManagedCollisionModule) and id(module) not in found:
+        if isinstance(module, ManagedCollisionModule) and id(module) not in by_id:
             raise InvalidInput(
                 f"managed collision module {name!r} belongs to no table: only those of a "
                 "ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection can be published"
             )
-    for one in found.values():
+    for one in by_id.values():
         _check(one)
-    return list(found.values())
+    return list(by_id.values())
 
 
 def _of_collection(name: str, module: Any) -> Iterator[CollisionModule]:
@@ -166,3 +169,146 @@ def _check(one: CollisionModule) -> None:
             f"module {one.name!r}: with an input_hash_size of 0 raw ids go to ranks in turn, which cannot be "
             "published"
         )
+
+
+class IdMap:
+    """This rank's share of the map of a managed collision module, as tracked tables. Within the gate.
+
+    Attributes:
+        of: the table whose rows the map gives to raw ids.
+        tables: the map, and the ranges of raw ids if there are some.
+    """
+
+    def __init__(self, collision: CollisionModule) -> None:
+        """Read the map as it is now.
+
+        Raises:
+            InvalidInput: the map contradicts itself.
+        """
+        self.of = collision.of
+        self._collision = collision
+        self._version: tuple[int, ...] = ()
+        self._column = torch.zeros(collision.local_rows, dtype=torch.int64, device=collision.module.device)
+        self.tables = [self._tracked(table) for table in collision.tables]
+        self.update()
+
+    def update(self) -> torch.Tensor:
+        """Read the map again; return the local ids of rows whose raw id has changed: int64 [n].
+
+        Raises:
+            InvalidInput: the map contradicts itself; nothing was read.
+        """
+        version = self._buffers_version()
+        if version and version == self._version:
+            return self._column.new_empty(0)
+        if self._collision.hashes:  # Its free rows have -1. A row of `FREE_ID` is published as free, too.
+            identities = self._collision.module._hash_zch_identities.detach().view(-1)
+            changed = follow_numbers(identities, FREE_ID, -1, self._column)
+        else:
+            changed = follow_numbers(self._sorted(), 0, 0, self._column)
+        self._version = version
+        return changed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self._column.nbytes
+
+    def _tracked(self, table: TableSpec) -> TrackedTable:
+        rows = self._column.view(-1, 1) if table.kind is TableKind.ID_MAP else _ranges(self._collision)
+        return TrackedTable(
+            table, [TrackedShard(self._collision.shard(table), rows)], [], fused=False, replicated=False
+        )
+
+    def _buffers_version(self) -> tuple[int, ...]:
+        """Numbers that change whenever a sorted map does; empty for a map that a kernel writes to silently."""
+        if self._collision.hashes:
+            return ()
+        module = self._collision.module
+        tensors = (module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping)
+        return tuple(number for tensor in tensors for number in (tensor.data_ptr(), tensor._version))
+
+    def _sorted(self) -> torch.Tensor:
+        column = torch.zeros_like(self._column)
+        if column.is_cuda or not self._is_read(column):
+            column = self._checked_column()
+        return column
+
+    def _is_read(self, column: torch.Tensor) -> bool:
+        """Read a map in host memory into `column`, zeros; False if `_checked_column` has to."""
+        collision = self._collision
+        raw, rows = collision.module._mch_sorted_raw_ids, collision.module._mch_remapped_ids_mapping
+        first, end = collision.routing.range_of(collision.number)
+        return not read_sorted(raw.numpy(), rows.numpy(), collision.row_offset, first, end, column.numpy())
+
+    def _checked_column(self) -> torch.Tensor:
+        """The column of a map in any memory, in which raw ids may be wrong, or be looked up elsewhere."""
+        module = self._collision.module
+        in_use = module._mch_sorted_raw_ids != FREE_ID
+        raw = module._mch_sorted_raw_ids[in_use]
+        rows = module._mch_remapped_ids_mapping[in_use] - self._collision.row_offset
+        self._check(raw, rows)
+        column = torch.zeros_like(self._column)
+        column[rows] = raw ^ FREE_ID
+        column[rows[self._unreached(raw)]] = 0
+        return column
+
+    def _unreached(self, raw: torch.Tensor) -> torch.Tensor:
+        """Positions among raw ids [n] that are looked up on other ranks, as may be after a reshard."""
+        routing, number = self._collision.routing, self._collision.number
+        first, end = routing.range_of(number)
+        elsewhere = torch.nonzero((raw < first) | (raw >= end)).squeeze(1)  # Mostly none: divisions are slow.
+        return elsewhere[routing.shards_of(raw[elsewhere]) != number]
+
+    def _check(self, raw: torch.Tensor, rows: torch.Tensor) -> None:
+        """Check raw ids [n] and their local rows [n]."""
+        collision, first = self._collision, self._collision.row_offset
+        if _is_sound(raw, rows, collision.local_rows):
+            return
+        problem = _problem(raw, rows, collision.local_rows, first)
+        if problem:
+            raise InvalidInput(
+                f"managed collision module {collision.name!r}: {problem}; it holds rows {first} to "
+                f"{first + collision.local_rows - 1} of table {collision.of!r}"
+            )
+
+
+def id_maps(model: nn.Module) -> list[IdMap]:
+    """The maps of all managed collision modules of a model.
+
+    Raises:
+        InvalidInput: one cannot be published.
+    """
+    return [IdMap(collision) for collision in collision_modules(model)]
+
+
+def _ranges(collision: CollisionModule) -> torch.Tensor:
+    """The ranges table of a shard: zeros except in its last row, which is for raw ids that are not in the map."""
+    rows = torch.from_numpy(np.zeros((collision.local_rows, 3), np.int64))  # Untouched pages cost no memory.
+    rows[-1] = torch.tensor([*collision.routing.range_of(collision.number), collision.row_offset])
+    return rows
+
+
+def _is_sound(raw: torch.Tensor, rows: torch.Tensor, local_rows: int) -> bool:
+    """Whether a map that is sorted by raw id is sound; finding a problem takes far longer."""
+    in_use = torch.zeros(local_rows, dtype=torch.bool, device=rows.device)
+    in_use[rows[(rows >= 0) & (rows < local_rows)]] = True
+    return bool((in_use.sum() == len(rows)) & (raw[1:] > raw[:-1]).all())
+
+
+def _problem(raw: torch.Tensor, rows: torch.Tensor, local_rows: int, first: int) -> str | None:
+    if len(outside := torch.nonzero((rows < 0) | (rows >= local_rows))):
+        return f"raw id {int(raw[outside[0]])} has row {int(rows[outside[0]]) + first}"
+    if pair := _equal_pair(rows):
+        return f"raw ids {int(raw[pair[0]])} and {int(raw[pair[1]])} both have row {int(rows[pair[0]]) + first}"
+    if pair := _equal_pair(raw):
+        both = f"{int(rows[pair[0]]) + first} and {int(rows[pair[1]]) + first}"
+        return f"raw id {int(raw[pair[0]])} has two rows, {both}"
+    return None
+
+
+def _equal_pair(numbers: torch.Tensor) -> tuple[int, int] | None:
+    """The positions of two equal numbers among [n]; None if all differ."""
+    ordered, order = torch.sort(numbers, stable=True)
+    equal = torch.nonzero(ordered[1:] == ordered[:-1]).view(-1)
+    return (int(order[equal[0]]), int(order[equal[0] + 1])) if len(equal) else None

@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class TrackerCost:
-    """What tracking has cost so far, as numbers to log. On a GPU, seconds are those of the host.
+    """The cost of tracking so far, as numbers to log. On a GPU, seconds are those of the host.
 
     Attributes:
-        marking_seconds: spent in noting the ids of lookups and updates, in the thread that trains.
-        marking_bytes: of the ids noted.
-        compaction_seconds: spent in stamping the rows noted.
+        marking_seconds: for noting the ids of lookups, in backward.
+        marking_bytes: of these ids.
+        compaction_seconds: for stamping the rows of these ids.
         compaction_bytes: of the stamps written.
-        reading_seconds: spent in finding changed rows and gathering them, in the threads that read.
-        reading_bytes: of the ids and values handed out.
+        reading_seconds: for finding and gathering changed rows, in the threads that read.
+        reading_bytes: of the ids and values copied for readers.
     """
 
     marking_seconds: float = 0.0
@@ -28,26 +28,26 @@ class TrackerCost:
     reading_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._reading = threading.Lock()  # Several threads may read at once; all else is done within the gate.
+        self._reading = threading.Lock()  # Several threads may read at once; all else happens within the gate.
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """All seconds together."""
         return self.marking_seconds + self.compaction_seconds + self.reading_seconds
 
     def as_dict(self) -> dict[str, float]:
-        """By name."""
+        """The figures by name."""
         return asdict(self)
 
     def add_reading(self, seconds: float = 0.0, nbytes: int = 0) -> None:
-        """Add to what reading has cost."""
+        """Add to the cost of reading."""
         with self._reading:
             self.reading_seconds += seconds
             self.reading_bytes += nbytes
 
     @contextmanager
     def timed_reading(self) -> Iterator[None]:
-        """Add the time spent within."""
+        """Add the time spent within to the cost of reading."""
         started = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Rows of which nothing tells when they change: they are compared with a copy."""
+"""Finding changed rows by comparing them with a copy, where no event reveals a change."""
 
 import numpy as np
 import torch
@@ -11,13 +11,13 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def differing_rows(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Which rows of two [n, d] tensors of a type differ in a bit: bool [n]. A NaN equals itself, 0.0 not -0.0."""
+    """Which rows of two [n, d] tensors differ in any bit: bool [n]. A NaN equals itself, 0.0 is not -0.0."""
     bits = BITS[rows.element_size()]
     return (rows.view(bits) != others.view(bits)).any(dim=1)
 
 
 class FollowedRows:
-    """A copy of rows [n, d], made as they are whenever they are compared.
+    """A copy of rows [n, d], brought up to date whenever they are compared.
 
     Attributes:
         copy: the rows as they were.
@@ -29,11 +29,11 @@ class FollowedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes in memory."""
         return self.copy.nbytes
 
     def follow(self, rows: torch.Tensor) -> torch.Tensor:
-        """Make the copy as the rows [n, d] are now; which of them differed: int64 ids, ascending."""
+        """Copy the rows [n, d] as they are now; return the ids of those that differed, int64, ascending."""
         if self._words is None:
             return _follow(rows, self.copy)
         if not len(self._words):
@@ -43,7 +43,7 @@ class FollowedRows:
         return torch.from_numpy(ids[: changes.follow_rows(words, len(words) // len(ids), self._words, ids)])
 
     def follow_all(self, rows: torch.Tensor) -> torch.Tensor:
-        """As `follow`, but which of them differed is bool [n]: to list them, the host would wait for a GPU."""
+        """As `follow`, but return a mask, bool [n]: to list ids, the host would have to wait for a GPU."""
         changed = differing_rows(rows, self.copy)
         self.copy.copy_(rows)
         return changed
@@ -56,10 +56,10 @@ def _follow(rows: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 def follow_numbers(numbers: torch.Tensor, flip: int, none: int, copy: torch.Tensor) -> torch.Tensor:
-    """Make `copy` [n] as `numbers` [n] with some bits flipped, and 0 where one is `none`, all int64.
+    """Copy `numbers` [n] to `copy` [n] with the bits of `flip` flipped, and 0 in the place of `none`. All int64.
 
     Returns:
-        Which of them differed: int64, ascending.
+        Ids of the numbers that differed: int64, ascending.
     """
     if numbers.is_cuda:
         return _follow(torch.where(numbers == none, 0, numbers ^ flip).view(-1, 1), copy.view(-1, 1))

@@ -29,7 +29,6 @@ _DTYPES: dict[torch.dtype, np.dtype[np.generic]] = {
     torch.uint8: np.dtype("u1"),
     torch.bool: np.dtype("?"),
 }
-
 # Their parameters are views of what FBGEMM trains.
 _FUSED = (FusedEmbeddingBagCollection, FusedEmbeddingCollection)
 
@@ -66,8 +65,8 @@ class ModuleTensor:
             InvalidInput: its type is not supported.
         """
         if self.dtype not in _DTYPES:
-            known = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
-            raise InvalidInput(f"{self.kind.value} {self.name!r} is of type {self.dtype}, expected one of {known}")
+            types = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
+            raise InvalidInput(f"{self.kind.value} {self.name!r} is of type {self.dtype}, expected one of {types}")
         rows, dim = matrix_shape(self.shape)
         return TableSpec(
             self.name,
@@ -86,11 +85,11 @@ class ModuleTensor:
             InvalidInput: it has another shape or type than at first, does not lie in memory row by row, or is no
                 longer the tensor that other places have, too.
         """
-        now = _held(self.owner, self.attribute)
+        now = _tensor_at(self.owner, self.attribute)
         if now is None or (now.shape, now.dtype) != (self.shape, self.dtype):
-            found = "is gone" if now is None else f"is {list(now.shape)} of {now.dtype} now"
+            state = "is gone" if now is None else f"is {list(now.shape)} of {now.dtype} now"
             raise InvalidInput(
-                f"{self.kind.value} {self.name!r} {found}, and was {list(self.shape)} of {self.dtype} when it was "
+                f"{self.kind.value} {self.name!r} {state}, and was {list(self.shape)} of {self.dtype} when it was "
                 "first seen: restart publishing with the model as it is"
             )
         if now.layout is not torch.strided or not now.is_contiguous():
@@ -98,7 +97,7 @@ class ModuleTensor:
                 f"{self.kind.value} {self.name!r} does not lie in memory row by row: make it contiguous first"
             )
         for alias, (owner, attribute) in self.aliases.items():
-            if _held(owner, attribute) is not now:
+            if _tensor_at(owner, attribute) is not now:
                 raise InvalidInput(f"{alias!r} was the same tensor as {self.name!r}, and is another one now")
         return now.detach().view(matrix_shape(self.shape))
 
@@ -245,10 +244,10 @@ def buffer_digests(model: nn.Module, fqns_to_skip: Collection[str] = ()) -> dict
     """A signed 64-bit digest of each buffer that is not left out, by FQN: for comparisons between ranks."""
     digests = {}
     for tensor in module_tensors(model, fqns_to_skip=fqns_to_skip):
-        held = _held(tensor.owner, tensor.attribute)
+        buffer = _tensor_at(tensor.owner, tensor.attribute)
         left_out = tensor.kind is not TableKind.BUFFER or is_skipped(tensor.name, fqns_to_skip)
-        if held is not None and not left_out:
-            content = held.detach().cpu().reshape(-1).view(torch.uint8)  # Of any type: a read refuses some.
+        if buffer is not None and not left_out:
+            content = buffer.detach().cpu().reshape(-1).view(torch.uint8)  # Of any type: a read refuses some.
             digest = hashlib.blake2b(content.numpy().tobytes(), digest_size=8).digest()
             digests[tensor.name] = int.from_bytes(digest, signed=True)
     return digests
@@ -263,8 +262,8 @@ def modules_with_buffers(model: nn.Module) -> list[nn.Module]:
     having = [
         name for name, module in modules.items() if any(kind is TableKind.BUFFER for _, _, kind in _own(module))
     ]
-    found = {id(module): module for module in (_unscripted(name, modules) for name in having) if module}
-    return list(found.values())
+    unique = {id(module): module for module in (_unscripted(name, modules) for name in having) if module}
+    return list(unique.values())
 
 
 def _unscripted(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
@@ -285,6 +284,115 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, TableKind]]:
             yield attribute, buffer, TableKind.BUFFER
 
 
-def _held(module: nn.Module, attribute: str) -> torch.Tensor | None:
+def _tensor_at(module: nn.Module, attribute: str) -> torch.Tensor | None:
     places = (module._parameters, module._buffers)  # Of a scripted module, they are no dictionaries.
-    return next((held[attribute] for held in places if attribute in held), None)
+    return next((place[attribute] for place in places if attribute in place), None)
+
+
+_ADVICE = "or publish without what is outside of embedding tables (dense=False)"
+
+
+class UnpublishedState:
+    """Detects changes outside of embedding tables that cannot be published.
+
+    These are new parameters and buffers, and buffers that are not in the `state_dict`. In the thread that reads,
+    within the gate.
+    """
+
+    def __init__(self, model: nn.Module, fqns_to_skip: Collection[str] = ()) -> None:
+        """Copy the state as it is now, except in skipped modules."""
+        modules = modules_outside_of_tables(model)
+        self._modules = [(name, module) for name, module in modules if not is_skipped(name, fqns_to_skip)]
+        self._names = [_names(module) for _, module in self._modules]
+        self._copies = {
+            (name, attribute): (module, _Buffer.of(buffer))
+            for name, module in self._modules
+            for attribute, buffer in module._buffers.items()
+            if buffer is not None and attribute in module._non_persistent_buffers_set
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(before.nbytes for _, before in self._copies.values())
+
+    def check(self) -> None:
+        """Check that nothing has changed.
+
+        Raises:
+            InvalidInput: a buffer that is not persistent has changed, or modules have more parameters or buffers.
+        """
+        for (name, module), names in zip(self._modules, self._names, strict=True):
+            if more := _names(module) - names:
+                new = ", ".join(map(repr, sorted(more)))
+                raise InvalidInput(
+                    f"module {name!r} has got {new}, which is not published: restart publishing with the model "
+                    "as it is"
+                )
+        for (name, attribute), (module, before) in self._copies.items():
+            if not before.equals(module._buffers.get(attribute)):
+                raise InvalidInput(
+                    f"buffer {f'{name}.{attribute}'.removeprefix('.')!r} has changed and is not in the state_dict "
+                    f"(persistent=False), so that no predictor would learn of it: make it persistent, {_ADVICE}"
+                )
+
+
+def check_extra_state(model: nn.Module, fqns_to_skip: Collection[str] = ()) -> None:
+    """Check that no module outside of embedding tables has extra state, except skipped modules.
+
+    Raises:
+        InvalidInput: a module has some.
+    """
+    for name, module in modules_outside_of_tables(model):
+        if type(module).get_extra_state is not nn.Module.get_extra_state and not is_skipped(name, fqns_to_skip):
+            raise InvalidInput(
+                f"module {name!r}, a {type(module).__name__}, has state of its own (get_extra_state), which "
+                f"cannot be published: keep it in buffers, {_ADVICE}"
+            )
+
+
+def _names(module: nn.Module) -> set[str]:
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    return {name for name, tensor in tensors if tensor is not None}
+
+
+@dataclass(frozen=True, eq=False)
+class _Buffer:
+    """A buffer as it was.
+
+    Attributes:
+        tensor: the buffer itself.
+        version: PyTorch's count of its changes.
+        bits: a copy of its bytes; None if it is not an array, but sparse, say.
+    """
+
+    tensor: torch.Tensor
+    version: int
+    bits: torch.Tensor | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Buffer":
+        bits = _bits(tensor)
+        return cls(tensor, _version(tensor), None if bits is None else bits.clone())
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.bits is None else self.bits.nbytes
+
+    def equals(self, now: torch.Tensor | None) -> bool:
+        if now is None or (now.shape, now.dtype) != (self.tensor.shape, self.tensor.dtype):
+            return False
+        bits = _bits(now)
+        if bits is None or self.bits is None:
+            return now is self.tensor and _version(now) == self.version
+        return torch.equal(bits, self.bits)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor | None:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -15,17 +15,17 @@ from deltasync.client.targets.torch_tensors import unwrapped
 
 # Feature-processed and managed-collision modules hold one of these, which does their lookups.
 _TRACKED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-# Maps ids to rows, and has no rows of its own.
+# It maps ids to rows, and has no rows of its own.
 _WITHOUT_TABLES = (ShardedManagedCollisionCollection,)
-# What they hold is published as maps, or read in eviction only.
+# Their buffers are published as maps, or are read in eviction only.
 _COLLISIONS = (ShardedManagedCollisionCollection, ManagedCollisionModule)
 
 
 def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every module of a model and its FQN, as in its `state_dict`, without the part that torch.compile adds.
 
-    What DMP, DDP, FSDP and activation checkpointing put around modules is seen through. A module that is found in
-    several places has several names.
+    The wrappers of DMP, DDP, FSDP and activation checkpointing have no names. A module in several places has
+    several names.
     """
     model = unwrapped(model)
     yield prefix, model
@@ -95,7 +95,7 @@ def _has_unknown_tables(module: nn.Module) -> bool:
 
 
 def wrongly_divided(model: nn.Module) -> Iterator[str]:
-    """For each collection that has some, a sentence that names them."""
+    """A sentence for each collection whose features TorchRec divides by their lengths once too often."""
     for name, module in sharded_modules(model):
         if isinstance(module, ShardedEmbeddingBagCollection) and module._has_mean_pooling_callback:
             by_row = {feature for each in module._pooling_type_to_rs_features.values() for feature in each}

@@ -11,11 +11,13 @@ from deltasync.base.errors import InvalidInput
 from deltasync.trainer.checks import check_names
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
 
+DEFAULT_CONSUMER = "default"
+
 
 class TrackingMode(Enum):
-    """What a consumer is given beside ids, named as in TorchRec's tracker. Values are those of the current step.
+    """What reads return beside ids, named as in TorchRec's tracker. Values are those of the current step.
 
-    Modes with first values cost a copy of what is read, in host memory, for each consumer.
+    Modes with first values cost a copy of the values in host memory for each consumer.
     """
 
     ID_ONLY = "id_only"
@@ -30,6 +32,49 @@ class TrackingMode(Enum):
     """The fused optimizer's current momentum, and the first since the consumer's cursor."""
     ROWWISE_ADAGRAD = "rowwise_adagrad"
     """As MOMENTUM_DIFF, for row-wise Adagrad alone: its sum of squared gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerOptions:
+    """What to track, and for whom.
+
+    Attributes:
+        consumers: names of the first consumers; `add_consumer` adds more.
+        mode: what their reads return beside ids.
+        delete_on_read: acknowledge each read at once, as TorchRec's tracker does. If its rows get lost afterwards,
+            they are not offered again.
+        auto_compact: stamp the rows of a step while the next one's pooled rows are on their way to other ranks,
+            instead of at the step's end.
+        fqns_to_skip: tables not to track, each by its FQN, its name, one of its parents or any run of parts of its
+            FQN.
+        dense: track the parameters and buffers outside of embedding tables too, each as a small table.
+        id_maps: track the maps from raw ids to rows that managed collision keeps.
+        replicas: track tables and parameters of which every rank has a copy; one rank is enough to publish them.
+        verify: keep a copy of every row, and compare all rows at every read: rows that have changed unmarked raise
+            `Contradiction`, which names them. To find out whether the tracker sees all writes of a model. Costs
+            the memory of a second model, and the time to read both.
+    """
+
+    consumers: Sequence[str] = (DEFAULT_CONSUMER,)
+    mode: TrackingMode = TrackingMode.ID_ONLY
+    delete_on_read: bool = False
+    auto_compact: bool = False
+    fqns_to_skip: Collection[str] = ()
+    dense: bool = False
+    id_maps: bool = False
+    replicas: bool = True
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        check_names("consumers", self.consumers)
+        check_names("fqns_to_skip", self.fqns_to_skip)
+        if not isinstance(self.mode, TrackingMode):
+            raise InvalidInput(f"mode: {self.mode!r}, expected a TrackingMode")
+
+    @property
+    def of_all_ranks(self) -> dict[str, Any]:
+        """The options that must be the same on all ranks; one rank may track what all have copies of."""
+        return {name: value for name, value in vars(self).items() if name not in ("dense", "replicas")}
 
 
 @dataclass(frozen=True)
@@ -53,12 +98,12 @@ def keeps_first(mode: TrackingMode) -> bool:
 
 
 def has_rows(mode: TrackingMode) -> bool:
-    """Whether consumers of the mode are given current rows."""
+    """Whether reads in the mode return current rows."""
     return mode in _CONTENTS and not _CONTENTS[mode].momentum
 
 
 def sources(table: TrackedTable, mode: TrackingMode) -> list[torch.Tensor]:
-    """The live tensors a mode reads a table's rows from, by shard; none for ids only.
+    """The live tensors that a mode reads a table's rows from, by shard; none for ids only.
 
     Raises:
         InvalidInput: the table has no such state.
@@ -82,49 +127,3 @@ def _momentum(table: TrackedTable, tracked: TrackedShard, mode: TrackingMode) ->
             f"skip it (fqns_to_skip) or use {TrackingMode.MOMENTUM_DIFF.value!r}"
         )
     return tracked.momentum
-
-
-DEFAULT_CONSUMER = "default"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackerOptions:
-    """What to track, and for whom.
-
-    Attributes:
-        consumers: their names; more can be added later.
-        mode: what they are given beside ids.
-        delete_on_read: a read acknowledges itself at once, as in TorchRec's tracker: its rows are not offered
-            again, even if they get lost afterwards.
-        auto_compact: stamp the rows of a step while the next one's pooled rows are on their way to other ranks,
-            instead of at the step's end.
-        fqns_to_skip: tables that are not tracked, each by its FQN, its name, one of its parents or any run of
-            parts of its FQN.
-        dense: track the parameters and buffers outside of embedding tables too, each as a small table.
-        id_maps: track the maps from raw ids to rows that managed collision keeps.
-        replicas: track tables and parameters of which every rank has a copy; one rank is enough to publish them.
-        verify: keep a copy of every row, and compare all of them at every read: rows that have changed and are not
-            marked raise `Contradiction`, which names them. To find out whether all writes of a model are followed;
-            it costs the memory of a second model, and the time to read both.
-    """
-
-    consumers: Sequence[str] = (DEFAULT_CONSUMER,)
-    mode: TrackingMode = TrackingMode.ID_ONLY
-    delete_on_read: bool = False
-    auto_compact: bool = False
-    fqns_to_skip: Collection[str] = ()
-    dense: bool = False
-    id_maps: bool = False
-    replicas: bool = True
-    verify: bool = False
-
-    def __post_init__(self) -> None:
-        check_names("consumers", self.consumers)
-        check_names("fqns_to_skip", self.fqns_to_skip)
-        if not isinstance(self.mode, TrackingMode):
-            raise InvalidInput(f"mode: {self.mode!r}, expected a TrackingMode")
-
-    @property
-    def of_all_ranks(self) -> dict[str, Any]:
-        """Those that must be the same on all ranks; one may track what all have copies of."""
-        return {name: value for name, value in vars(self).items() if name not in ("dense", "replicas")}

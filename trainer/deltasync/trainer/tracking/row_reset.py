@@ -4,13 +4,16 @@ On the thread that trains, between steps. Writes go through `Tensor.data`: a pip
 already whose backward is still to come, and autograd refuses weights that it sees change in between.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from deltasync.base.errors import InvalidInput
 from deltasync.trainer.tracking.modules import sharded_modules
@@ -18,7 +21,7 @@ from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable, lookup
 
 
 def reset_rows(table: TrackedTable, ids: torch.Tensor) -> None:
-    """Make rows of this rank's share of a table zeros, and the fused optimizer's state zeros too, as of new rows.
+    """Set rows of this rank's share of a table to zero, and their fused optimizer states too, as of new rows.
 
     Args:
         table: the table.
@@ -33,15 +36,64 @@ def reset_rows(table: TrackedTable, ids: torch.Tensor) -> None:
 
 
 def _reset_cached(tracked: TrackedShard, ids: torch.Tensor) -> None:
-    """The rows that are in a kernel's cache are reset there too: a flush writes zeros over zeros.
+    """Reset rows in a kernel's cache too: then a flush writes zeros over zeros.
 
-    Their places in the cache stay theirs, since a prefetch may have noted them for the next step.
+    They keep their places in the cache: a prefetch may have noted these for the next step.
     """
     if ids.is_cuda:
         torch.cuda.synchronize()  # Prefetches fill the cache from streams of their own.
     emb_module = tracked.cached_in.emb_module
     places = torch.isin(emb_module.lxu_cache_state.flatten(), ids + tracked.cache_offset)
     emb_module.lxu_cache_weights.data.index_fill_(0, torch.nonzero(places).squeeze(1), 0)
+
+
+class DenseOptimizers:
+    """Finds the optimizers of this process that have stepped since `listen`, to reset their states of rows."""
+
+    def __init__(self) -> None:
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+
+    def listen(self) -> Callable[[], None]:
+        """Note optimizers as they step. Return what ends it."""
+        return register_optimizer_step_post_hook(self._note).remove
+
+    def reset(self, weight: torch.Tensor, ids: torch.Tensor) -> None:
+        """Give rows of a table the optimizer states of new rows.
+
+        Args:
+            weight: [rows, dim], the table, in the memory of a parameter.
+            ids: the rows, int64 [n].
+        """
+        for optimizer in list(self._stepped):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    for key, state in _state_rows(weight, parameter, optimizer.state.get(parameter, {})):
+                        # Adagrad's sum is the only state that need not begin with zeros.
+                        first = group.get("initial_accumulator_value", 0) if key == "sum" else 0
+                        state.data.index_fill_(0, ids, first)
+
+    def _note(self, optimizer: Optimizer, _arguments: Any, _keywords: Any) -> None:
+        self._stepped.add(optimizer)
+
+
+def _state_rows(
+    weight: torch.Tensor, parameter: torch.Tensor, states: dict[str, Any]
+) -> list[tuple[str, torch.Tensor]]:
+    """A parameter's states by key, as rows of a table in its memory; none if the table is elsewhere."""
+    start = weight.storage_offset() - parameter.storage_offset()
+    same_memory = weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+    if not same_memory or not 0 <= start <= parameter.numel() - weight.numel():
+        return []
+    whole = weight.numel() == parameter.numel()
+    states_by_row = []
+    for key, state in states.items():
+        if not isinstance(state, torch.Tensor):
+            continue
+        if state.numel() == parameter.numel():
+            states_by_row.append((key, state.view(-1)[start : start + weight.numel()].view(len(weight), -1)))
+        elif whole and state.numel() == len(weight):  # One value per row.
+            states_by_row.append((key, state.view(-1, 1)))
+    return states_by_row
 
 
 def evict_on_cpu(model: nn.Module) -> None:

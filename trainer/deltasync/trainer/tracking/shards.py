@@ -26,14 +26,14 @@ class TrackedShard:
     """A shard, and the live tensors it is read from; they stay valid as training changes them.
 
     Attributes:
-        shard: which rows and columns of which table these are.
+        shard: its rows and columns.
         weight: [rows, cols].
         states: the fused optimizer's, momentum first, each [rows, cols], or [rows, 1] where it keeps one value per
             row; none where there is no fused optimizer, or it keeps nothing.
         rowwise_adagrad: the momentum is that of row-wise Adagrad.
         cached_in: the kernel whose cache has the newest rows, and is flushed before a read; None without a cache.
         cache_offset: what the cache calls the shard's first row.
-        source: where the tensor is found again, should it be replaced: of what is outside of sharded modules.
+        source: the place of a tensor outside of sharded modules, which may be replaced there.
     """
 
     shard: Shard
@@ -76,17 +76,17 @@ class TrackedTable:
 
     @property
     def row_offset(self) -> int:
-        """Global id of the first row held."""
+        """Global id of this rank's first row."""
         return self.shards[0].shard.row_offset
 
     @property
     def rows(self) -> int:
-        """Number of rows held."""
+        """Number of this rank's rows."""
         return self.shards[0].shard.rows
 
     @property
     def device(self) -> torch.device:
-        """Where they are held."""
+        """The device of this rank's rows."""
         return self.shards[0].weight.device
 
     @property
@@ -96,7 +96,7 @@ class TrackedTable:
 
     @property
     def columns(self) -> list[tuple[int, int]]:
-        """Offset and number of the columns held, by shard."""
+        """Offset and number of each shard's columns."""
         return [(tracked.shard.col_offset, tracked.shard.cols) for tracked in self.shards]
 
     @property
@@ -219,20 +219,20 @@ def _matrix(state: torch.Tensor) -> torch.Tensor:
 
 
 def merged(tables: list[TrackedTable]) -> list[TrackedTable]:
-    """Several shards of columns of one table, each found by itself, as one.
+    """Join column shards of one table, each in a `TrackedTable` of its own.
 
     Raises:
         InvalidInput: they do not hold the same rows.
     """
     by_name: dict[str, TrackedTable] = {}
-    for found in tables:
-        known = by_name.setdefault(found.name, found)
-        if known is found:
+    for table in tables:
+        first = by_name.setdefault(table.name, table)
+        if first is table:
             continue
-        if (known.row_offset, known.rows) != (found.row_offset, found.rows):
-            raise InvalidInput(f"this rank holds {known.place} and {found.place}: expected one range of rows")
-        shards = sorted(known.shards + found.shards, key=lambda tracked: tracked.shard.col_offset)
-        by_name[found.name] = replace(known, shards=shards)
+        if (first.row_offset, first.rows) != (table.row_offset, table.rows):
+            raise InvalidInput(f"this rank has {first.place} and {table.place}: expected one range of rows")
+        shards = sorted(first.shards + table.shards, key=lambda tracked: tracked.shard.col_offset)
+        by_name[table.name] = replace(first, shards=shards)
     return list(by_name.values())
 
 

@@ -12,49 +12,228 @@ from itertools import accumulate
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.kernels import marks
 from deltasync.trainer.tracking.followed_rows import BITS, FollowedRows
+from deltasync.trainer.tracking.gpu import ids_by_table
 from deltasync.trainer.tracking.shards import TrackedTable
 from deltasync.trainer.tracking.tracked_model import Lookup
 
+# The cursor of a consumer that has nothing: every stamp is later, even that of a row that was never marked.
+NOTHING = -1
+STAMP_BYTES = 4
+CLOCK_END = torch.iinfo(torch.int32).max
+
+_NONE = torch.empty(0, dtype=torch.int64)
 _NO_IDS = np.empty(0, np.int64)
 _ID_TYPES = (torch.int32, torch.int64)
 
 
-def as_numbers(ids: torch.Tensor) -> NDArray[np.signedinteger]:
-    """Ids [n] of any integer type as kernels take them: side by side, of 32 or 64 bits."""
-    known = ids if ids.dtype in _ID_TYPES and ids.is_contiguous() else ids.long().contiguous()
-    numbers: NDArray[np.signedinteger] = known.numpy()
-    return numbers
+class RowStamps:
+    """The stamps of the tables of a rank.
+
+    Attributes:
+        written: by table, how many stamps were written so far; an upper bound of the rows stamped since.
+    """
+
+    def __init__(self, tables: Sequence[TrackedTable]) -> None:
+        self._clock = Clock()
+        self._marks = HostMarks([table.rows * (table.device.type == "cpu") for table in tables])
+        self._stamps = [self._stamps_of(number, table) for number, table in enumerate(tables)]
+        self.written = self._marks.counts[0]
+        self._last_delete = dict[int, int]()  # When, by table: without a later one, a scan is not needed.
+        self._tables = tables
+        # No lookup reveals when these change: they are compared with copies.
+        self._compared = {
+            number: [FollowedRows(tracked.weight) for tracked in table.shards]
+            for number, table in enumerate(tables)
+            if table.compared
+        }
+
+    @property
+    def clock(self) -> int:
+        """What rows are stamped with now."""
+        return self._clock.now
+
+    @clock.setter
+    def clock(self, now: int) -> None:
+        self._clock.now = now
+
+    @property
+    def stamps(self) -> list[torch.Tensor]:
+        """By table, as `TableStamps.stamps`."""
+        return [each.stamps for each in self._stamps]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        copies = sum(followed.nbytes for by_shard in self._compared.values() for followed in by_shard)
+        return sum(each.nbytes for each in self._stamps) + copies
+
+    def places(self, lookups: Sequence[Lookup]) -> "LookupPlaces":
+        """Where each table's ids are among those of a kernel's lookup."""
+        keys, tables = 0, list[tuple[int, ...]]()
+        for number, count in lookups:
+            if number is not None:
+                first_word, rows = self._marks.first_words[number], self._tables[number].rows
+                tables.append((number, keys, keys + count, first_word, rows))
+            keys += count
+        only = lookups[0][0] if len(lookups) == 1 else None
+        return LookupPlaces(keys, np.array(tables, np.int64).reshape(-1, 5), only)
+
+    def stamp_lookup(self, places: "LookupPlaces", features: KeyedJaggedTensor) -> int:
+        """Stamp the rows that a kernel has looked up, as `stamp` does; return the number of ids."""
+        ids = features.values()
+        if ids.is_cuda:
+            by_table = list(ids_by_table(features, places.tables, places.only))
+            for table, of_table in by_table:
+                self.stamp(table, of_table)
+            return sum(len(of_table) for _, of_table in by_table)
+        if not len(places.tables):
+            return 0
+        # A lookup has computed where bags end. Keys with different numbers of bags need the ends of keys instead.
+        uneven = features.variable_stride_per_key()
+        ends = as_numbers(torch.tensor(features.offset_per_key()) if uneven else features.offsets())
+        bits, counts = self._marks.bits, self._marks.counts
+        return marks.mark_looked_up(as_numbers(ids), ends, places.keys, places.tables, bits, counts)
+
+    def stamp(self, table: int, ids: torch.Tensor) -> None:
+        """Stamp rows (local ids, of any integer type, in any order and number).
+
+        An id outside of the table stamps row 0, which FBGEMM trains in its place.
+        """
+        self.written[table] += len(ids)
+        self._stamps[table].mark(ids)
+
+    def stamp_deleted(self, table: int, ids: torch.Tensor) -> None:
+        """Stamp rows (local ids, int64) as deleted: they are zeros now."""
+        self._last_delete[table] = self.clock
+        self._stamps[table].delete(ids)
+        for followed in self._compared.get(table, ()):
+            followed.copy.index_fill_(0, ids, 0)
+
+    def stamp_all(self, table: int) -> None:
+        """Stamp every row of a table."""
+        self.written[table] += self._tables[table].rows
+        self._stamps[table].mark_all()
+
+    def stamp_present(self, table: int) -> None:
+        """Stamp every row of a table that is not deleted."""
+        self.written[table] += self._tables[table].rows
+        self._stamps[table].mark_present()
+
+    def stamp_refilled(self, table: int) -> None:
+        """Stamp the deleted rows of a table that are no longer zeros: they are new rows."""
+        if table in self._last_delete:
+            deleted = self._stamps[table].deleted_later(0)
+            for tracked in self._tables[table].shards:
+                self.stamp(table, deleted[tracked.weight[deleted].ne(0).any(dim=1)])
+
+    def compare(self) -> None:
+        """Stamp the rows that have changed without a lookup."""
+        for number, by_shard in self._compared.items():
+            for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
+                if tracked.weight.is_cuda:
+                    changed = followed.follow_all(tracked.weight)
+                    self.written[number] += len(changed)
+                    self._stamps[number].mark_where(changed)
+                else:
+                    self.stamp(number, followed.follow(tracked.weight))
+
+    def restore(self, clock: int, stamps: Sequence[torch.Tensor]) -> None:
+        """Go on from other stamps; rows are compared with what they are now from here on."""
+        self.clock = clock
+        self._replace(stamps)
+        least = {number: int(theirs.min()) for number, theirs in enumerate(stamps) if len(theirs)}
+        self._last_delete = {number: -stamp for number, stamp in least.items() if stamp < 0}
+        for number, by_shard in self._compared.items():
+            for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
+                followed.copy.copy_(tracked.weight)
+
+    def later(self, table: int, cursor: int) -> torch.Tensor:
+        """Local ids, ascending, of the rows stamped after `cursor` and not deleted: int64 [n]."""
+        return self._stamps[table].later(cursor)
+
+    def deleted_later(self, table: int, cursor: int) -> torch.Tensor:
+        """Local ids, ascending, of the rows deleted after `cursor`: int64 [n].
+
+        A consumer that has nothing gets all of them: it may have received rows that it did not acknowledge.
+        """
+        if self._last_delete.get(table, 0) <= max(cursor, 0):
+            return _NONE
+        return self._stamps[table].deleted_later(max(cursor, 0))
+
+    def any_deleted_later(self, cursor: int) -> bool:
+        """Whether rows of any table may have been deleted after `cursor`."""
+        return max(self._last_delete.values(), default=0) > max(cursor, 0)
+
+    def not_deleted(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        """The local ids among `ids` whose rows are not deleted."""
+        return ids[self._stamps[table].stamps[ids] >= 0]
+
+    def deleted_of(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        """The local ids among `ids` whose rows are deleted."""
+        return ids[self._stamps[table].stamps[ids] < 0]
+
+    def tick(self) -> int:
+        """Return the cursor after all stamps so far; later stamps are greater."""
+        for each in self._stamps:
+            each.settle()
+        cursor, self.clock = self.clock, self.clock + 1
+        return cursor
+
+    def restart_clock(self) -> None:
+        """Start over with every row marked: for a cursor of 0, all of them have changed or were deleted."""
+        before, self.clock = self.stamps, 1
+        self._last_delete = dict.fromkeys(self._last_delete, self.clock)
+        self._replace([torch.where(stamps < 0, -self.clock, self.clock).int() for stamps in before])
+
+    def _replace(self, stamps: Sequence[torch.Tensor]) -> None:
+        for number, (ours, theirs) in enumerate(zip(self._stamps, stamps, strict=True)):
+            self.written[number] += len(theirs)
+            ours.replace(theirs)
+
+    def _stamps_of(self, number: int, table: TrackedTable) -> "TableStamps":
+        if table.device.type == "cpu":
+            return HostStamps(table.rows, self._clock, *self._marks.of(number))
+        return TableStamps(table.rows, self._clock, table.device)
 
 
-@dataclass
-class Clock:
-    """What rows are stamped with now: `now`."""
+@dataclass(frozen=True, eq=False)
+class LookupPlaces:
+    """Where each table's ids are among those of a lookup.
 
-    now: int = 1
+    Attributes:
+        keys: number of keys of the lookup.
+        tables: int64 [tables, 5], as `kernels.marks.mark_looked_up` takes them.
+        only: number of the one table that is looked up; None if there are several.
+    """
+
+    keys: int
+    tables: NDArray[np.int64]
+    only: int | None
 
 
 class TableStamps:
-    """A stamp per row, int32 [rows]: when it last changed, 0 = never; where it was deleted then, the opposite.
+    """The stamps of one table, int32 [rows]: when a row last changed, 0 = never, negative = deleted then.
 
-    Within the gate. Local ids everywhere.
+    Within the gate. Ids are local. This form serves a GPU; `HostStamps` does the same faster in host memory.
     """
 
-    def __init__(self, rows: int, clock: Clock, device: torch.device) -> None:
+    def __init__(self, rows: int, clock: "Clock", device: torch.device) -> None:
         self._clock = clock
         self._stamps = torch.zeros(rows, dtype=torch.int32, device=device)
 
     @property
     def stamps(self) -> torch.Tensor:
-        """The stamps, with all that has changed by now. Not to be written to."""
+        """The stamps, including what is only marked so far. Read only."""
         self.settle()
         return self._stamps
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes in memory."""
         return self._stamps.nbytes
 
     def mark(self, ids: torch.Tensor) -> None:
@@ -62,13 +241,13 @@ class TableStamps:
 
         An id outside of the table stamps row 0, which FBGEMM trains in its place.
         """
-        if ids.is_cuda:  # Allocated on another stream, which must not reuse their memory yet.
+        if ids.is_cuda:  # Another stream has allocated them, and must not reuse their memory yet.
             ids.record_stream(torch.cuda.current_stream(ids.device))
         inside = torch.where((ids >= 0) & (ids < len(self._stamps)), ids, 0)
         self._stamps.index_fill_(0, inside.long(), self._clock.now)
 
     def settle(self) -> None:
-        """Stamp what is only marked by now."""
+        """Stamp the rows that are only marked so far."""
 
     def delete(self, ids: torch.Tensor) -> None:
         """Stamp rows (int64 [n]) as deleted."""
@@ -79,7 +258,7 @@ class TableStamps:
         self._stamps.fill_(self._clock.now)
 
     def mark_where(self, changed: torch.Tensor) -> None:
-        """Stamp the rows of a mask, bool [rows], where it is not known how many they are. On a GPU alone."""
+        """Stamp the rows of a mask, bool [rows], without counting them: a GPU would have to be waited for."""
         self._stamps.masked_fill_(changed, self._clock.now)
 
     def mark_present(self) -> None:
@@ -99,39 +278,16 @@ class TableStamps:
         return torch.nonzero(self._stamps < -cursor).squeeze(1)
 
 
-class HostMarks:
-    """Which rows of tables in host memory have changed since somebody last looked at their stamps: a bit for each.
-
-    The bits of all tables lie side by side, so that one call marks the rows of all tables of a lookup.
-
-    Attributes:
-        bits: uint64 [words], table by table.
-        first_words: by table, where its bits begin.
-        counts: int64 [2, tables]: at most how many rows were marked, ever, and since somebody last looked.
-    """
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        """None is marked, of tables of so many rows."""
-        self.first_words = [0, *accumulate(-(-each // marks.WORD_ROWS) for each in rows)]
-        self.bits = np.zeros(self.first_words[-1], np.uint64)
-        self.counts = np.zeros((2, len(rows)), np.int64)
-
-    def of(self, table: int) -> tuple[marks.Marks, NDArray[np.int64]]:
-        """A table's bits [words], and how many rows were marked since somebody last looked at them [1]."""
-        first, end = self.first_words[table : table + 2]
-        return self.bits[first:end], self.counts[1, table : table + 1]
-
-
 class HostStamps(TableStamps):
-    """Stamps in host memory: rows are marked with a bit, and the next look at the stamps stamps them.
+    """Stamps in host memory: marking a row sets a bit, and the next read of the stamps stamps the marked rows.
 
-    A mark costs a quarter of a stamp, since all bits fit the processor's cache. A consumer that has read what was
-    stamped before is given the rows marked, without a look at the others; for any other, words of rows whose
-    largest stamp it knows are left out.
+    A mark costs a quarter of a stamp, since all bits fit the processor's cache. For a consumer that has read
+    everything stamped before, the marked rows are the answer, and no other stamp is read. For any other consumer,
+    words of 64 rows without a later stamp are skipped.
     """
 
-    def __init__(self, rows: int, clock: Clock, bits: marks.Marks, marked: NDArray[np.int64]) -> None:
-        """Nothing is stamped. `bits` and `marked` are the table's part of `HostMarks`."""
+    def __init__(self, rows: int, clock: "Clock", bits: marks.Marks, marked: NDArray[np.int64]) -> None:
+        """Begin without stamps. `bits` and `marked` are the table's part of `HostMarks`."""
         super().__init__(rows, clock, torch.device("cpu"))
         self._rows = self._stamps.numpy()
         self._marks, self._newest = bits, np.zeros(len(bits), np.int32)
@@ -140,7 +296,7 @@ class HostStamps(TableStamps):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes in memory."""
         return super().nbytes + self._marks.nbytes + self._newest.nbytes
 
     def mark(self, ids: torch.Tensor) -> None:
@@ -151,8 +307,8 @@ class HostStamps(TableStamps):
             self._marked += len(numbers)
 
     def settle(self) -> None:
-        """Stamp what is only marked by now."""
-        self._take_marked()
+        """Stamp the rows that are only marked so far."""
+        self._stamp_marked()
 
     def delete(self, ids: torch.Tensor) -> None:
         """As for any table."""
@@ -181,7 +337,7 @@ class HostStamps(TableStamps):
 
     def later(self, cursor: int) -> torch.Tensor:
         """As for any table."""
-        before, marked = self._largest, self._take_marked()
+        before, marked = self._largest, self._stamp_marked()
         return torch.from_numpy(marked if cursor >= before else self._list_later(cursor, 1))
 
     def deleted_later(self, cursor: int) -> torch.Tensor:
@@ -189,8 +345,8 @@ class HostStamps(TableStamps):
         self.settle()
         return torch.from_numpy(self._list_later(cursor, -1))
 
-    def _take_marked(self) -> marks.Ids:
-        """Stamp the rows that are marked; their ids."""
+    def _stamp_marked(self) -> marks.Ids:
+        """Stamp the marked rows; return their ids."""
         marked = int(self._marked[0])
         if not marked:
             return _NO_IDS
@@ -199,7 +355,7 @@ class HostStamps(TableStamps):
         return ids[: marks.settle(self._marks, self._largest, self._rows, self._newest, ids)]
 
     def _list_later(self, cursor: int, sign: int) -> marks.Ids:
-        # Memory that nobody touches is not taken.
+        # Pages that nothing touches cost no memory.
         ids = np.empty(np.count_nonzero(self._newest > cursor) * marks.WORD_ROWS, np.int64)
         return ids[: marks.list_later(self._rows, self._newest, cursor, sign, ids)]
 
@@ -208,203 +364,43 @@ class HostStamps(TableStamps):
         self._largest = int(self._newest.max(initial=0))
 
 
-# The cursor of a consumer that has nothing: every stamp is later, even that of a row that was never marked.
-NOTHING = -1
-STAMP_BYTES = 4
-CLOCK_END = torch.iinfo(torch.int32).max
+class HostMarks:
+    """Which rows of tables in host memory have changed since their stamps were last read: a bit per row.
 
-_NONE = torch.empty(0, dtype=torch.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class LookupPlaces:
-    """Where a lookup has the ids of which table.
+    The bits of all tables lie side by side: one call marks the rows of all tables of a lookup.
 
     Attributes:
-        keys: how many keys it has.
-        tables: int64 [tables, 5], as `kernels.marks.mark_looked_up` takes them.
-        only: the number of the table that all of its ids are of; None where there are others.
+        bits: uint64 [words], table by table.
+        first_words: by table, where its bits begin.
+        counts: int64 [2, tables]: upper bounds of the rows marked, ever, and since the stamps were last read.
     """
 
-    keys: int
-    tables: NDArray[np.int64]
-    only: int | None
+    def __init__(self, rows: Sequence[int]) -> None:
+        """Begin without marks. `rows` is the number of rows of each table."""
+        self.first_words = [0, *accumulate(-(-each // marks.WORD_ROWS) for each in rows)]
+        self.bits = np.zeros(self.first_words[-1], np.uint64)
+        self.counts = np.zeros((2, len(rows)), np.int64)
+
+    def of(self, table: int) -> tuple[marks.Marks, NDArray[np.int64]]:
+        """A table's bits [words], and how many rows were marked since its stamps were last read [1]."""
+        first, end = self.first_words[table : table + 2]
+        return self.bits[first:end], self.counts[1, table : table + 1]
 
 
-class RowStamps:
-    """The stamps of the tables of a rank.
+@dataclass
+class Clock:
+    """`now` is the stamp of rows that change now. All tables of a rank share the clock."""
 
-    Attributes:
-        written: by table, how many stamps were written so far: since any moment, no more rows were stamped.
-    """
+    now: int = 1
 
-    def __init__(self, tables: Sequence[TrackedTable]) -> None:
-        self._clock = Clock()
-        self._marks = HostMarks([table.rows * (table.device.type == "cpu") for table in tables])
-        self._stamps = [self._stamps_of(number, table) for number, table in enumerate(tables)]
-        self.written = self._marks.counts[0]
-        self._last_delete = dict[int, int]()  # By table, when; a scan is left out where none is later.
-        self._tables = tables
-        # No lookup tells when these change: they are compared with copies.
-        self._compared = {
-            number: [FollowedRows(tracked.weight) for tracked in table.shards]
-            for number, table in enumerate(tables)
-            if table.compared
-        }
 
-    @property
-    def clock(self) -> int:
-        """What rows are stamped with now."""
-        return self._clock.now
-
-    @clock.setter
-    def clock(self, now: int) -> None:
-        self._clock.now = now
-
-    @property
-    def stamps(self) -> list[torch.Tensor]:
-        """By table, as `TableStamps.stamps`."""
-        return [each.stamps for each in self._stamps]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        copies = sum(followed.nbytes for by_shard in self._compared.values() for followed in by_shard)
-        return sum(each.nbytes for each in self._stamps) + copies
-
-    def places(self, looked_up: Sequence[Lookup]) -> LookupPlaces:
-        """Where the lookups of a kernel have the ids of which table."""
-        keys, found = 0, list[tuple[int, ...]]()
-        for number, count in looked_up:
-            if number is not None:
-                place = (number, keys, keys + count, self._marks.first_words[number], self._tables[number].rows)
-                found.append(place)
-            keys += count
-        only = looked_up[0][0] if len(looked_up) == 1 else None
-        return LookupPlaces(keys, np.array(found, np.int64).reshape(-1, 5), only)
-
-    def stamp_looked_up(self, places: LookupPlaces, ids: torch.Tensor, ends: torch.Tensor) -> int:
-        """Stamp the rows of a lookup in host memory, as `stamp` does.
-
-        Args:
-            places: the kernel's.
-            ids: local ids, [n] of any integer type, key by key.
-            ends: where those of each key begin and end, [keys + 1] of any integer type, or those of each bag of
-                each key.
-
-        Returns:
-            How many rows are stamped, as often as they are looked up.
-        """
-        if not len(places.tables):
-            return 0
-        marked = self._marks
-        numbers = as_numbers(ids), as_numbers(ends)
-        return marks.mark_looked_up(*numbers, places.keys, places.tables, marked.bits, marked.counts)
-
-    def stamp(self, table: int, ids: torch.Tensor) -> None:
-        """Stamp rows (local ids, of any integer type, in any order and number).
-
-        An id outside of the table stamps row 0, which FBGEMM trains in its place.
-        """
-        self.written[table] += len(ids)
-        self._stamps[table].mark(ids)
-
-    def stamp_deleted(self, table: int, ids: torch.Tensor) -> None:
-        """Stamp rows (local ids, int64) as deleted: they are zeros by now."""
-        self._last_delete[table] = self.clock
-        self._stamps[table].delete(ids)
-        for followed in self._compared.get(table, ()):
-            followed.copy.index_fill_(0, ids, 0)
-
-    def stamp_all(self, table: int) -> None:
-        """Stamp every row of a table."""
-        self.written[table] += self._tables[table].rows
-        self._stamps[table].mark_all()
-
-    def stamp_held(self, table: int) -> None:
-        """Stamp every row of a table that is not deleted."""
-        self.written[table] += self._tables[table].rows
-        self._stamps[table].mark_present()
-
-    def stamp_refilled(self, table: int) -> None:
-        """Stamp the deleted rows of a table that are no longer zeros: they are new rows."""
-        if table in self._last_delete:
-            deleted = self._stamps[table].deleted_later(0)
-            for tracked in self._tables[table].shards:
-                self.stamp(table, deleted[tracked.weight[deleted].ne(0).any(dim=1)])
-
-    def compare(self) -> None:
-        """Stamp the rows that have changed without a lookup."""
-        for number, by_shard in self._compared.items():
-            for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
-                if tracked.weight.is_cuda:
-                    self._stamp_where(number, followed.follow_all(tracked.weight))
-                else:
-                    self.stamp(number, followed.follow(tracked.weight))
-
-    def _stamp_where(self, table: int, changed: torch.Tensor) -> None:
-        self.written[table] += len(changed)
-        self._stamps[table].mark_where(changed)
-
-    def restore(self, clock: int, stamps: Sequence[torch.Tensor]) -> None:
-        """Go on from other stamps; rows are compared with what they are now from here on."""
-        self.clock = clock
-        self._replace(stamps)
-        least = {number: int(theirs.min()) for number, theirs in enumerate(stamps) if len(theirs)}
-        self._last_delete = {number: -stamp for number, stamp in least.items() if stamp < 0}
-        for number, by_shard in self._compared.items():
-            for tracked, followed in zip(self._tables[number].shards, by_shard, strict=True):
-                followed.copy.copy_(tracked.weight)
-
-    def later(self, table: int, cursor: int) -> torch.Tensor:
-        """Local ids, ascending, of the rows stamped after `cursor` and not deleted: int64 [n]."""
-        return self._stamps[table].later(cursor)
-
-    def deleted_later(self, table: int, cursor: int) -> torch.Tensor:
-        """Local ids, ascending, of the rows deleted after `cursor`: int64 [n].
-
-        A consumer that has nothing gets all of them: it may have taken rows that it did not acknowledge.
-        """
-        if self._last_delete.get(table, 0) <= max(cursor, 0):
-            return _NONE
-        return self._stamps[table].deleted_later(max(cursor, 0))
-
-    def any_deleted_later(self, cursor: int) -> bool:
-        """Whether rows of any table may have been deleted after `cursor`."""
-        return max(self._last_delete.values(), default=0) > max(cursor, 0)
-
-    def not_deleted(self, table: int, ids: torch.Tensor) -> torch.Tensor:
-        """Those of some local ids whose rows are not deleted."""
-        return ids[self._stamps[table].stamps[ids] >= 0]
-
-    def deleted_of(self, table: int, ids: torch.Tensor) -> torch.Tensor:
-        """Those of some local ids whose rows are deleted."""
-        return ids[self._stamps[table].stamps[ids] < 0]
-
-    def tick(self) -> int:
-        """The cursor after all stamps so far; later ones are greater."""
-        for each in self._stamps:
-            each.settle()
-        cursor, self.clock = self.clock, self.clock + 1
-        return cursor
-
-    def restart_clock(self) -> None:
-        """Start over, with every row marked: for a cursor of 0, all of them have changed or were deleted."""
-        before, self.clock = self.stamps, 1
-        self._last_delete = dict.fromkeys(self._last_delete, self.clock)
-        self._replace([torch.where(stamps < 0, -self.clock, self.clock).int() for stamps in before])
-
-    def _replace(self, stamps: Sequence[torch.Tensor]) -> None:
-        for number, (ours, theirs) in enumerate(zip(self._stamps, stamps, strict=True)):
-            self.written[number] += len(theirs)
-            ours.replace(theirs)
-
-    def _stamps_of(self, number: int, table: TrackedTable) -> TableStamps:
-        if table.device.type == "cpu":
-            return HostStamps(table.rows, self._clock, *self._marks.of(number))
-        return TableStamps(table.rows, self._clock, table.device)
+def as_numbers(ids: torch.Tensor) -> NDArray[np.signedinteger]:
+    """Ids [n] of any integer type as kernels take them: contiguous, of 32 or 64 bits."""
+    supported = ids if ids.dtype in _ID_TYPES and ids.is_contiguous() else ids.long().contiguous()
+    numbers: NDArray[np.signedinteger] = supported.numpy()
+    return numbers
 
 
 def forget(rows: torch.Tensor, ids: torch.Tensor | slice) -> None:
-    """Make rows NaN, of bits that no computation results in: no row of a model equals them."""
+    """Fill rows with a NaN of bits that no computation produces: no row of a model equals it."""
     rows.view(BITS[rows.element_size()])[ids] = -1

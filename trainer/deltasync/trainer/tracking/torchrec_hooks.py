@@ -24,7 +24,7 @@ _Listener = Callable[..., None]
 
 
 class Listeners:
-    """Functions that share a place that has room for one, and get its arguments."""
+    """Several functions in a place that has room for one. All get its arguments."""
 
     def __init__(self, owner: Any, attribute: str) -> None:
         """Take the place `owner.attribute`."""
@@ -35,9 +35,9 @@ class Listeners:
 
     @classmethod
     def at(cls, owner: Any, attribute: str) -> "Listeners":
-        """The listeners of a place, which are put there if need be."""
-        there = getattr(owner, attribute)
-        return there if isinstance(there, cls) else cls(owner, attribute)
+        """The listeners of a place; they take it if they are not there yet."""
+        current = getattr(owner, attribute)
+        return current if isinstance(current, cls) else cls(owner, attribute)
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
         """Call them all, in their order."""
@@ -45,11 +45,11 @@ class Listeners:
             listener(*arguments, **named)
 
     def add(self, listener: _Listener, *, first: bool = False) -> None:
-        """Call this function too: after the others, or before them."""
+        """Call another function too: after the others, or before them."""
         self._listeners.insert(0 if first else len(self._listeners), listener)
 
     def remove(self, listener: _Listener) -> None:
-        """Call this function no longer."""
+        """Stop calling a function."""
         self._listeners.remove(listener)
 
     @property
@@ -59,21 +59,21 @@ class Listeners:
 
 
 class Hooks:
-    """Functions that listen at several places of a model, and are removed together."""
+    """Functions at several places of a model, removed together."""
 
     def __init__(self) -> None:
         self._placed: dict[tuple[int, str], tuple[str, Any, str, Listeners]] = {}
         self._undo: list[Callable[[], object]] = []
 
     def listen(self, what: str, owner: Any, attribute: str, listener: _Listener, *, first: bool = False) -> None:
-        """Call `listener` at a place, before all others if `first`; `what` names the place in messages."""
+        """Call `listener` at a place, before all others if `first`. Messages call the place `what`."""
         listeners = Listeners.at(owner, attribute)
         listeners.add(listener, first=first)
         self._placed[id(owner), attribute] = (what, owner, attribute, listeners)
         self._undo.append(lambda: listeners.remove(listener))
 
     def undo_with(self, undo: Callable[[], object]) -> None:
-        """Call `undo` too when the functions are removed."""
+        """Call `undo` when the functions are removed."""
         self._undo.append(undo)
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ class Hooks:
                 )
 
     def remove(self) -> None:
-        """Call none of them any more."""
+        """Remove all functions."""
         for undo in self._undo:
             undo()
         self._placed.clear()
@@ -155,13 +155,13 @@ def listen_to_forwards(hooks: Hooks, modules: Iterable[nn.Module], listener: Cal
 
 def listen_to_maps(hooks: Hooks, model: nn.Module, listener: Callable[[], None]) -> None:
     """Call `listener()` before managed collision gives rows to other raw ids."""
-    for found in collision_modules(model):
-        if found.hashes:  # In each forward; there is no other place.
-            listen_to_forwards(hooks, [found.module.input_mapper], listener)
-        elif not found.sharded:
-            listen_to_forwards(hooks, [found.module], listener)
+    for collision in collision_modules(model):
+        if collision.hashes:  # In each forward; there is no other place.
+            listen_to_forwards(hooks, [collision.module.input_mapper], listener)
+        elif not collision.sharded:
+            listen_to_forwards(hooks, [collision.module], listener)
         else:
-            hooks.listen(f"module {found.name!r}", found.module, "_coalesce_history", listener, first=True)
+            hooks.listen(f"module {collision.name!r}", collision.module, "_coalesce_history", listener, first=True)
 
 
 def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torch.Tensor], None]) -> None:
@@ -173,3 +173,25 @@ def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torc
         if parameter.requires_grad:
             handle = parameter.register_post_accumulate_grad_hook(listener)  # type: ignore[no-untyped-call]
             hooks.undo_with(handle.remove)
+
+
+class ReshardWatch:
+    """Notices that modules have new lookups: everything that was attached to the old ones is attached to nothing.
+
+    `DistributedModelParallel.reshard` replaces the lookups. In the thread that trains.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [
+            (name, module, list(module._lookups), list(lookups_of(module)))
+            for name, module in sharded_modules(model)
+        ]
+
+    def resharded(self) -> list[str]:
+        """FQNs of the modules whose lookups were replaced since this was made."""
+        # Modules are equal if they are the same. The wrappers mostly are, which each step finds out quickly.
+        return [
+            name
+            for name, module, wrapped, lookups in self._modules
+            if module._lookups != wrapped and list(lookups_of(module)) != lookups
+        ]

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from deltasync.kernels import changes, digests, id_maps, marks
 from deltasync.kernels.compiled import warm
@@ -25,13 +24,13 @@ from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.tracking import tracker_state
 from deltasync.trainer.tracking.cost import TrackerCost
 from deltasync.trainer.tracking.cursors import Cursors
-from deltasync.trainer.tracking.delta import Delta, PendingDelta, Token, check_ranked
+from deltasync.trainer.tracking.delta import Delta, Token, check_ranked
 from deltasync.trainer.tracking.delta_reader import DeltaReader
-from deltasync.trainer.tracking.new_lookups import LookupsHeld
 from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.row_marking import RowMarking
 from deltasync.trainer.tracking.shards import TrackedShard, flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
+from deltasync.trainer.tracking.torchrec_hooks import ReshardWatch
 from deltasync.trainer.tracking.tracked_model import TrackedModel, tracked_model
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
@@ -42,8 +41,8 @@ class Tracker:
     Three parts share the stamps: marking, which writes them, the consumers' cursors, and reading.
 
     Attributes:
-        tables: what is tracked, as this rank holds it.
-        attachments: 1, and one more for each time that the model's lookups were found to be others.
+        tables: this rank's share of the tracked tables.
+        attachments: how often the tracker has attached to the model: once, and again after each resharding.
         cost: what tracking has cost so far.
     """
 
@@ -54,61 +53,56 @@ class Tracker:
 
         Args:
             model: a model under `DistributedModelParallel`, or any other; with its weights loaded.
-            options: what to track, and for whom; the same on all of the ranks, but for `dense` and `replicas`.
-            ranks: which ranks these are; None for those that have a share in the model's tables, or copies of it.
+            options: what to track, and for whom; the same on all of the ranks, except `dense` and `replicas`.
+            ranks: the ranks that share the model; None for those with a share of its tables, or copies of it.
 
         Raises:
-            InvalidInput: the model has tables whose rows cannot be tracked, or not in the mode wanted, or ranks
+            InvalidInput: the model has tables whose rows cannot be tracked, or not in the chosen mode, or ranks
                 have different options. All of the ranks raise it.
         """
-        self._model, self._options = model, options or TrackerOptions()
+        self._model = model
+        self._options = options or TrackerOptions()
         self._ranks = ranks_of(model) if ranks is None else ranks
         self.cost = TrackerCost()
         self.attachments = 0
         with begun_together("Tracker", self._options.of_all_ranks, self._ranks):
-            warm(changes, digests, id_maps, marks)  # Here: no step, and no cut, may wait for a compiler.
+            warm(changes, digests, id_maps, marks)  # Now: no step and no cut may wait for a compiler.
             tracked = tracked_model(model, self._options)
             self._gate = UpdateGate(tracked.tables[0].device if tracked.tables else torch.device("cpu"))
             self._attach(tracked)
             for name in self._options.consumers:
                 self.add_consumer(name)
-        self._marking.listen(self._model, self.record_lookup, self._options)
+        self._marking.listen(self._model)
 
     def _attach(self, tracked: TrackedModel) -> None:
-        self.tables, self._modules = tracked.tables, tracked.modules
-        self._lookups_held = LookupsHeld(self._model)
+        self.tables = tracked.tables
+        self._modules = tracked.modules
+        self._reshard_watch = ReshardWatch(self._model)
         self._stamps = RowStamps(self.tables)
-        shared = any(module._env.world_size > 1 for module in tracked.modules.values())
-        self._marking = RowMarking(
-            tracked,
-            self._stamps,
-            self._gate,
-            self.cost,
-            overlaps=self._options.auto_compact and shared,
-            verify=self._options.verify,
-        )
+        self._marking = RowMarking(tracked, self._stamps, self._gate, self.cost, self._options)
         self._cursors = Cursors(self.tables, self._stamps, self._gate)
         self._reader = DeltaReader(self.tables, self._stamps, self._gate, self._marking, self._cursors, self.cost)
         self.attachments += 1
 
-    def _attach_again(self, renewed: list[str]) -> None:
-        """Go on with the lookups that modules have made anew, and the rows that this rank holds now.
+    def _attach_again(self, resharded: list[str]) -> None:
+        """Attach to the new lookups of resharded modules, and to the rows that this rank has now.
 
-        Rows that it held before keep their stamps, which its own state carries over. What it did not hold, and
-        all that the new lookups may have changed by now, is marked: nobody has listened to them.
+        Rows that it had before keep their stamps, through a state like that of a checkpoint. All rows of the
+        resharded modules are marked: nothing has listened to their new lookups yet.
         """
         with begun_together("Tracker, after the model was resharded", ranks=self._ranks):
             tracked = tracked_model(self._model, self._options)
         self._gate.training_here()
         with self._gate.reading(None):
             self._marking.settle()
-            state, before = self._state(), self._marking
+            state = self._state()
+            before = self._marking
             before.close()
             self._attach(tracked)
             self._restore([state])
             self._marking.changes = before.changes
-        self._marking.listen(self._model, self.record_lookup, self._options)
-        prefixes = tuple(f"{name}." if name else "" for name in renewed)
+        self._marking.listen(self._model)
+        prefixes = tuple(f"{name}." if name else "" for name in resharded)
         self._marking.mark_rewritten(table.name for table in self.tables if table.name.startswith(prefixes))
 
     # -- what happens to rows: by the thread that trains
@@ -120,47 +114,44 @@ class Tracker:
 
     @property
     def changes(self) -> int:
-        """Optimizer steps completed, marks from outside, and changes found by `find_changes`."""
+        """Number of steps, of marks by hand, and of changes that `find_changes` has found."""
         return self._marking.changes
 
-    def record_lookup(self, features: KeyedJaggedTensor, output: torch.Tensor, kernel: nn.Module) -> None:
-        """See to it that the rows of a lookup are marked when they change. Called by TorchRec after each."""
-        self._marking.record_lookup(features, output, kernel)
-
     def step(self) -> None:
-        """Note that an optimizer step is complete. To be called after each, by the thread that trains.
+        """Note that an optimizer step is complete. The thread that trains calls this after each step.
 
-        Where the model was resharded since the last (`DistributedModelParallel.reshard`), the tracker attaches to
-        its new lookups, and offers all rows of the modules resharded.
+        After `DistributedModelParallel.reshard`, the tracker attaches to the new lookups, and offers all rows of
+        the resharded modules.
 
         Raises:
             Contradiction: another function was put in the place of the tracker's hooks.
-            InvalidInput: the model was resharded so that it can no longer be tracked, on this rank or another.
+            InvalidInput: the resharded model cannot be tracked, on this rank or another.
         """
-        if renewed := self._lookups_held.renewed():
-            self._attach_again(renewed)
+        if resharded := self._reshard_watch.resharded():
+            self._attach_again(resharded)
         self._marking.end_step()
 
     def trigger_compaction(self) -> None:
-        """Stamp the rows that were marked. Reads do it, and with `auto_compact` TorchRec's output dists."""
-        self._marking.compact()
+        """Stamp the marked rows. Reads and steps do it too, and with `auto_compact` TorchRec's output dists."""
+        self._marking.lookups.compact()
 
     def mark(self, table: str, ids: torch.Tensor) -> None:
-        """Note that rows were changed from outside: by a reset, an import, a write of one's own.
+        """Note that something else than training has changed rows: a reset, an import, a write of your own.
 
         Args:
-            table: its FQN.
-            ids: global row ids, [n] of any integer type; those held by other ranks are left to them.
+            table: the table's FQN.
+            ids: global row ids, [n] of any integer type; ids of other ranks' rows are ignored.
 
         Raises:
             NotFound: there is no such table.
-            InvalidInput: an id is none of the table's.
+            InvalidInput: the table has no row of one of the ids.
         """
         self._marking.mark(table, ids)
 
     def find_changes(self, consumer: str | None = None) -> None:
-        """Add to `changes` if rows are due to a consumer, although no step has ended since: rows of a backward,
-        say, or of a buffer. Reads all that is compared. By the thread that trains.
+        """Increase `changes` if rows are due to a consumer although no step has ended since, as after a backward.
+
+        Compares all rows that have to be compared. In the thread that trains.
 
         Raises:
             NotFound: there is no such consumer.
@@ -170,33 +161,33 @@ class Tracker:
             self._marking.changes += 1
 
     def mark_held(self, table: str, ids: torch.Tensor) -> None:
-        """Have rows offered again as they are, deleted ones as deletes. Otherwise as `mark`."""
+        """Offer rows again as they are, deleted ones as deletes. Otherwise like `mark`."""
         self._marking.mark_held(table, ids)
 
     def delete(self, table: str, ids: torch.Tensor) -> None:
-        """Delete rows: they and what the optimizer keeps of them become zeros, and consumers are told.
+        """Delete rows: set them and their optimizer states to zero, and offer the deletes to consumers.
 
-        A row that changes afterwards, in a lookup's backward or by `mark`, is a new row. Where the optimizer is
-        not fused, its state is reset in all optimizers that have stepped by now. A raw id that managed collision
-        maps to such a row stays mapped to it. By the thread that trains, between steps.
+        A row that changes afterwards, in a lookup's backward or by `mark`, is a new row. For a table without a
+        fused optimizer, the states in all optimizers that have stepped so far are reset. A raw id that managed
+        collision maps to a deleted row stays mapped to it. In the thread that trains, between steps.
 
         Args:
-            table: its FQN.
-            ids: global row ids, [n] of any integer type; those held by other ranks are left to them. Where every
-                rank has a copy of the table, all ranks delete the same after the same step.
+            table: the table's FQN.
+            ids: global row ids, [n] of any integer type; ids of other ranks' rows are ignored. If every rank has a
+                copy of the table, all ranks delete the same rows after the same step.
 
         Raises:
             NotFound: there is no such table.
-            InvalidInput: an id is none of the table's, or it is none of embeddings.
+            InvalidInput: the table has no row of one of the ids, or is not an embedding table.
         """
         self._cursors.forget(table, self._marking.delete(table, ids))
 
     def holds(self, table: str) -> bool:
-        """Whether this rank has rows of a table, tracked here or a copy that another rank tracks."""
+        """Whether this rank has rows of a table: its own, or a copy of those that another rank tracks."""
         return self._marking.holds(table)
 
     def mark_all(self, table: str | None = None) -> None:
-        """Note that every row of a table, or of all tables, was changed from outside, say by a load.
+        """Note that something else than training, say a load, has changed every row of a table, or of all tables.
 
         Raises:
             NotFound: there is no such table.
@@ -204,31 +195,31 @@ class Tracker:
         self._marking.mark_all(table)
 
     def pause(self) -> AbstractContextManager[None]:
-        """Lookups made meanwhile by this thread mark nothing: for passes whose updates are not to be offered.
+        """Mark nothing that this thread looks up within: for passes whose updates consumers should not get.
 
-        If they have a backward, other threads' reads wait for the next `step()`, as after any.
+        If such a lookup has a backward, reads of other threads wait for the next `step()`, as after any backward.
         """
-        return self._marking.pause()
+        return self._marking.lookups.pause()
 
     # -- consumers
 
     @property
     def consumers(self) -> list[str]:
-        """Their names."""
+        """The names of the consumers."""
         return [cursor.name for cursor in self._cursors]
 
     def add_consumer(
         self, name: str, mode: TrackingMode | None = None, timeout_seconds: float | None = None
     ) -> None:
-        """Begin to keep track for one more: what changes from now on is new to it.
+        """Begin to track changes for another consumer, from now on.
 
         Args:
-            name: its name.
-            mode: what it is given beside ids; None for that of the options.
+            name: the consumer's name.
+            mode: what its reads return beside ids; None for the mode of the options.
             timeout_seconds: how long another thread than the training one waits for the end of a step.
 
         Raises:
-            Contradiction: there is one of that name.
+            Contradiction: there is a consumer of that name.
             InvalidInput: a table does not have what the mode reads.
             DeltasyncError: the step did not end in time.
         """
@@ -238,7 +229,7 @@ class Tracker:
             self._cursors.add(name, mode or self._options.mode)
 
     def remove_consumer(self, name: str) -> None:
-        """Keep track for it no longer.
+        """Stop tracking changes for a consumer.
 
         Raises:
             NotFound: there is no such consumer.
@@ -246,20 +237,20 @@ class Tracker:
         self._cursors.remove(name)
 
     def resync(self, consumer: str | None = None, cursor: int = NOTHING) -> None:
-        """Offer every row to a consumer, as to one that has nothing. Tokens of earlier reads move nothing.
+        """Offer every row to a consumer, as if it had nothing. Tokens of earlier reads no longer count.
 
         Args:
             consumer: its name.
-            cursor: of an earlier token: what has changed since is enough, where that is still known.
+            cursor: an earlier token's cursor: offer only changes since, if the tracker still knows them.
 
         Raises:
             NotFound: there is no such consumer.
-            InvalidInput: rows are not known as they were at an earlier cursor, which the consumer's mode gives.
+            InvalidInput: the consumer's mode has first values, which are not kept for an earlier cursor.
         """
         self._cursors.resync(consumer, cursor)
 
     def offers_all(self, consumer: str | None = None) -> bool:
-        """Whether a consumer is offered every row, as one that has nothing.
+        """Whether the next read of a consumer returns every row, since it has nothing.
 
         Raises:
             NotFound: there is no such consumer.
@@ -267,7 +258,7 @@ class Tracker:
         return self._cursors[consumer].cursor == NOTHING
 
     def clear(self, consumer: str | None = None) -> None:
-        """Forget what has changed so far: for one consumer, or for all.
+        """Drop the changes so far: for one consumer, or for all.
 
         Raises:
             NotFound: there is no such consumer.
@@ -276,20 +267,20 @@ class Tracker:
             self.acknowledge(self._read(name, values=False).token)
 
     def acknowledge(self, token: Token) -> bool:
-        """Move a consumer's cursor: what was read with this token has arrived. Safe to call from any thread.
+        """Move a consumer's cursor: the rows read with this token have arrived. Safe to call from any thread.
 
         Returns:
-            Whether it moved. It stays where it is if it has been further already, and for the token of a consumer
-            that has since been removed, told to `resync` or loaded from a checkpoint.
+            Whether the cursor moved. It does not if it has been further already, or if the consumer has since been
+            removed, resynced or loaded from a checkpoint.
         """
         return self._cursors.acknowledge(token)
 
     # -- reading: safe from any thread
 
     def get_delta(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
-        """The rows that have changed for a consumer, as its mode has them. Safe to call from any thread.
+        """Read the rows that have changed for a consumer, in its mode. Safe to call from any thread.
 
-        Reading moves nothing: reading again without `acknowledge` returns these rows again, and later ones.
+        Without `acknowledge`, the next read returns these rows again, and later changes.
 
         Args:
             consumer: its name; None for "default", or for the only one.
@@ -302,32 +293,32 @@ class Tracker:
         return self._handed_out(self._read(consumer, timeout_seconds))
 
     def count_ahead(self, consumer: str | None = None) -> None:
-        """Note that `begin_delta` follows after the next step. By the thread that trains, between steps.
+        """Announce a `begin_delta` after the next step. In the thread that trains, between steps.
 
         Raises:
             NotFound: there is no such consumer.
         """
         self._reader.count_ahead(self._cursors[consumer])
 
-    def begin_delta(self, consumer: str | None = None) -> PendingDelta:
-        """As `get_delta`, by the thread that trains, which need not wait for it: rows are read as they are now.
+    def begin_delta(self, consumer: str | None = None) -> Delta:
+        """As `get_delta`, by the thread that trains, which need not wait for the rows: `Delta.result` does.
 
-        Where `count_ahead` was called a step before, the thread waits on a GPU for that step at most, and what it
-        launches from now on changes no row before it is read. Without, or where that does not do (see
-        `DeltaReader.begin`), and on a CPU, the delta has arrived when this returns.
+        Rows are read as they are now. If `count_ahead` was called a step before, the thread waits on a GPU for
+        that step at most, and nothing that it launches from now on changes a row before it is read. Otherwise (see
+        `DeltaReader.begin`) and on a CPU, the delta has arrived when this returns.
 
         Raises:
             NotFound: there is no such consumer.
         """
-        return self._reader.begin(self._cursors[consumer]).then(self._handed_out)
+        return self._handed_out(self._reader.begin(self._cursors[consumer]))
 
     @property
     def on_gpu(self) -> bool:
-        """Whether reads are launched on a GPU, beside what trains there."""
+        """Whether reads are launched on a GPU, beside the training there."""
         return self._gate.streams
 
     def get_delta_ids(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
-        """As `get_delta`, without values."""
+        """Like `get_delta`, without values."""
         return self._handed_out(self._read(consumer, timeout_seconds, values=False).without_values())
 
     def top_k(
@@ -338,25 +329,25 @@ class Tracker:
         *,
         per_table: bool = False,
     ) -> Delta:
-        """The rows of this rank that have changed most by L2 norm (`DeltaRows.norms`).
+        """Read the rows of this rank that have changed most by L2 norm (`DeltaRows.norms`).
 
-        The others stay due: acknowledging carries them over, and they go on growing.
+        The other rows stay due: acknowledging carries them over, and their change goes on growing.
 
         Args:
             consumer: its name; None for "default", or for the only one.
-            k: how many rows, or below 1 which share of those that have changed, rounded up.
+            k: number of rows, or below 1 a share of the changed rows, rounded up.
             timeout_seconds: how long another thread than the training one waits for the end of a step.
             per_table: count `k` in every table by itself, instead of in all together.
 
         Raises:
-            InvalidInput: the consumer's mode does not tell by how much rows have changed, or `k` is neither.
+            InvalidInput: the consumer's mode does not show by how much rows have changed, or `k` is neither.
             NotFound: there is no such consumer.
             DeltasyncError: the step did not end in time.
         """
         check_ranked(self._cursors[consumer].mode, k)
         return self._handed_out(self._read(consumer, timeout_seconds, k=k, per_table=per_table))
 
-    # -- as in TorchRec's tracker, and what is held
+    # -- the model
 
     def get_tracked_modules(self) -> dict[str, ShardedEmbeddingModule]:
         """The sharded modules by FQN."""
@@ -383,23 +374,23 @@ class Tracker:
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank knows, for a checkpoint: tensors and plain values."""
+        """This rank's state for a checkpoint: tensors and plain values."""
         with self._gate.reading(None):
             self._marking.settle()
             return self._state()
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint, whose weights the model has by now. Every rank calls it, before the first step.
+        """Go on from a checkpoint whose weights the model has already loaded.
 
-        Rows that none of the states knows, say of a table that has grown, count as changed. Consumers become those
-        of the checkpoint; those it does not know begin now.
+        Every rank calls it, before the first step. Rows that are in none of the states, say of a table that has
+        grown, count as changed. Consumers of the checkpoint replace ours; a consumer that is not in it begins now.
 
         Args:
-            saved: the states of all ranks that saved, whatever their number and their sharding; that of this rank
-                alone is enough if both are the same.
+            saved: the states of all ranks that saved the checkpoint; their number and sharding may differ. If
+                neither does, this rank's own state is enough.
 
         Raises:
-            InvalidInput: on this rank or another, these are no states of trackers, or of a newer format, or a
+            InvalidInput: on this rank or another, these are not states of trackers, or of a newer format, or a
                 table lacks what a consumer's mode reads.
         """
         states = [saved] if isinstance(saved, Mapping) else list(saved)
@@ -412,7 +403,7 @@ class Tracker:
 
     def _restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         follow_replaced(self.tables)
-        self._marking.follow_maps()  # They came with the weights: their stamps are the ones restored.
+        self._marking.follow_maps()  # They came with the weights: the restored stamps are theirs.
         self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
         self._marking.restore(max(int(one["steps"]) for one in states))
 

@@ -66,14 +66,14 @@ def _load(
     tables: Sequence[TrackedTable], stamps: RowStamps, states: Sequence[_Saved]
 ) -> dict[str, ConsumerCursor]:
     clock = max(int(one["clock"]) for one in states)
-    found = [_stamps_of(table, states, clock) for table in tables]
+    saved_stamps = [_stamps_of(table, states, clock) for table in tables]
     names = dict.fromkeys(name for one in states for name in one["consumers"])
     cursors = {name: _load_cursor(name, tables, states, clock) for name in names}
     for cursor in cursors.values():
-        for table, its in zip(tables, found, strict=True) if cursor.first_values else ():
+        for table, its in zip(tables, saved_stamps, strict=True) if cursor.first_values else ():
             forget(cursor.first_values[table.name], its == _NOT_SAVED)
     # Rows that no state knows have changed just now.
-    stamps.restore(clock, [its.masked_fill(its == _NOT_SAVED, clock) for its in found])
+    stamps.restore(clock, [its.masked_fill(its == _NOT_SAVED, clock) for its in saved_stamps])
     return cursors
 
 
@@ -94,21 +94,21 @@ def _save_cursor(cursor: ConsumerCursor, tables: Sequence[TrackedTable], stamps:
 
 def _stamps_of(table: TrackedTable, states: Sequence[_Saved], clock: int) -> torch.Tensor:
     """The stamps that were saved of a table's rows, by the clock that shows `clock`."""
-    found = torch.full((table.rows,), _NOT_SAVED, dtype=torch.int32)
+    saved_stamps = torch.full((table.rows,), _NOT_SAVED, dtype=torch.int32)
     for one in states:
         if saved := one["tables"].get(table.name):
             ours, theirs = _overlap(table, saved["row_offset"], len(saved["stamps"]))
             aligned = _aligned(saved["stamps"][theirs], clock - int(one["clock"]))
-            found[ours] = _later(found[ours], aligned)
+            saved_stamps[ours] = _later(saved_stamps[ours], aligned)
     if table.table.kind is TableKind.ID_RANGES:
-        found[_ends(table, states)] = clock
+        saved_stamps[_ends(table, states)] = clock
     if table.table.kind is TableKind.ID_MAP and not _was_saved(table, states):
-        found.fill_(clock)  # Other raw ids may be looked up in a shard of other rows.
-    return found
+        saved_stamps.fill_(clock)  # Other raw ids may be looked up in a shard of other rows.
+    return saved_stamps
 
 
 def _was_saved(table: TrackedTable, states: Sequence[_Saved]) -> bool:
-    """Whether some rank held the same rows of a table when it was saved."""
+    """Whether some rank had the same rows of a table when it was saved."""
     saved = [one["tables"][table.name] for one in states if table.name in one["tables"]]
     return any((its["row_offset"], len(its["stamps"])) == (table.row_offset, table.rows) for its in saved)
 

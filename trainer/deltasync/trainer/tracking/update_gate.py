@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from deltasync.base.errors import DeltasyncError
+from deltasync.trainer.tracking.gpu import Streams
 
 
 class UpdateGate:
@@ -25,7 +26,7 @@ class UpdateGate:
         self._settled = threading.Condition(self._lock)
         self.updating = False
         self._training_thread = threading.get_ident()  # Until a lookup or a step is seen in another.
-        self._streams = _Streams(device) if device.type == "cuda" else None
+        self._streams = Streams(device) if device.type == "cuda" else None
 
     def __enter__(self) -> None:
         """Keep other threads out; on a GPU, what is launched from now on runs after the last read."""
@@ -48,7 +49,7 @@ class UpdateGate:
         self._training_thread = threading.get_ident()
 
     def begin_updates(self) -> None:
-        """Rows are about to change. Called while the gate is held, by whichever thread runs backward."""
+        """Rows are about to change. Within the gate, in the thread that runs backward."""
         self.updating = True
 
     def end_updates(self) -> None:
@@ -79,16 +80,16 @@ class UpdateGate:
                 yield
 
     def hold_changes(self) -> None:
-        """On a GPU, have what this thread launches from now on run after the last read, whatever it is."""
+        """On a GPU, make everything that this thread launches from now on run after the last read."""
         if self._streams:
             self._streams.after_reads()
 
     @contextmanager
     def side_stream(self, *, wait: bool = True) -> Iterator[None]:
-        """Copies to the host that are launched within run on the stream of reads.
+        """Launch copies to the host within on the stream of reads.
 
         Args:
-            wait: they are complete at the end; else when `arrival` says so.
+            wait: whether to wait for them at the end; else `arrival` tells when they are complete.
         """
         if not self._streams:
             yield
@@ -97,46 +98,5 @@ class UpdateGate:
             yield
 
     def arrival(self) -> torch.cuda.Event | None:
-        """When all that the stream of reads was given so far will be done; None where that is now."""
+        """When the stream of reads has done everything it was given so far; None if there is no such stream."""
         return self._streams.arrival() if self._streams else None
-
-
-class _Streams:
-    """The order between the streams that change rows or stamps and the one that reads them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._changed: dict[torch.cuda.Stream, torch.cuda.Event] = {}
-        self._read: torch.cuda.Event | None = None
-
-    def before_reads(self) -> None:
-        """Have reads run after all work launched on this thread's stream so far."""
-        stream = torch.cuda.current_stream(self._device)
-        self._changed[stream] = stream.record_event()
-
-    def after_reads(self) -> None:
-        """Have work launched on this thread's stream from now on run after the last read."""
-        if self._read:
-            torch.cuda.current_stream(self._device).wait_event(self._read)
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        for event in self._changed.values():
-            self._side.wait_event(event)
-        with torch.cuda.stream(self._side):
-            try:
-                yield
-            finally:
-                self._read = self._side.record_event()
-
-    @contextmanager
-    def copying(self, *, wait: bool) -> Iterator[None]:
-        with torch.cuda.stream(self._side):
-            yield
-        if wait:
-            self._side.synchronize()
-
-    def arrival(self) -> torch.cuda.Event:
-        arrival: torch.cuda.Event = self._side.record_event()
-        return arrival

@@ -16,7 +16,7 @@ _NAMED_ROWS = 10
 
 
 class Verification:
-    """Copies of the rows that are marked by what happens to them; others are compared at each read anyway."""
+    """Copies of the rows of fused tables. The rows of other tables are compared at each read anyway."""
 
     def __init__(self, tables: Sequence[TrackedTable], stamps: RowStamps) -> None:
         self._tables, self._stamps = tables, stamps
@@ -30,36 +30,36 @@ class Verification:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes in memory."""
         return sum(copy.nbytes for copies in self._copies.values() for copy in copies)
 
     def excuse(self, tables: Iterable[int]) -> None:
-        """Look at these tables only after the next check: somebody has asked not to mark a change of theirs."""
+        """Leave tables out of the next check: the user has paused marking while they changed."""
         self._excused.update(tables)
 
     def check(self) -> None:
-        """Compare all rows with the copies. Rows that have changed unmarked are marked from then on.
+        """Compare all rows with the copies, and mark those that have changed unmarked.
 
         Raises:
-            Contradiction: there are such rows; it names them.
+            Contradiction: there are such rows; the message names them.
         """
         if self._stamps.clock <= self._cursor:  # It has started over.
             self._cursor = 0
         unseen = {number: self._unseen(number) for number in self._copies}
         self.renew()
-        found = {number: ids for number, ids in unseen.items() if len(ids) and number not in self._excused}
+        missed = {number: ids for number, ids in unseen.items() if len(ids) and number not in self._excused}
         self._excused.clear()
-        for number, ids in found.items():
+        for number, ids in missed.items():
             self._stamps.stamp(number, ids)
-        if found:
+        if missed:
             raise Contradiction(
-                "; ".join(_what_changed(self._tables[number], ids) for number, ids in found.items())
+                "; ".join(_what_changed(self._tables[number], ids) for number, ids in missed.items())
                 + ". Nothing that the tracker listens to has changed them: call mark(table, ids) or "
                 "mark_all(table) of the tracker wherever that is done. The next read offers them."
             )
 
     def renew(self) -> None:
-        """Compare with the rows as they are now, from here on."""
+        """Copy the rows as they are now."""
         for number, copies in self._copies.items():
             for tracked, copy in zip(self._tables[number].shards, copies, strict=True):
                 copy.copy_(tracked.weight)
@@ -67,7 +67,7 @@ class Verification:
         self._cursor = CLOCK_END - 1 if self._stamps.clock == CLOCK_END else self._stamps.tick()
 
     def _unseen(self, number: int) -> torch.Tensor:
-        """Local ids of rows of a table that differ from the copies and have no stamp since: int64 [n]."""
+        """Local ids of a table's rows that differ from the copies without a later stamp: int64 [n]."""
         shards = zip(self._tables[number].shards, self._copies[number], strict=True)
         differing = torch.stack([differing_rows(tracked.weight, copy) for tracked, copy in shards]).any(dim=0)
         return torch.nonzero(differing & (self._stamps.stamps[number].abs() <= self._cursor)).squeeze(1)

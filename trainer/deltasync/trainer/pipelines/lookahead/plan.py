@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule
 
-from deltasync.trainer.pipelines.lookahead.tracing import not_held_in, place_of, tensor_of, trace
+from deltasync.trainer.pipelines.lookahead.tracing import opaque_arguments, place_of, tensor_of, trace
 
 # Read something out of a batch, and leave it as it is. Named tuples are made too.
 _ACCESSES = (getattr, operator.getitem)
@@ -121,7 +121,7 @@ class _Planner:
         return "" if isinstance(value, torch.Tensor) else f"its input is a {type(value).__name__} of the model"
 
     def _why_not_inputs(self, node: fx.Node) -> str:
-        for one in not_held_in([*node.args, node.kwargs]):
+        for one in opaque_arguments([*node.args, node.kwargs]):
             what = f"module {node.target!r}" if _is_call(node) else _name(node)
             return (
                 f"{what} is called with a value of type {one.kind}, which torch.fx cannot hold: pass a "

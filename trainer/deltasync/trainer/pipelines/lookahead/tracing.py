@@ -15,29 +15,6 @@ from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule
 from torchrec.distributed.train_pipeline.tracing import Tracer
 
-
-def random_states() -> list[Any]:
-    """The states of torch's, Python's and NumPy's generators, to be compared."""
-    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus())]
-    return [*(state.tolist() for state in of_torch), random.getstate(), repr(np.random.get_state())]
-
-
-@contextmanager
-def random_states_preserved() -> Iterator[None]:
-    """Draw after this as if nothing had been drawn within."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(_gpus()):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
-
-
-def _gpus() -> list[int]:
-    return [torch.cuda.current_device()] if torch.cuda.is_available() else []
-
-
 # Torch's and TorchRec's code, and ours.
 _TORCH, _HERE = str(Path(torch.__file__).parents[1] / "torch"), str(Path(__file__).parent)
 
@@ -78,37 +55,17 @@ def _around_sharded(module: nn.Module) -> Iterator[nn.Module]:
             yield from _around_sharded(child)
 
 
-@dataclass(frozen=True)
-class NotHeld:
-    """Stands in a trace for an argument of this type, which torch.fx cannot hold."""
-
-    kind: str
-
-
-def not_held_in(argument: Any) -> Iterator[NotHeld]:
-    """All that stand within the arguments of a node."""
-    if isinstance(argument, NotHeld):
-        yield argument
-    elif isinstance(argument, dict):
-        yield from not_held_in([*argument, *argument.values()])
-    elif isinstance(argument, slice):
-        yield from not_held_in([argument.start, argument.stop, argument.step])
-    elif isinstance(argument, list | tuple):
-        for item in argument:
-            yield from not_held_in(item)
-
-
 class _Tracer(Tracer):  # type: ignore[misc]  # torchrec's types are not followed
     """Goes into those modules only that have sharded ones within, or are marked as TorchRec's tracer wants it."""
 
     def create_arg(self, argument: Any) -> Any:
         """One argument that cannot be held is no reason to trace nothing."""
         if _loses_its_type(argument):
-            return NotHeld(type(argument).__name__)
+            return OpaqueArgument(type(argument).__name__)
         try:
             return super().create_arg(argument)
         except Exception:  # noqa: BLE001  # Types can refuse to be held, each in its way.
-            return NotHeld(type(argument).__name__)
+            return OpaqueArgument(type(argument).__name__)
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         goes_in = _has_sharded(module) or getattr(module, "_is_pytorch_fx_traceable", False)
@@ -125,6 +82,26 @@ def _has_sharded(module: nn.Module) -> bool:
     return any(isinstance(one, ShardedModule) for one in module.modules())
 
 
+@dataclass(frozen=True)
+class OpaqueArgument:
+    """Stands in a trace for an argument of this type, which torch.fx cannot hold."""
+
+    kind: str
+
+
+def opaque_arguments(argument: Any) -> Iterator[OpaqueArgument]:
+    """All that stand within the arguments of a node."""
+    if isinstance(argument, OpaqueArgument):
+        yield argument
+    elif isinstance(argument, dict):
+        yield from opaque_arguments([*argument, *argument.values()])
+    elif isinstance(argument, slice):
+        yield from opaque_arguments([argument.start, argument.stop, argument.step])
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from opaque_arguments(item)
+
+
 def place_of(error: Exception) -> str:
     """Where the model's own code raised an error, or called what did."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -138,3 +115,25 @@ def tensor_of(model: nn.Module, node: fx.Node) -> Any:
         return operator.attrgetter(str(node.target))(model)
     except AttributeError:
         return node.meta["tensor"]
+
+
+def random_states() -> list[Any]:
+    """The states of torch's, Python's and NumPy's generators, to be compared."""
+    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus())]
+    return [*(state.tolist() for state in of_torch), random.getstate(), repr(np.random.get_state())]
+
+
+@contextmanager
+def random_states_preserved() -> Iterator[None]:
+    """Draw after this as if nothing had been drawn within."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(_gpus()):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+def _gpus() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_available() else []

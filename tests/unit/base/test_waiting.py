@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltasync.base.backoff import backoff
+from deltasync.base.waiting import backoff
 
 FLEET = 300
 

@@ -1,74 +1,27 @@
-"""The page for people and the documentation of the HTTP API: nothing is fetched from elsewhere."""
+"""The OpenAPI document of the HTTP API, and the page that shows it: nothing is fetched from elsewhere."""
 
 import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import TypeAdapter
 from starlette.routing import Route
 
-from deltasync.api.errors import document_errors
-from deltasync.api.origins import origins
-from deltasync.base.errors import NotFound
-from deltasync.service.service import Service
-
-_FOLDER = files("deltasync.api") / "page"
-_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_FILES = {each.name: each.read_bytes() for each in _FOLDER.iterdir() if each.name.rpartition(".")[2] in _KINDS}
-_HEADERS = {
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",
-}
-
-
-def page_routes(service: Service) -> list[Route]:
-    """The routes."""
-
-    def answer(name: str) -> Response:
-        headers = _HEADERS | {"Content-Security-Policy": _policy(service)}
-        return Response(_FILES[name], media_type=_KINDS[name.rpartition(".")[2]], headers=headers)
-
-    async def index(_request: Request) -> Response:
-        return answer("index.html")
-
-    async def file(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in _FILES:
-            raise NotFound(f"the page has no file {name!r}")
-        return answer(name)
-
-    return [Route("/", index), Route("/page/{name}", file)]
-
-
-def _policy(service: Service) -> str:
-    """The page runs no code but its own, asks only the service's processes, and nobody shows it in a frame."""
-    asked = " ".join(["'self'", *sorted(origins(service))])
-    rest = "img-src data:; base-uri 'none'; frame-ancestors 'none'"
-    return f"default-src 'self'; connect-src {asked}; {rest}"
-
-
-_STYLE = """
-:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
-body { max-width: 60rem; margin: 0 auto; padding: 1rem; }
-h2 { border-top: 1px solid #8886; padding-top: 1rem; font-size: 1.1rem; font-family: ui-monospace, monospace; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
-th, td { text-align: left; vertical-align: top; padding: .2rem .8rem .2rem 0; }
-code { font-family: ui-monospace, monospace; }
-nav ul { columns: 18rem; padding-left: 1rem; }
-"""
-_METHODS = ("get", "put", "post", "delete")
+from deltasync.api.errors import OF_ROUTES
+from deltasync.wire.errors import http_errors
 
 
 def documentation_routes(app: FastAPI) -> list[Route]:
-    """The OpenAPI document of an application, and the page that is made of it: when somebody asks for them, in a
-    thread, for that takes as long as all else that is made when a service starts.
+    """The routes of the OpenAPI document of an application and of the page that shows it.
+
+    Both are made on request, in a thread, because that takes as long as the rest of the service's start.
     """
     document = app.openapi = _documented(app)  # type: ignore[method-assign]
 
@@ -93,6 +46,58 @@ def _documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
             return made()
 
     return document
+
+
+@dataclass(frozen=True)
+class ErrorBody:
+    """An error: its name, and what is wrong and what to do, in words."""
+
+    error: str
+    message: str
+
+
+def document_errors(document: dict[str, Any]) -> dict[str, Any]:
+    """Add our errors to an OpenAPI document, in JSON even where the answer is not, and remove FastAPI's own.
+
+    If FastAPI knew the errors of each route, it would make models of them, which take most of the service's start.
+    """
+    schemas, errors = document["components"]["schemas"], _errors()
+    schemas["ErrorBody"] = TypeAdapter(ErrorBody).json_schema()
+    for path in document["paths"].values():
+        for operation in path.values():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            own = {status: _as_json(each) if status >= "400" else each for status, each in responses.items()}
+            operation["responses"] = dict(sorted((errors | own).items()))
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    return document
+
+
+def _errors() -> dict[str, Any]:
+    """The errors that any route may answer, by status."""
+    named = {405: [OF_ROUTES[405]]} | http_errors()
+    body = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
+    return {str(status): {"description": " or ".join(names), "content": body} for status, names in named.items()}
+
+
+def _as_json(response: dict[str, Any]) -> dict[str, Any]:
+    content = response.get("content")
+    return response | {"content": {"application/json": next(iter(content.values()))}} if content else response
+
+
+_STYLE = """
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
+body { max-width: 60rem; margin: 0 auto; padding: 1rem; }
+h2 { border-top: 1px solid #8886; padding-top: 1rem; font-size: 1.1rem; font-family: ui-monospace, monospace; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+th, td { text-align: left; vertical-align: top; padding: .2rem .8rem .2rem 0; }
+code { font-family: ui-monospace, monospace; }
+nav ul { columns: 18rem; padding-left: 1rem; }
+"""
+
+
+_METHODS = ("get", "put", "post", "delete")
 
 
 def documentation_page(document: Mapping[str, Any]) -> str:
@@ -127,22 +132,25 @@ def _links(document: Mapping[str, Any]) -> Iterator[str]:
         yield f'<li><a href="#{_anchor(method, path)}"><code>{method} {escape(path)}</code></a></li>'
 
 
-def _operation(method: str, path: str, said: Mapping[str, Any]) -> str:
+def _operation(method: str, path: str, operation: Mapping[str, Any]) -> str:
     parameters = "".join(
         _row(each["name"], f"in the {each['in']}", _type(each.get("schema", {})), each.get("description", ""))
-        for each in said.get("parameters", ())
+        for each in operation.get("parameters", ())
     )
     answers = "".join(
-        _row(status, _content(each), "", each.get("description", "")) for status, each in said["responses"].items()
+        _row(status, _content(each), "", each.get("description", ""))
+        for status, each in operation["responses"].items()
     )
     table = f"<h3>Parameters</h3><table>{parameters}</table>" if parameters else ""
     heading = f'<h2 id="{_anchor(method, path)}">{method} {escape(path)}</h2>'
-    sent = f"<h3>Body</h3>{_body(said['requestBody'])}" if "requestBody" in said else ""
-    return f"{heading}{_text(said.get('description', ''))}{table}{sent}<h3>Answers</h3><table>{answers}</table>"
+    sent = f"<h3>Body</h3>{_body(operation['requestBody'])}" if "requestBody" in operation else ""
+    return (
+        f"{heading}{_text(operation.get('description', ''))}{table}{sent}<h3>Answers</h3><table>{answers}</table>"
+    )
 
 
 def _body(body: Mapping[str, Any]) -> str:
-    """What is sent, whose fields are described here where they have no name of their own."""
+    """The body of a request; fields of schemas without a name are described here."""
     need = "Needed." if body.get("required") else "May be left out."
     kinds = "".join(f"{_type(each['schema'])}{_fields(each['schema'])}" for each in body["content"].values())
     examples = (escape(json.dumps(each["example"])) for each in body["content"].values() if "example" in each)
@@ -166,14 +174,14 @@ def _fields(schema: Mapping[str, Any]) -> str:
 
 
 def _named(schema: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The fields of an object, and those of the objects in it that have no name of their own."""
+    """The fields of an object, and of the objects in it that have no name."""
     for name, each in schema.get("properties", {}).items():
         yield f"{within}{name}", each
         yield from _named(each, f"{within}{name}.")
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A type in words, with links to those that are described."""
+    """A type in words, with links to schemas."""
     if reference := schema.get("$ref"):
         name = escape(reference.rpartition("/")[2])
         return f'<a href="#schema-{name}">{name}</a>'
@@ -189,7 +197,7 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def _row(name: str, *cells: str) -> str:
-    """Cells of HTML, the last of which is text."""
+    """A row of a table: its cells are HTML, the last one is text."""
     *marked, text = cells
     shown = "".join(f"<td>{each}</td>" for each in marked)
     return f"<tr><th scope='row'><code>{escape(name)}</code></th>{shown}<td>{escape(text)}</td></tr>"

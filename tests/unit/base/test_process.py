@@ -1,14 +1,16 @@
-"""Which commit a package is of."""
+"""The process: which commit it runs, and freed memory that is returned to the system."""
 
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.support.programs import run_program
 
-from deltasync.base import build
+from deltasync.base import process
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -24,12 +26,12 @@ def commit_of(monkeypatch: pytest.MonkeyPatch, said: object) -> str:
     """The commit, where pip says this of where the package came from."""
     monkeypatch.delenv("DELTASYNC_COMMIT", raising=False)
     text = None if said is None else json.dumps(said)
-    monkeypatch.setattr(build, "distribution", lambda _: SimpleNamespace(read_text=lambda _: text))
-    build.built_commit.cache_clear()
+    monkeypatch.setattr(process, "distribution", lambda _: SimpleNamespace(read_text=lambda _: text))
+    process.built_commit.cache_clear()
     try:
-        return build.built_commit()
+        return process.built_commit()
     finally:
-        build.built_commit.cache_clear()
+        process.built_commit.cache_clear()
 
 
 def test_a_checkout_that_is_used_in_place_names_its_commit(
@@ -58,6 +60,35 @@ def test_what_was_installed_names_the_commit_that_pip_has_fetched(monkeypatch: p
 
 def test_the_variable_of_an_image_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTASYNC_COMMIT", "def")
-    build.built_commit.cache_clear()
-    assert build.built_commit() == "def"
-    build.built_commit.cache_clear()
+    process.built_commit.cache_clear()
+    assert process.built_commit() == "def"
+    process.built_commit.cache_clear()
+
+
+_PROGRAM = """
+import sys
+from pathlib import Path
+from deltasync.base.process import FreedMemory, keep_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+assert keep_freed_memory()
+freed = FreedMemory(50_000_000)
+assert not freed.give_back()
+for _ in range(2):
+    blocks = [b"x" * (30_000 + number % 2) for number in range(10_000)]
+    kept = blocks[::50]
+    del blocks
+    assert resident() > 250_000_000
+    assert freed.give_back()
+    assert resident() < 150_000_000
+    assert not freed.give_back()  # It is returned already.
+    del kept
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc tells what it keeps")
+def test_what_is_too_much_is_returned_once() -> None:
+    done = run_program(sys.executable, "-c", _PROGRAM)
+    assert done.returncode == 0, done.stderr

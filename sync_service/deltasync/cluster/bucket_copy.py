@@ -1,4 +1,4 @@
-"""What a process knows of the others, of who owns which model, and of consumers."""
+"""What a process knows of the others: a copy of their bucket, and the state that follows from it."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from deltasync.cluster.member import Claim, Member
 
 
 @dataclass(frozen=True)
-class View:
+class ClusterState:
     """What a process knows at a moment.
 
     Attributes:
@@ -18,8 +18,8 @@ class View:
         members: the processes that are alive, by name.
         claims: the latest claim known of each model.
         stored: those of them that the bucket has.
-        held: with which claim it holds each of its models, or is about to.
-        known: models that have a log, whether or not anybody ever claimed them.
+        own: the claims of the models that this process owns, takes or gives up.
+        with_log: models that have a log, whether or not anybody ever claimed them.
         waiting: models that it could not take lately, and does not try again yet.
     """
 
@@ -28,23 +28,23 @@ class View:
     members: Mapping[str, Member]
     claims: Mapping[str, Claim]
     stored: Mapping[str, Claim] = field(default_factory=dict)
-    held: Mapping[str, Claim] = field(default_factory=dict)
-    known: Collection[str] = ()
+    own: Mapping[str, Claim] = field(default_factory=dict)
+    with_log: Collection[str] = ()
     waiting: Collection[str] = ()
 
     def owner_of(self, model: str) -> Owner | None:
-        """The owner of a model, if it is alive; of this process, only what it holds."""
+        """The owner of a model, if it is alive; this process only where it has the model."""
         claim = self.claims.get(model)
         if claim is None or claim.owner is None:
             return None
         if claim.process == self.me:
-            return claim.owner if model in self.held else None
+            return claim.owner if model in self.own else None
         member = self.members.get(claim.process)
         return replace(claim.owner, grpc=member.grpc, http=member.http) if member else None
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _LastWord:
     """The last that was heard of a process, and when, nanoseconds by the clock of this one."""
 
     member: Member
@@ -52,7 +52,7 @@ class _Heard:
     at_ns: int
 
 
-class Table:
+class BucketCopy:
     """A copy of the bucket, and what it once has said: what is known stays known where the bucket is lost, or put
     back to an earlier copy. In the event loop.
     """
@@ -60,7 +60,7 @@ class Table:
     def __init__(self, lease_ns: int) -> None:
         self._lease_ns = lease_ns
         self._revisions = dict[str, int]()
-        self._heard = dict[str, _Heard]()
+        self._last_words = dict[str, _LastWord]()
         self.claims = dict[str, Claim]()  # The latest known of each model.
         self.stored = dict[str, Claim]()  # Those that the bucket has.
         self.consumers = dict[str, str]()  # The model of each.
@@ -112,33 +112,33 @@ class Table:
 
     def living(self, now_ns: int) -> dict[str, Member]:
         """The processes that have been heard of within the lease, by name."""
-        return {name: heard.member for name, heard in sorted(self._heard.items()) if self._lives(heard, now_ns)}
+        return {name: last.member for name, last in sorted(self._last_words.items()) if self._lives(last, now_ns)}
 
     def silent(self, now_ns: int) -> list[Member]:
         """The processes that have not been heard of within the lease, and have not said goodbye, by name."""
-        return [heard.member for _, heard in sorted(self._heard.items()) if not self._lives(heard, now_ns)]
+        return [last.member for _, last in sorted(self._last_words.items()) if not self._lives(last, now_ns)]
 
     def silent_seconds(self, process: str, now_ns: int) -> float | None:
         """For how long nothing was heard of a process; None if nothing ever was."""
-        heard = self._heard.get(process)
-        return None if heard is None else (now_ns - heard.at_ns) / 1e9
+        last = self._last_words.get(process)
+        return None if last is None else (now_ns - last.at_ns) / 1e9
 
     def member(self, process: str) -> Member | None:
         """What was last heard of a process, alive or not."""
-        heard = self._heard.get(process)
-        return None if heard is None else heard.member
+        last = self._last_words.get(process)
+        return None if last is None else last.member
 
-    def _lives(self, heard: _Heard, now_ns: int) -> bool:
-        return now_ns - heard.at_ns < self._lease_ns
+    def _lives(self, last: _LastWord, now_ns: int) -> bool:
+        return now_ns - last.at_ns < self._lease_ns
 
     def _see_process(self, name: str, entry: Entry, now_ns: int) -> None:
         if not entry.value:
-            self._heard.pop(name, None)
+            self._last_words.pop(name, None)
             return
         # The bucket says the same again where it is followed anew: nothing was heard of the process.
-        heard = self._heard.get(name)
-        if heard is None or heard.revision != entry.revision:
-            self._heard[name] = _Heard(to_member(entry.value), entry.revision, now_ns)
+        last = self._last_words.get(name)
+        if last is None or last.revision != entry.revision:
+            self._last_words[name] = _LastWord(to_member(entry.value), entry.revision, now_ns)
 
     def _see_model(self, name: str, value: bytes) -> None:
         self.stored.pop(name, None)

@@ -1,29 +1,27 @@
-"""Which tensor of a torch module has the rows of which table."""
+"""Which tensor, TBE or map of a torch module holds which table."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from types import MethodType
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
 from deltasync.base.errors import Contradiction, DeltasyncError, NotFound
+from deltasync.client.targets.target import BatchDigests
 from deltasync.client.targets.torch_collision import (
-    collision_module_of,
+    IdRanges,
     collision_modules,
     collision_prefixes,
-    hashes,
-    sharded_map_of,
+    id_map_of,
 )
 from deltasync.client.targets.torch_compiled import absence
 from deltasync.client.targets.torch_tensors import (
     TABLES_OF,
     CastTensor,
-    Piece,
     QuantisedRows,
+    TbeShard,
     Tensor,
     casts,
     plain_name,
@@ -36,133 +34,6 @@ from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 
-# Kept with the module, so that another target over the same module knows them.
-_RANGES = "_deltasync_id_ranges"
-
-
-def id_ranges_of(module: nn.Module, table: TableSpec) -> "IdRanges":
-    """The place of the rows that unknown raw ids take; raises what `id_map_of` does."""
-    return IdRanges(*collision_module_of(module, table), table)
-
-
-class IdRanges:
-    """The rows that raw ids take that a managed collision module does not know: one for each rank of the trainer.
-
-    An MCH module by itself has one such row, its last. Where the trainer has others, the module's `remap` is
-    replaced by one that knows them.
-
-    Attributes:
-        name: the module's FQN.
-        table: the table.
-    """
-
-    def __init__(self, name: str, module: nn.Module, table: TableSpec) -> None:
-        self.name = name
-        self._module = module
-        self.table = table
-
-    def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `binding.Place`.
-
-        Raises:
-            Contradiction: ranges that overlap or leave gaps, or rows that the module cannot give to unknown ids.
-        """
-        by_row = {} if reset else self._held
-        for each in rows:  # Nearly all of them may be zeros: no loop over them.
-            by_row = {row: held for row, held in by_row.items() if not (each.ids == row).any()}
-            some = each.values.any(axis=1)
-            by_row.update(zip(each.ids[some].tolist(), map(tuple, each.values[some].tolist()), strict=True))
-        ranges = _Ranges.of(by_row, self.table).on(next(self._module.buffers()).device)
-        by_itself = not by_row or ranges.defaults.tolist() == [self.table.rows - 1]
-        if hashes(self._module) and by_row:
-            raise Contradiction(
-                f"table {self.table.name!r}: unknown ids take rows {ranges.defaults.tolist()} in the trainer, in "
-                f"module {self.name} those that they hash to"
-            )
-
-        def write() -> None:
-            self._module.__dict__[_RANGES] = (by_row, ranges)
-            if by_itself:
-                self._module.__dict__.pop("remap", None)
-            else:
-                self._module.__dict__["remap"] = MethodType(_remap, self._module)
-
-        return write
-
-    def read(self, ids: Ids) -> Values:
-        """See `binding.Place`."""
-        values = np.zeros((len(ids), 3), np.int64)
-        for row, each in self._held.items():
-            values[ids == row] = each
-        return values
-
-    @property
-    def _held(self) -> dict[int, tuple[int, ...]]:
-        """First raw id, end, and first row of the shard, by default row."""
-        held: dict[int, tuple[int, ...]] = self._module.__dict__.get(_RANGES, ({}, None))[0]
-        return held
-
-
-@dataclass(frozen=True, eq=False)
-class _Ranges:
-    """The ends of the ranges of raw ids, ascending, and the row that unknown ids of each take: [ranks] each."""
-
-    ends: torch.Tensor
-    defaults: torch.Tensor
-
-    @classmethod
-    def of(cls, by_row: dict[int, tuple[int, ...]], table: TableSpec) -> "_Ranges":
-        """The ranges that a table says.
-
-        Raises:
-            Contradiction: they overlap, leave gaps, or are of another shard.
-        """
-        ordered = sorted((*each, row) for row, each in by_row.items())
-        begin = 0
-        for first, end, first_row, row in ordered:
-            if first != begin or end <= first or not 0 <= first_row <= row < table.rows:
-                raise Contradiction(
-                    f"table {table.name!r}: unknown ids from {first} to {end} take row {row}, of a shard from row "
-                    f"{first_row} on; expected ranges one after another from 0 on, each with a row of its shard"
-                )
-            begin = end
-        ends, defaults = [each[1] for each in ordered], [each[3] for each in ordered]
-        return cls(torch.tensor(ends, dtype=torch.int64), torch.tensor(defaults, dtype=torch.int64))
-
-    def on(self, device: torch.device) -> "_Ranges":
-        """The same on a device: a forward there need not bring them."""
-        return _Ranges(self.ends.to(device), self.defaults.to(device))
-
-    def rows(self, raw: torch.Tensor) -> torch.Tensor:
-        """The row that each of some unknown raw ids takes."""
-        here = self.on(raw.device)
-        ends, defaults = here.ends, here.defaults
-        ranks = torch.searchsorted(ends, raw, right=True)
-        # Ids outside of all ranges go to the ranks in turn, taken as unsigned numbers.
-        outside = (raw < 0) | (ranks == len(ends))
-        return defaults[torch.where(outside, _unsigned_modulo(raw, len(ends)), ranks)]
-
-
-def _unsigned_modulo(raw: torch.Tensor, number: int) -> torch.Tensor:
-    return torch.where(raw < 0, raw % number + 2**64 % number, raw) % number
-
-
-def _remap(module: Any, features: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
-    """`MCHManagedCollisionModule.remap` of a module whose unknown ids take several rows."""
-    raw, rows, (_, ranges) = module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping, module.__dict__[_RANGES]
-    remapped = {}
-    for name, feature in features.items():
-        values = feature.values()
-        at = torch.searchsorted(raw[:-1], values)
-        remapped[name] = type(feature)(
-            values=torch.where(raw[at] == values, rows[at], ranges.rows(values)),
-            lengths=feature.lengths(),
-            offsets=feature.offsets(),
-            weights=feature.weights_or_none(),
-        )
-    return remapped
-
-
 _COLLISIONS = "._managed_collision_collection."
 # What managed collision wraps: itself quantised, it has the tables.
 _EMBEDDINGS = ("._embedding_module.", ".")
@@ -174,8 +45,8 @@ _QUANTISED_NAMES = {
 }
 
 
-class Place(Protocol):
-    """What of a module holds a table."""
+class TablePlace(Protocol):
+    """The part of a module that holds a table."""
 
     @property
     def name(self) -> str:
@@ -185,12 +56,16 @@ class Place(Protocol):
     def table(self) -> TableSpec:
         """The table."""
 
-    def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """Prepare what a release brings of the table, and return what writes it, which is quick and cannot fail.
+    def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], BatchDigests | None]:
+        """Prepare what a release brings of the table.
 
         Args:
             rows: the changed rows.
             reset: whether all other rows become zero.
+
+        Returns:
+            A quick function that writes it and cannot fail. It returns the digests of each batch's rows as they
+            then lie in the module, or None if they have to be read.
 
         Raises:
             Contradiction: it cannot be written; nothing was.
@@ -210,7 +85,7 @@ class Binding:
         stale: names of parameters and buffers of the module's state that no table brings.
     """
 
-    places: dict[str, Place]
+    places: dict[str, TablePlace]
     problems: dict[str, DeltasyncError]
     stale: list[str]
 
@@ -218,22 +93,21 @@ class Binding:
 def bind(
     module: nn.Module,
     tables: Sequence[TableSpec],
-    held: Collection[str] = (),
+    before: Collection[str] = (),
     types: Collection[ValueType] | None = None,
 ) -> Binding:
     """Find the place of each table. A table and its map and ranges have places together, or none has.
 
-    Where several fit one place, the one that has its very name gets it, or else the one among `held`, tables that
-    had their places before.
+    If several fit one place, the one with the place's own name gets it, or else the one that had it before.
 
     Args:
-        module: what to look in.
-        tables: what to look for.
-        held: see above.
+        module: the module to look in.
+        tables: the tables to look for.
+        before: names of the tables that had places before.
         types: the value types in which the consumer's embedding tables come; None = those of `tables`.
     """
     contents = _Contents.of(module, value_types_of(tables) if types is None else types)
-    places: dict[str, Place] = {}
+    places: dict[str, TablePlace] = {}
     problems: dict[str, DeltasyncError] = {}
     for table in tables:
         try:
@@ -241,7 +115,7 @@ def bind(
         except DeltasyncError as problem:
             problems[table.name] = problem
     _refuse_untied(contents, places, problems)
-    _refuse_shared(places, problems, held)
+    _refuse_shared(places, problems, before)
     _refuse_half(tables, places, problems)
     return Binding(places, problems, _stale(contents, places))
 
@@ -276,9 +150,9 @@ def missing_maps(module: nn.Module, binding: Binding) -> list[str]:
 
 
 def accelerators(module: nn.Module) -> set[torch.device]:
-    """Where work on the module's tensors goes on after the call that began it."""
+    """The devices on which work on the module's tensors goes on after the call that began it."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return set()  # To look through a module of many parts takes milliseconds.
+        return set()  # Looking through a module of many parts takes milliseconds.
     tensors = [tensor for _, tensor in _tensors(module)]
     return {tensor.device for tensor in (*tensors, *tbe_memory(module)) if tensor.is_cuda}
 
@@ -301,25 +175,25 @@ def _embeds(collision: str, parameter: str) -> bool:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a module has that could hold a table.
+    """The parts of a module that could hold a table.
 
     Attributes:
         module: the module.
         tensors: its parameters and buffers by name, without those that its TBEs have, or share with their tables.
-        tbes: the tables in its TBEs, likewise.
+        tbes: the tables in its TBEs, by the names of their weights.
         plain: the names of both without what wrappers add to them, by name.
         types: the value types in which the consumer's embedding tables come.
     """
 
     module: nn.Module
     tensors: dict[str, torch.Tensor]
-    tbes: dict[str, list[Piece]]
+    tbes: dict[str, list[TbeShard]]
     plain: dict[str, str]
     types: Collection[ValueType]
 
     @classmethod
     def of(cls, module: nn.Module, types: Collection[ValueType]) -> "_Contents":
-        """What a module has."""
+        """The parts of `module`."""
         tbes = tables_in_tbes(module)
         prefixes = tbe_prefixes(module, tbes)
         everything = dict(_tensors(module))
@@ -328,30 +202,30 @@ class _Contents:
         plain = {name: plain_name(module, name) for name in (*tensors, *tbes)}
         return cls(module, tensors, tbes, plain, types)
 
-    def place_of(self, table: TableSpec) -> Place:
+    def place_of(self, table: TableSpec) -> TablePlace:
         """The place of a table.
 
         Raises:
-            NotFound: nothing has its name.
-            Contradiction: what has its name cannot hold it.
+            NotFound: nothing in the module has its name.
+            Contradiction: the tensor of its name cannot hold it.
         """
         if table.kind is TableKind.ID_MAP:
-            return sharded_map_of(self.module, table)
+            return id_map_of(self.module, table)
         if table.kind is TableKind.ID_RANGES:
-            return id_ranges_of(self.module, table)
+            return IdRanges(self.module, table)
         name = self._one_place(table)
         if name in self.tbes:
             return QuantisedRows.of(name, table, self.tbes[name])
         dtype = self.tensors[name].dtype
         cast = casts(table, dtype, self.types)
         place = CastTensor(self.module, name, table, dtype) if cast else Tensor(self.module, name, table)
-        _ = place.rows  # Checked now.
+        place.check()
         return place
 
     def _one_place(self, table: TableSpec) -> str:
-        """The name of what holds a table. Weights that the trainer ties have to be tied here, too."""
+        """The name of the tensor that holds a table. Weights that the trainer ties have to be tied here, too."""
         # One of its names is enough: a predictor may lack a part of the model.
-        places = {name: found for name in table.names if (found := self._name_of(name))}
+        places = {name: own for name in table.names if (own := self._name_of(name))}
         if not places:
             raise NotFound(f"table {table.name!r}: {absence(self.module, table.name)}")
         (first, place), *others = places.items()
@@ -364,11 +238,11 @@ class _Contents:
         return place
 
     def _name_of(self, table: str) -> str:
-        """The name of what has the name of a table; empty where nothing has."""
-        found = self._names_of(table) or self._names_of(_quantised_name(table))
-        if len({self.identity(each) for each in found}) > 1:
-            raise NotFound(f"table {table!r}: {', '.join(found)} fit, expected one")
-        return found[0] if found else ""
+        """The name, in the module, of the tensor named as a table; empty if there is none."""
+        names = self._names_of(table) or self._names_of(_quantised_name(table))
+        if len({self.identity(each) for each in names}) > 1:
+            raise NotFound(f"table {table!r}: {', '.join(names)} fit, expected one")
+        return names[0] if names else ""
 
     def _names_of(self, table: str) -> list[str]:
         exact = [name for name, plain in self.plain.items() if table in (plain, plain.removesuffix(".weight"))]
@@ -394,7 +268,9 @@ def _ends_with(table: str, name: str) -> bool:
     return table.endswith((f".{name}", f".{name.removesuffix('.weight')}"))
 
 
-def _refuse_untied(contents: _Contents, places: dict[str, Place], problems: dict[str, DeltasyncError]) -> None:
+def _refuse_untied(
+    contents: _Contents, places: dict[str, TablePlace], problems: dict[str, DeltasyncError]
+) -> None:
     """Refuse tables that are apart in the trainer, and whose places are names of one tensor of the module."""
     tables: dict[object, list[str]] = {}
     for table, place in places.items():
@@ -410,41 +286,37 @@ def _refuse_untied(contents: _Contents, places: dict[str, Place], problems: dict
                 del places[table]
 
 
-def _refuse_shared(places: dict[str, Place], problems: dict[str, DeltasyncError], held: Collection[str]) -> None:
-    tables: dict[tuple[type[Place], str], list[str]] = {}
+def _refuse_shared(
+    places: dict[str, TablePlace], problems: dict[str, DeltasyncError], before: Collection[str]
+) -> None:
+    """Refuse tables that fit one place, but for the one that owns it."""
+    tables: dict[tuple[type[TablePlace], str], list[str]] = {}
     for table, place in places.items():
         kind = Tensor if isinstance(place, Tensor) else type(place)
         tables.setdefault((kind, place.name), []).append(table)
     for (_, name), several in tables.items():
-        for table in _without_owner(several, name, held):
-            text = f"tables {', '.join(several)} fit one place, {name}: give the target the whole model"
-            problems[table] = Contradiction(text)
-            del places[table]
-
-
-def _without_owner(tables: list[str], place: str, held: Collection[str]) -> list[str]:
-    """Those of some tables that fit one place which do not get it."""
-    exact = [table for table in tables if place in (table, f"{table}.weight", table.rpartition(".")[0])]
-    owners = exact or [table for table in tables if table in held] or tables
-    return tables if len(owners) > 1 else [table for table in tables if table not in owners]
+        exact = [table for table in several if name in (table, f"{table}.weight", table.rpartition(".")[0])]
+        owners = exact or [table for table in several if table in before] or several
+        for table in several:
+            if len(owners) > 1 or table not in owners:
+                text = f"tables {', '.join(several)} fit one place, {name}: give the target the whole model"
+                problems[table] = Contradiction(text)
+                del places[table]
 
 
 def _refuse_half(
-    tables: Sequence[TableSpec], places: dict[str, Place], problems: dict[str, DeltasyncError]
+    tables: Sequence[TableSpec], places: dict[str, TablePlace], problems: dict[str, DeltasyncError]
 ) -> None:
+    """Refuse tables that belong to one without a place: a table, its map and its ranges serve together alone."""
     for table in tables:
-        broken = [each.name for each in tables if each.name in problems and _together(table, each)]
-        if table.name in places and broken:
+        together = [each.name for each in tables if (each.of or each.name) == (table.of or table.name)]
+        if table.name in places and (broken := [name for name in together if name in problems]):
             text = f"table {table.name!r} is of no use without {broken[0]!r}, which has no place"
             problems[table.name] = type(problems[broken[0]])(text)
             del places[table.name]
 
 
-def _together(table: TableSpec, other: TableSpec) -> bool:
-    return (table.of or table.name) == (other.of or other.name)
-
-
-def _stale(contents: _Contents, places: dict[str, Place]) -> list[str]:
+def _stale(contents: _Contents, places: dict[str, TablePlace]) -> list[str]:
     bound = {contents.identity(place.name) for place in places.values()}
     collisions = collision_prefixes(contents.module)
     # TorchRec's `state_dict` of managed collision that is sharded for inference fails at 4 bits.

@@ -1,0 +1,52 @@
+"""Waiting for the next change of something, or before the next try."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Coroutine, Iterator
+from typing import Any, Literal
+
+# Of `backoff`.
+_FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 5.0
+
+
+class Signal:
+    """Something that changes now and then; used in one event loop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def changed(self) -> Coroutine[None, None, Literal[True]]:
+        """Return an awaitable for the next change from this call on."""
+        return self._event.wait()
+
+    def wake(self) -> None:
+        """Wake all tasks that wait for a change."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+
+async def first_of(
+    *events: Awaitable[object], seconds: float | None, task: asyncio.Task[Any] | None = None
+) -> None:
+    """Wait for the first of some events, or for a task to end (it is not cancelled), for at most `seconds`."""
+    waiting = [asyncio.ensure_future(each) for each in events]
+    try:
+        also = [task] if task else []
+        await asyncio.wait([*also, *waiting], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()
+
+
+def backoff(longest_seconds: float | None = None) -> Iterator[float]:
+    """Seconds to wait before each further try: doubling, each with a random factor.
+
+    Many clients fail at the same moment when a service stops. The factor spreads their returns.
+
+    Args:
+        longest_seconds: upper bound of a pause; None means 5 seconds.
+    """
+    seconds, longest = _FIRST_SECONDS, longest_seconds or _LONGEST_SECONDS
+    while True:
+        yield seconds * random.uniform(0.1, 1.0)  # noqa: S311  # not for secrets
+        seconds = min(2 * seconds, longest)

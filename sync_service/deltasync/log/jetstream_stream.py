@@ -1,0 +1,463 @@
+"""One stream of JetStream: the subjects of its messages, appending messages in order, and reading them."""
+
+import asyncio
+import base64
+import json
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from deltasync.base.errors import StorageFailed
+from deltasync.base.waiting import backoff
+from deltasync.log.brokers import LOOK_AT_BROKERS, Brokers, Fenced, LogWentBack, refused_by_brokers
+from deltasync.log.log_store import LogUnavailable
+
+if TYPE_CHECKING:
+    from nats.aio.msg import Msg
+
+_WINDOW_MESSAGES, _WINDOW_BYTES = 256, 16 << 20
+# Without an acknowledgement for so long, it is asked what has landed.
+_SILENCE_SECONDS = 3.0
+ID, EXPECTED = "Nats-Msg-Id", "Nats-Expected-Last-Sequence"
+_BATCH = 500
+_SECONDS = 3
+# Attempts without a message. Another broker may answer each.
+_TRIES = 10
+
+
+class Sender:
+    """Appends to one stream, in order. In the brokers' event loop; any thread reads `trouble` and `lost`.
+
+    Every message carries the sequence of the one before it. Brokers refuse a message that does not follow the
+    stream's last one. Several messages are under way at once. If one is refused or not acknowledged, the sender
+    reads what the stream has since then, and sends the other messages again. It ends at the fence of another
+    process. Any other message is of an earlier owner and fits by chance: brokers refused one of its messages and
+    took a later one. Nobody counts these, see `JetStreamLogs`.
+
+    Attributes:
+        trouble: why nothing is acknowledged now; empty if all is well.
+        lost: why nothing is appended any more; None until then.
+        acknowledged: the sequence of the last message that brokers have acknowledged.
+    """
+
+    def __init__(self, brokers: Brokers, subjects: "LogSubjects", fence: "Fence") -> None:
+        self._brokers, self._fence = brokers, fence
+        self._stream, self._fences = subjects.stream, subjects.fences
+        self.trouble = ""
+        self.lost: StorageFailed | None = None
+        self.acknowledged = self._next = fence.sequence
+        self._last_id, self._count = message_id(fence.session, 0), 0
+        self._waiting, self._under_way = deque[Message](), deque[Message]()
+        self._bytes = 0
+        self._inbox = f"_INBOX.{uuid.uuid4().hex}"
+        self._attempt = 0
+        self._moved, self._room = asyncio.Event(), asyncio.Event()
+        self._broken = False
+        self._sound = asyncio.Event()
+        self._sound.set()
+
+    async def run(self) -> None:
+        """Append messages as they come, until the stream is lost or the task is cancelled."""
+        subscription = await self._brokers.client.subscribe(f"{self._inbox}.*", cb=self._take_answer)
+        try:
+            while self.lost is None:
+                await self._send_what_fits()
+                await self._wait()
+                if self._broken:
+                    await self._find_out()
+        finally:
+            await subscription.unsubscribe()
+
+    def append(self, message: "Message") -> None:
+        """Append a message after all before it."""
+        if self.lost:
+            message.failed(self.lost)
+            return
+        self._count += 1
+        message.id = message_id(self._fence.session, self._count)
+        self._waiting.append(message)
+        self._moved.set()
+
+    def lose(self, error: StorageFailed) -> None:
+        """Append nothing any more, and fail what waits."""
+        self.lost = self.lost or error
+        for each in (*self._under_way, *self._waiting):
+            each.failed(self.lost)
+        self._under_way.clear()
+        self._waiting.clear()
+        self._moved.set()
+        self._sound.set()
+
+    async def check(self) -> None:
+        """Check that the stream has all acknowledged messages, and none of another process; `lost` says if not."""
+        if self.lost or self._under_way or self._waiting or self._broken:
+            return  # Appending will show it.
+        expected, landed = self.acknowledged, await self._landed()
+        found = await self._message(landed) if landed == expected else None
+        if self._under_way or self._waiting or self.acknowledged != expected:
+            return  # Something was appended meanwhile.
+        if landed != expected or (found and found[1] != self._last_id):
+            self._break("")
+            await self._sound.wait()
+
+    async def _send_what_fits(self) -> None:
+        while self._waiting and not self._broken and self._fits():
+            message = self._waiting.popleft()
+            message.sequence = self._next + 1
+            self._next += 1
+            self._under_way.append(message)
+            self._bytes += len(message.payload)
+            await self._publish(message)
+
+    def _fits(self) -> bool:
+        return not self._under_way or (len(self._under_way) < _WINDOW_MESSAGES and self._bytes < _WINDOW_BYTES)
+
+    async def _publish(self, message: "Message") -> None:
+        headers = {ID: message.id, EXPECTED: str(message.sequence - 1)}
+        reply = f"{self._inbox}.{self._attempt}"
+        try:
+            await self._brokers.client.publish(message.subject, message.payload, reply, headers)
+        except Exception as error:  # noqa: BLE001  # whatever it is, `_find_out` reads what has landed
+            self._break(f"brokers take nothing: {error!r}")
+
+    async def _wait(self) -> None:
+        self._moved.clear()
+        if self._broken or self.lost or (self._waiting and self._fits()):
+            return
+        before = self.acknowledged
+        try:
+            await asyncio.wait_for(self._moved.wait(), _SILENCE_SECONDS if self._under_way else None)
+        except TimeoutError:
+            if self._under_way and self.acknowledged == before:
+                self._break("brokers do not acknowledge what they are sent")
+
+    async def _take_answer(self, answer: "Msg") -> None:
+        if answer.subject != f"{self._inbox}.{self._attempt}":
+            return  # Of an earlier attempt: `_find_out` has read what landed.
+        try:
+            found = json.loads(answer.data or b"{}")
+        except ValueError:
+            found = {}
+        found = found if isinstance(found, dict) else {}
+        self._moved.set()
+        if not found.get("seq"):
+            self._break(f"a broker refuses messages: {found.get('error', {}).get('description', 'no answer')}")
+        elif self._under_way and found["seq"] == self._under_way[0].sequence:
+            self._land()
+        else:
+            self._break("")
+
+    def _break(self, trouble: str) -> None:
+        """Stop sending until `_find_out` has read what the stream has."""
+        self._broken, self.trouble = True, trouble or self.trouble
+        self._sound.clear()
+        self._moved.set()
+
+    def _land(self) -> None:
+        message = self._under_way.popleft()
+        self._bytes -= len(message.payload)
+        self.acknowledged, self._last_id, self.trouble = message.sequence, message.id, ""
+        message.landed(message.sequence)
+
+    async def _find_out(self) -> None:
+        """Read what has landed, as often as it takes, and send the rest again."""
+        for pause in backoff():
+            if self.lost:
+                return
+            try:
+                await self._settle(await self._landed())
+            except StorageFailed as error:
+                self.trouble = str(error)
+                await asyncio.sleep(pause)
+            else:
+                break
+        self._attempt += 1
+        self._waiting.extendleft(reversed(self._under_way))
+        self._under_way.clear()
+        self._bytes, self._next, self._broken = 0, self.acknowledged, False
+        self._sound.set()
+
+    async def _settle(self, landed: int) -> None:
+        """Acknowledge what has landed up to this message, or lose the stream."""
+        if landed < self.acknowledged:
+            self.lose(self._went_back(landed))
+            return
+        last = await self._message(self.acknowledged)
+        if last and last[1] != self._last_id:
+            self.lose(self._went_back(landed))
+            return
+        for sequence in range(self.acknowledged + 1, landed + 1):
+            subject, message = await self._message(sequence) or ("", "")
+            if message and self._under_way and message == self._under_way[0].id:
+                self._under_way[0].sequence = sequence
+                self._land()
+            elif subject == self._fences:
+                self.lose(Fenced(f"another process has appended to stream {self._stream}: it is the owner now"))
+                return
+            else:
+                self.acknowledged, self._last_id = sequence, message
+
+    async def _landed(self) -> int:
+        """The sequence of the stream's last message; -1 if the stream is gone.
+
+        Raises:
+            StorageFailed: no broker answers.
+        """
+        found = await self._brokers.ask(f"STREAM.INFO.{self._stream}")
+        if "error" in found:
+            if found["error"].get("code") == 404:
+                return -1
+            raise StorageFailed(refused_by_brokers(self._stream, found["error"]))
+        return int(found["state"]["last_seq"]) if found["created"] == self._fence.created else -1
+
+    async def _message(self, sequence: int) -> tuple[str, str] | None:
+        """Subject and id of a message of the stream; None if it was purged.
+
+        Raises:
+            StorageFailed: no broker answers.
+        """
+        found = await self._brokers.ask(f"STREAM.MSG.GET.{self._stream}", {"seq": sequence})
+        if "error" in found:
+            if found["error"].get("code") == 404:
+                return None
+            raise StorageFailed(refused_by_brokers(self._stream, found["error"]))
+        headers = base64.b64decode(found["message"].get("hdrs", "")).decode(errors="replace")
+        lines = (line.partition(":") for line in headers.split("\r\n"))
+        return found["message"]["subject"], next((value.strip() for key, _, value in lines if key == ID), "")
+
+    def _went_back(self, landed: int) -> LogWentBack:
+        what = "is gone" if landed < 0 else f"has others than the {self.acknowledged} messages it had acknowledged"
+        return LogWentBack(
+            f"stream {self._stream} {what}: brokers have lost what they had acknowledged: what is missing comes "
+            "from a checkpoint and the trainer"
+        )
+
+
+@dataclass
+class Message:
+    """A message to append.
+
+    Attributes:
+        landed: called with its sequence once brokers have acknowledged it.
+        failed: called instead if it is never appended.
+    """
+
+    subject: str
+    payload: bytes
+    landed: Callable[[int], None]
+    id: str = ""
+    sequence: int = 0
+    failed: Callable[[StorageFailed], None] = field(default=lambda _: None)
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The message with which a process becomes the owner.
+
+    Attributes:
+        session: begins the ids of all messages that the process appends after it.
+        created: when the stream was made. Another stream of that name has another time.
+        sequence: the message's own.
+    """
+
+    session: str
+    created: str
+    sequence: int
+
+
+def fence_note(process: str, epoch: int) -> bytes:
+    """The payload of a fence."""
+    return json.dumps({"process": process, "epoch": epoch}).encode()
+
+
+def message_id(session: str, number: int) -> str:
+    """The id of a message, the same however often it is sent."""
+    return f"{session}.{number}"
+
+
+_DOT = "~"  # In no name of a model or a consumer.
+
+
+class Address(NamedTuple):
+    """Where a record of the log is: number, part and index in a stream."""
+
+    stream: str
+    number: int
+    part: int
+    at: int
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Number, part and index."""
+        return self[1:]
+
+
+class LogSubjects:
+    """The stream of a model's log, and the subjects of its messages."""
+
+    def __init__(self, prefix: str, model: str) -> None:
+        self.stream = f"{prefix}_{_written(model)}"
+        self._root = f"{prefix}.{_written(model)}"
+        self.subjects = f"{self._root}.>"
+        self.rows, self.notes = f"{self._root}.rows.>", f"{self._root}.notes"
+        self.fences = f"{self._root}.fences"
+
+    def piece(self, address: Address, piece: int, pieces: int) -> str:
+        """The subject of one of the pieces of a record."""
+        return f"{self._rows_of(address.stream)}.{'.'.join(map(str, address[1:]))}.{piece}.{pieces}"
+
+    def records(self, stream: str, number: int | None = None, part: int | None = None) -> str:
+        """The subjects of the records of a stream, of a number in it, or of a part of that."""
+        path = [str(each) for each in (number, part) if each is not None]
+        return ".".join([self._rows_of(stream), *path, ">"])
+
+    def parsed(self, subject: str) -> tuple[Address, int, int]:
+        """The record of a subject, the number of its piece, and the number of all pieces.
+
+        Raises:
+            StorageFailed: it is no subject of a record.
+        """
+        try:
+            kind, *numbers = subject.removeprefix(f"{self._root}.rows.").split(".")
+            number, part, index, piece, pieces = map(int, numbers)
+        except ValueError as error:
+            raise StorageFailed(
+                f"stream {self.stream} has a message that is none of the log's: {subject}: give the service "
+                "another --log-prefix"
+            ) from error
+        return Address(_read(kind), number, part, index), piece, pieces
+
+    def _rows_of(self, stream: str) -> str:
+        return f"{self._root}.rows.{_written(stream)}"
+
+
+def model_of(prefix: str, stream: str) -> str | None:
+    """The model whose log a stream is; None if it is no log."""
+    before, _, name = stream.partition("_")
+    return _read(name) if before == prefix and name else None
+
+
+def _written(name: str) -> str:
+    return name.replace(".", _DOT)
+
+
+def _read(name: str) -> str:
+    return name.replace(_DOT, ".")
+
+
+async def read_message(brokers: Brokers, stream: str, sequence: int) -> bytes | None:
+    """The payload of a message; None if there is none of that sequence.
+
+    Raises:
+        LogUnavailable: brokers do not answer.
+    """
+    # The stream's leader answers. `DIRECT.GET` would be answered by any broker with a copy, even by one that lacks
+    # the message yet, and by none if the leader cannot reach it any more.
+    found = await brokers.ask(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
+    if "error" in found:
+        if found["error"].get("code") == 404:
+            return None
+        raise LogUnavailable(refused_by_brokers(stream, found["error"]))
+    return base64.b64decode(found["message"].get("data", ""))
+
+
+@dataclass(frozen=True)
+class StoredMessage:
+    """A message of a stream.
+
+    Attributes:
+        sequence: its place.
+        subject: its subject, see `LogSubjects`.
+        session: of the process that has appended it, see `Fence`.
+        payload: its content; empty if only headers were asked for.
+        size: bytes of the content.
+    """
+
+    sequence: int
+    subject: str
+    session: str
+    payload: bytes
+    size: int
+
+
+async def messages(
+    brokers: Brokers, stream: str, subjects: Sequence[str], last: int, *, headers_only: bool = False
+) -> AsyncGenerator[StoredMessage]:
+    """The messages of some subjects up to message `last`, in order; with `headers_only` without payloads.
+
+    The broker that sends them may lag behind the others, or go away meanwhile. `last` has to be of one of these
+    subjects: once it has come, all have.
+
+    Raises:
+        LogUnavailable: brokers do not send them all.
+    """
+    reached, tries = 0, 0
+    while reached < last:
+        try:
+            async with aclosing(_sent(brokers, stream, subjects, reached + 1, headers_only=headers_only)) as sent:
+                async for each in sent:
+                    if each.sequence > reached:
+                        reached, tries = each.sequence, 0
+                        yield each
+                    if reached >= last:
+                        return
+        except LogUnavailable:
+            tries += 1
+            if tries == _TRIES:
+                raise
+
+
+async def _sent(
+    brokers: Brokers, stream: str, subjects: Sequence[str], first: int, *, headers_only: bool
+) -> AsyncGenerator[StoredMessage]:
+    """The messages that one broker sends, without an end; some may be from before `first` if it lags behind.
+
+    Raises:
+        LogUnavailable: it sends no more, or has left some out.
+    """
+    from nats.errors import Error
+
+    try:
+        subscription = await _subscription(brokers, stream, subjects, first, headers_only=headers_only)
+        try:
+            count, wanted = 0, 1
+            while True:
+                for each in await subscription.fetch(wanted, timeout=_SECONDS):
+                    count, wanted = count + 1, max(1, min(each.metadata.num_pending, _BATCH))
+                    if each.metadata.sequence.consumer != count:
+                        raise LogUnavailable(f"stream {stream}: a message was lost on its way")
+                    yield _stored(each)
+        finally:
+            await subscription.unsubscribe()
+    except (Error, OSError) as error:
+        raise LogUnavailable(
+            f"brokers do not send what stream {stream} has: {error!r}: {LOOK_AT_BROKERS}"
+        ) from error
+
+
+def _stored(message: "Msg") -> StoredMessage:
+    headers = message.headers or {}
+    size = int(headers.get("Nats-Msg-Size", len(message.data)))
+    session = headers.get("Nats-Msg-Id", "").partition(".")[0]
+    return StoredMessage(int(message.metadata.sequence.stream), message.subject, session, message.data, size)
+
+
+async def _subscription(
+    brokers: Brokers, stream: str, subjects: Sequence[str], first: int, *, headers_only: bool
+) -> Any:
+    from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+    config = ConsumerConfig(
+        ack_policy=AckPolicy.NONE,
+        deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+        opt_start_seq=first,
+        filter_subjects=list(subjects),
+        headers_only=headers_only,
+        inactive_threshold=60,
+        mem_storage=True,
+        num_replicas=1,
+    )
+    return await brokers.client.jetstream().pull_subscribe("", stream=stream, config=config)

@@ -1,0 +1,212 @@
+"""What only tables on a GPU need: the order of streams, reads that are launched, digests made on the device.
+
+Tests run all of it but `Streams` on a CPU too, where nothing is ever waited for.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from deltasync.core.digests import first_word, weights
+from deltasync.core.tables import Shard
+from deltasync.trainer.tracking.delta import DeletedRows, Delta, DeltaRows, Token
+
+
+class Streams:
+    """The order between the streams that change rows or stamps and the one that reads them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._changed: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._read: torch.cuda.Event | None = None
+
+    def before_reads(self) -> None:
+        """Make reads run after all work launched on this thread's stream so far."""
+        stream = torch.cuda.current_stream(self._device)
+        self._changed[stream] = stream.record_event()
+
+    def after_reads(self) -> None:
+        """Make work launched on this thread's stream from now on run after the last read."""
+        if self._read:
+            torch.cuda.current_stream(self._device).wait_event(self._read)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Launch reads within on the side stream, after all changes."""
+        for event in self._changed.values():
+            self._side.wait_event(event)
+        with torch.cuda.stream(self._side):
+            try:
+                yield
+            finally:
+                self._read = self._side.record_event()
+
+    @contextmanager
+    def copying(self, *, wait: bool) -> Iterator[None]:
+        """Launch copies to the host within on the side stream; `wait` for them at the end."""
+        with torch.cuda.stream(self._side):
+            yield
+        if wait:
+            self._side.synchronize()
+
+    def arrival(self) -> torch.cuda.Event:
+        """An event after everything that was launched on the side stream so far."""
+        arrival: torch.cuda.Event = self._side.record_event()
+        return arrival
+
+
+class LaunchedDelta(Delta):
+    """A delta whose rows are on their way to host memory, together with rows that are not due.
+
+    Before a read is launched, only an upper bound of the number of due rows is known; their exact count arrives
+    with them.
+    """
+
+    def __init__(
+        self,
+        rows: Mapping[str, DeltaRows],
+        counts: Mapping[str, torch.Tensor],
+        token: Token,
+        deletes: Mapping[str, DeletedRows],
+        arrival: torch.cuda.Event | None,
+    ) -> None:
+        """Wait for nothing.
+
+        Args:
+            rows: by FQN, rows that are being copied to host memory.
+            counts: by FQN, how many of the first rows are due: int64 [1], which is being copied too.
+            token: the delta's.
+            deletes: the delta's.
+            arrival: when all copies are complete; None if they are.
+        """
+        super().__init__(rows, token, deletes)
+        self._counts, self._arrival = counts, arrival
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `result` returns without waiting."""
+        return self._arrival is None or bool(self._arrival.query())  # type: ignore[no-untyped-call]
+
+    @property
+    def result(self) -> Delta:
+        """This delta; waits until its rows are in host memory."""
+        if self._arrival:
+            self._arrival.synchronize()
+            self._arrival = None
+        if self._counts:
+            due = {fqn: trimmed(rows, int(self._counts[fqn])) for fqn, rows in self.rows.items()}
+            self.rows, self._counts = {fqn: rows for fqn, rows in due.items() if len(rows.ids)}, {}
+        return self
+
+
+def trimmed(rows: DeltaRows, count: int) -> DeltaRows:
+    """The first `count` of some rows.
+
+    Raises:
+        RuntimeError: there are fewer.
+    """
+    if count > len(rows.ids):
+        raise RuntimeError(f"{count} rows are due, at most {len(rows.ids)} were expected: this is a defect")
+    values, digests = ([each[:count] for each in both] for both in (rows.shard_values, rows.shard_digests))
+    return replace(rows, ids=rows.ids[:count], shard_values=values, shard_digests=digests)
+
+
+def rows_to_host(rows: DeltaRows) -> DeltaRows:
+    """Rows in host memory, once the current stream is done; the same object if they are there already."""
+    if not rows.ids.is_cuda:
+        return rows
+    values, digests = ([to_host(each) for each in both] for both in (rows.shard_values, rows.shard_digests))
+    return replace(rows, ids=to_host(rows.ids), shard_values=values, shard_digests=digests)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in host memory, once the current stream is done; itself if it is there already."""
+    if not tensor.is_cuda:
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class DueCount:
+    """How many rows are due to a consumer, as the GPU counts them ahead of a read.
+
+    Attributes:
+        cursor: rows stamped after it are counted.
+        counts: by table, int64 [1] in host memory, once they have arrived.
+        written: `RowStamps.written` when the count was launched.
+        arrival: when the counts have arrived; None if they have.
+    """
+
+    cursor: int
+    counts: list[torch.Tensor]
+    written: list[int]
+    arrival: torch.cuda.Event | None
+
+    def bounds(self, rows: Sequence[int], written: Sequence[int]) -> list[int]:
+        """By table, at most how many rows are stamped after the cursor now.
+
+        Waits for what the GPU was given before the count, not for what it was given since.
+
+        Args:
+            rows: by table, how many it has.
+            written: `RowStamps.written` now.
+        """
+        if self.arrival:
+            self.arrival.synchronize()
+        tables = zip(rows, self.counts, written, self.written, strict=True)
+        return [min(most, int(count) + int(now) - then) for most, count, now, then in tables]
+
+
+def due_ids(stamps: torch.Tensor, cursor: int, bound: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the rows stamped after a cursor, without waiting for the device.
+
+    Args:
+        stamps: int32 [rows].
+        cursor: rows with later stamps are due.
+        bound: no more rows than this are due.
+
+    Returns:
+        Local ids of the due rows, ascending, then zeros: int64 [bound]. And how many are due: int64 [1].
+    """
+    due = stamps > cursor
+    return torch.nonzero_static(due, size=bound, fill_value=0).squeeze(1), due.sum().view(1)
+
+
+def ids_by_table(
+    features: KeyedJaggedTensor, tables: NDArray[np.int64], only: int | None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The ids of a lookup by the table's number. `tables` and `only` are those of `stamps.LookupPlaces`."""
+    ids = features.values()
+    if only is not None:  # Where keys end, a GPU would have to be asked for.
+        yield only, ids
+        return
+    ends = features.offset_per_key()
+    for number, first, end in tables[:, :3].tolist():
+        yield number, ids[ends[first] : ends[end]]
+
+
+# Words are widened to 64 bits in blocks of this size.
+_BLOCK_WORDS = 1 << 22
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def row_digests(rows: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """The digests of rows [n, cols] of a shard, on their device: int64 [n], the bits of unsigned numbers."""
+    words = rows.contiguous().view(_WORDS[rows.element_size()])
+    factors = _weights(first_word(shard.col_offset, shard.table.dtype), words.shape[1], rows.device)
+    mask = (1 << 8 * words.element_size()) - 1
+    blocks = torch.split(words, max(1, _BLOCK_WORDS // words.shape[1]))
+    return torch.cat([((block.long() & mask) * factors).sum(dim=1) for block in blocks])  # Modulo 2**64.
+
+
+@lru_cache(256)
+def _weights(first: int, words: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(weights(first, words).view("i8").copy()).to(device)
