@@ -18,11 +18,12 @@ from tests.support.many_logs import ManyLogs
 from tests.support.memory_bucket import MemoryBucket, MemoryStore
 from tests.support.waiting import wait_for
 
-from deltasync.access.access import Access, Audit
+from deltasync.access.access import Access
+from deltasync.access.audit import Audit
 from deltasync.access.roles import Roles
 from deltasync.api.http import create_app
 from deltasync.base.process import listening_socket
-from deltasync.cluster.decisions import heir_of
+from deltasync.cluster.heirs import heir_of
 from deltasync.cluster.member import Member, OwnershipOptions
 from deltasync.cluster.ownership import Ownership
 from deltasync.core.policy import Policy

@@ -21,7 +21,7 @@ from deltasync.service.backup import Backups
 from deltasync.service.fsck import Checked, check_service
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
-from deltasync.status.overview import ProcessState, Sources
+from deltasync.status.sources import ProcessState, Sources
 from deltasync.wire.row_messages import ReceivedRows, read_request
 
 Scenario = Callable[[Service], Coroutine[Any, Any, None]]

@@ -146,7 +146,8 @@ class Limits:
         Raises:
             LimitReached: there may not; the message names the limit.
         """
-        self.check(name, self.number(name) + more)
+        if more > 0:  # A limit that has become lower takes nothing from those who have it.
+            self.check(name, self.number(name) + more)
 
     def add(self, name: str, number: int = 1) -> None:
         """Count some more of what a limit limits, or less, until it is taken back."""

@@ -25,7 +25,7 @@ from deltasync.cluster.owners import Owners
 from deltasync.service.models import Models
 from deltasync.service.service import Service
 from deltasync.status.answers import Sampler
-from deltasync.status.overview import ProcessState, Sources
+from deltasync.status.sources import ProcessState, Sources
 
 _DESCRIPTION = """
 How far every consumer is behind, why, and what to do about it.

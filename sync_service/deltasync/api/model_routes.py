@@ -11,7 +11,7 @@ from deltasync.access.roles import author
 from deltasync.api.requests import json_object
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import InvalidInput, NotFound
-from deltasync.core.seal import KEPT_CUTS
+from deltasync.core.cut_times import KEPT_CUTS
 from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.cuts.sealing import CutRefusal
 from deltasync.model.model import Model
@@ -19,7 +19,8 @@ from deltasync.service.models import Models
 from deltasync.service.operators import PendingDelete, Removals
 from deltasync.status.answers import Answers
 from deltasync.status.lag import ConsumerLag, TableLag
-from deltasync.status.overview import TrainerLine, VersionLine, last_cuts, trainer_lines, version_lines
+from deltasync.status.overview import TrainerLine, trainer_lines
+from deltasync.status.versions import VersionLine, last_cuts, version_lines
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,8 @@ from deltasync.checkpoints.manifest import FORMAT as CHECKPOINT_FORMAT
 from deltasync.log.records import FORMAT as LOG_FORMAT
 from deltasync.status.answers import LagHistory, Sampler
 from deltasync.status.lag import ConsumerLag
-from deltasync.status.overview import (
-    Check,
-    ConsumerOverview,
-    Overview,
-    checks,
-    consumer_overviews,
-    not_ready,
-    troubles,
-)
+from deltasync.status.overview import ConsumerOverview, Overview, consumer_overviews
+from deltasync.status.readiness import Check, checks, not_ready, troubles
 from deltasync.wire.errors import PROTOCOL
 
 

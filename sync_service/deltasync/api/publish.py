@@ -62,6 +62,7 @@ class _RankStream:
         if isinstance(first, ReceivedRows) or not first.HasField("open"):
             raise InvalidInput(_ORDER)
         session = await self._open(first.open)
+        del first  # It may be large, and the stream long.
         yield _opened(session)
         for message in _changed(session):
             yield message

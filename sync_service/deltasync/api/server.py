@@ -19,7 +19,8 @@ import numba  # noqa: F401  # kernels would import it later than garbage collect
 import uvicorn
 from fastapi import FastAPI
 
-from deltasync.access.access import Access, Audit, RolesFile
+from deltasync.access.access import Access, RolesFile
+from deltasync.access.audit import Audit
 from deltasync.access.tls import CertificateFiles, TlsOptions
 from deltasync.api.grpc_server import bind_grpc, not_bound
 from deltasync.api.http import create_app, sources_of
@@ -50,7 +51,7 @@ from deltasync.service.options import ServiceOptions
 from deltasync.service.probe import ProbeStatus, probe_of
 from deltasync.service.service import Service
 from deltasync.status.answers import Sampler
-from deltasync.status.overview import ProcessState
+from deltasync.status.sources import ProcessState
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,8 @@ from deltasync.client.endpoint import Endpoint
 from deltasync.client.options import PublisherOptions, SubscriberOptions
 from deltasync.client.publisher import Part, Publisher
 from deltasync.client.subscriber import Subscriber
-from deltasync.client.targets.keyed_target import KeyedReading, KeyedRows, KeyedTable, KeyedTarget
+from deltasync.client.targets.keyed_table import KeyedRows, KeyedTable
+from deltasync.client.targets.keyed_target import KeyedReading, KeyedTarget
 from deltasync.client.targets.numpy_target import NumpyTarget, TableReading
 from deltasync.client.targets.target import (
     CallbackTarget,

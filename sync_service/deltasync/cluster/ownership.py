@@ -11,7 +11,7 @@ from deltasync.base.events import EventKind, Events
 from deltasync.base.waiting import backoff, first_of
 from deltasync.cluster.bucket import Bucket, Changed
 from deltasync.cluster.bucket_copy import BucketCopy, ClusterState
-from deltasync.cluster.decisions import Responsibility, Steps, heir_of, next_after, next_steps, responsibility_for
+from deltasync.cluster.heirs import Responsibility, Steps, heir_of, next_after, next_steps, responsibility_for
 from deltasync.cluster.ledger import ConsumerNames, Heartbeat, Ledger
 from deltasync.cluster.member import Claim, Member, OwnershipOptions
 from deltasync.cluster.owners import Host

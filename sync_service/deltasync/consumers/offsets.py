@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Any
 
 from deltasync.base.events import EventKind, Events
-from deltasync.consumers.consumer import Consumer, Replica, pause_of_record
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.pause import pause_of_record
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.log.log_store import LogStore

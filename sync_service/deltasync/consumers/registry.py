@@ -20,19 +20,18 @@ from deltasync.base.errors import (
 )
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import listed
-from deltasync.consumers.consumer import (
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.offsets import OffsetLog, offset_name, recorded_consumers
+from deltasync.consumers.pause import (
     ITSELF,
-    Consumer,
     Pause,
     Quarantine,
-    Replica,
     extended,
     joined,
     pause_record,
     quarantine_of_record,
     quarantine_record,
 )
-from deltasync.consumers.offsets import OffsetLog, offset_name, recorded_consumers
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.log.log_store import Logs, LogStore
@@ -363,9 +362,9 @@ class ConsumerRegistry:
         for offsets in self._offsets.values():
             offsets.write_all()
 
-    async def offsets_written(self) -> None:
-        """Wait until the log has what replicas have acknowledged by now."""
-        for offsets in list(self._offsets.values()):
+    async def offsets_written(self, log: LogStore) -> None:
+        """Wait until a log has what replicas have acknowledged by now."""
+        if offsets := self._offsets.get(log):
             await offsets.written()
 
     def forget_the_gone(self) -> None:

@@ -156,13 +156,13 @@ class RowBatch:
                 f"{shard.cols} {shard.table.dtype} values, expected {expected}: does the row's dimension or "
                 "type differ?"
             )
-        if deleted:
-            return cls.deletes(shard, np.frombuffer(raw_ids, ID_TYPE))
         if raw_digests and len(raw_digests) != count * DIGEST_TYPE.itemsize:
             raise InvalidInput(
                 f"table {shard.table.name!r}: {len(raw_digests)} bytes of digests for {counted(count, 'row')}, "
                 "not 8 each"
             )
+        if deleted:
+            return cls.deletes(shard, np.frombuffer(raw_ids, ID_TYPE))
         values = np.frombuffer(raw_values, shard.table.dtype).reshape(count, shard.cols)
         digests = np.frombuffer(raw_digests, DIGEST_TYPE) if raw_digests else None
         return cls(shard, np.frombuffer(raw_ids, ID_TYPE), values, digests=digests)

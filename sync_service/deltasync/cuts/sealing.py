@@ -12,11 +12,12 @@ from deltasync.base.clock import steady_ns
 from deltasync.base.errors import InvalidInput, ServiceUnavailable
 from deltasync.base.events import EventKind, Events, error_text
 from deltasync.base.waiting import backoff, first_of
-from deltasync.consumers.consumer import Quarantine
+from deltasync.consumers.pause import Quarantine
 from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.core.cut_times import CutTimes, StopWatch, way_to_service
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
-from deltasync.core.seal import CutTimes, Seal, StopWatch, newest_event_time, way_to_service
+from deltasync.core.seal import Seal, newest_event_time
 from deltasync.core.tables import TableSpec
 from deltasync.cuts.cut import Cut
 from deltasync.cuts.deletes import PendingDeletes

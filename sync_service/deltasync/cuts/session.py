@@ -16,7 +16,7 @@ from deltasync.core.rows import DeleteRequest, Ids, RowBatch
 from deltasync.core.seal import Seal, check_event_time
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.coordinator import CutCoordinator, OpenCut
-from deltasync.cuts.cut import ChangedRows, MissingRows, RankPart
+from deltasync.cuts.part import ChangedRows, MissingRows, RankPart
 from deltasync.cuts.runs import Continuation, Run, continues
 from deltasync.log.log_store import LogFull, WriteQueue
 from deltasync.log.records import pack_layout, packed_bytes
@@ -244,11 +244,12 @@ class PublishSession:
             Contradiction: the cut does not fit the log, however empty that is.
             Superseded: a newer stream, run or cut has taken over.
         """
-        size = sum(columns.size for _, columns in received.rows)
-        if size > MAX_CHUNK_BYTES:
-            what = f"a {'part' if received.close else 'chunk'} of {size} bytes of ids and values"
-            raise InvalidInput(f"{what}, at most {MAX_CHUNK_BYTES} are allowed")
+        size = 0
         for number, (slot, columns) in enumerate(received.rows, 1):
+            size += columns.size
+            if size > MAX_CHUNK_BYTES:
+                what = f"a {'part' if received.close else 'chunk'} of {size} bytes of ids and values, or more"
+                raise InvalidInput(f"{what}: at most {MAX_CHUNK_BYTES} are allowed")
             await self._add(received.step, slot, columns.rows_of(slot, self._shards))
             if number % _ROWS_AT_ONCE == 0:  # Of so many tables, a part takes long: others have their turn.
                 await asyncio.sleep(0)

@@ -26,11 +26,12 @@ from deltasync.checkpoints.chunks import LogRecord
 from deltasync.checkpoints.manifest import Manifest, TableKey
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source, SourceTable
+from deltasync.core.cut_times import RecentCuts
 from deltasync.core.delivery import Delivery, spec_record
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
 from deltasync.core.rows import DamagedRows, RowBatch
-from deltasync.core.seal import RecentCuts, Seal, SealHistory, checksum_of, event_time_of, seal_of
+from deltasync.core.seal import Seal, SealHistory, checksum_of, event_time_of, seal_of
 from deltasync.core.stamps import StampedTable, table_bytes
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.core.tables import TableSpec

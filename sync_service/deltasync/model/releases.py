@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary, ref
 
 import numpy as np
 
-from deltasync.base.errors import ServiceUnavailable, Superseded
+from deltasync.base.errors import Damaged, ServiceUnavailable, Superseded
 from deltasync.base.waiting import Signal, first_of
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import Ids, RowBatch
@@ -302,8 +302,19 @@ class Releases:
             FrozenRelease(None, [Chunk.of(slot, piece) for slot, batch in rows for piece in chunked(batch)])
         )
 
-    def completed(self, release: FrozenRelease, tables: Sequence[StampedTable], head: Head) -> FrozenRelease:
-        """What was `prepared`, now that the tables have these rows."""
+    def completed(
+        self, release: FrozenRelease, tables: Sequence[StampedTable], head: Head
+    ) -> FrozenRelease | None:
+        """What was `prepared`, now that the tables have these rows.
+
+        None if bits of them have changed in memory since they were received: replicas would refuse them for ever.
+        What they are sent instead is read from the tables, and checked as it is read.
+        """
+        try:
+            for chunk in release.chunks:
+                chunk.rows.check_digests()
+        except Damaged:
+            return None
         release.head, release.checksums = head, checksums_of(tables)
         release.whole = replacing(tables, head.number - 1)
         return release

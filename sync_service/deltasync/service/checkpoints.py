@@ -135,7 +135,7 @@ class Checkpoints:
             with self._noting(model, state.writing, "no checkpoint of it is written, which is tried again"):
                 if model.seals.newest is None:
                     raise NotFound(f"nothing of model {model.name!r} is published")
-                await self._registry.offsets_written()
+                await self._registry.offsets_written(model.log)
                 views, small = partial(self._views.of_model, model), partial(_small_records, model)
                 manifest = await self._unless_left(model, partial(model.checkpoint, views, small))
                 state.written.append(manifest)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from deltasync.base.arguments import check_name
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, LimitReached, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
-from deltasync.consumers.consumer import ITSELF, Consumer, ConsumerOptions
+from deltasync.consumers.consumer import Consumer, ConsumerOptions
+from deltasync.consumers.pause import ITSELF
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.policy import Policy
 from deltasync.log.volume import VolumeFailed

@@ -136,12 +136,15 @@ class Hosting:
         """Give up what is lost, and remove files of models that others have, until cancelled."""
         while True:
             await asyncio.sleep(_SECONDS)
-            await asyncio.to_thread(self._remove_checkpoints)
-            for model in sorted(self._owned):
-                error = await asyncio.to_thread(self._logs.lost, model)
-                if error and model in self._owned:
-                    self._events.emit(EventKind.FAILED, "its log is lost", error, model=model)
-                    await self._models.owners.lost(model, str(error))
+            try:
+                await asyncio.to_thread(self._remove_checkpoints)
+                for model in sorted(self._owned):
+                    error = await asyncio.to_thread(self._logs.lost, model)
+                    if error and model in self._owned:
+                        self._events.emit(EventKind.FAILED, "its log is lost", error, model=model)
+                        await self._models.owners.lost(model, str(error))
+            except Exception as error:  # noqa: BLE001  # logs that are lost later must be noticed, too
+                self._events.emit(EventKind.FAILED, "looking after the logs of models, which comes again", error)
 
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints in the data directory of models that this process does not own: their owners have
@@ -167,6 +170,9 @@ class Hosting:
             written: whether to write down what is under way: the log takes it still.
         """
         await self._reloading.give_up(name)
+        # Before the lock: a first cut that has just been sealed waits for it, to add its model.
+        if opened := self._models.opened.get(name):
+            await opened.retire(refusal)
         async with self._models.changing:
             self._models.recovering.pop(name, None)
             if log := self._open.pop(name, None):

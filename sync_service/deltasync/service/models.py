@@ -295,14 +295,21 @@ class Publishing:
             StorageFailed: another of that name was deleted, and what is left of it cannot be removed.
         """
         models = self._models
-        await models.owners.claim(name)
-        models.check_recovered(name)
-        async with models.changing:
-            if name not in models:
-                return await self._open(name)
-            # Each time: where that failed before, replicas would be sent the model's tables, without their policy.
-            await models.make_views(models[name])
-        return ranks_of(models, name)
+        while True:
+            # Not with the lock, for which a removal waits; and before the claim, which it takes back.
+            while removal := self._removals.get(name):
+                await asyncio.wait([removal])
+            await models.owners.claim(name)
+            models.check_recovered(name)
+            async with models.changing:
+                if name in self._removals:
+                    continue
+                if name not in models:
+                    return await self._open(name)
+                # Each time: where that failed before, replicas would be sent the model's tables without their
+                # policy.
+                await models.make_views(models[name])
+            return ranks_of(models, name)
 
     def leave(self, coordinator: CutCoordinator) -> None:
         """Note that one of the streams of a model has ended."""
@@ -333,8 +340,6 @@ class Publishing:
 
     async def _open(self, name: str) -> CutCoordinator:
         models = self._models
-        if removal := self._removals.get(name):
-            await asyncio.wait([removal])
         if name not in models.opened:
             self._limits.check_more("models")
             model = models.storage.model(name)

@@ -10,7 +10,8 @@ from deltasync.base.events import EventKind, Events
 from deltasync.base.progress import Progress
 from deltasync.base.waiting import first_of
 from deltasync.base.words import listed
-from deltasync.consumers.consumer import ITSELF, Consumer, Pause, Replica, Verified
+from deltasync.consumers.consumer import Consumer, Replica, Verified
+from deltasync.consumers.pause import ITSELF, Pause
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.verified import VerifiedStatus

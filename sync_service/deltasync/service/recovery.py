@@ -200,7 +200,8 @@ class Reloading:
             for pause in backoff(_LONGEST_PAUSE_SECONDS):
                 try:
                     await _to_the_end(self._drop(model))
-                    await self._recovery.model(name)
+                    if name in models.recovering:  # Else it was deleted, or given up, meanwhile.
+                        await self._recovery.model(name)
                 except Exception as error:  # noqa: BLE001  # one model's trouble is its own
                     models.reloading[name] = f"{why}; that has failed, and is tried again: {error}"
                     self._events.emit(EventKind.FAILED, "its reload is tried again", error, model=name)
@@ -211,7 +212,7 @@ class Reloading:
                     return
         finally:
             del models.reloading[name], self._reloads[name]
-        if reloaded := models.get(name):  # Else the service ends.
+        if reloaded := models.get(name):  # Else the service ends, or the model is gone.
             text = f"it was away for {time.monotonic() - started:.2f} s: {why}"
             version = reloaded.seals.newest_version
             self._events.emit(EventKind.MODEL_RELOADED, text, model=name, version=version)
@@ -228,8 +229,9 @@ class Reloading:
                 models.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
                 text = f"model {name!r} is being reloaded; try again"
                 await models.end(model, partial(ServiceUnavailable, text))
-            # Anew each time: a cut that was being sealed may have brought another table.
-            models.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
+            if name in models.recovering:
+                # Anew each time: a cut that was being sealed may have brought another table.
+                models.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
 
 
 def _recorded(log: LogStore, name: str) -> Mapping[str, Any]:

@@ -20,23 +20,20 @@ from deltasync.model.model import Model
 from deltasync.status.lag import ConsumerLag, report
 from deltasync.status.metrics import Figures, ModelFigures, ProcessFigures, exposition
 from deltasync.status.overview import (
-    CUTS,
-    EVENTS,
     LAG_NUMBERS,
     ConsumerOverview,
     Overview,
-    Sources,
     consumer_overviews,
-    last_cuts,
     model_overviews,
     other_processes,
     process_overview,
     rank_state,
     trainer_lines,
     unowned_models,
-    version_lines,
     volume_overviews,
 )
+from deltasync.status.sources import CUTS, EVENTS, Sources
+from deltasync.status.versions import last_cuts, version_lines
 
 # Requests within this time share their metrics, which are computed at most ten times a second.
 _SHARED_SECONDS = 0.1

@@ -1,132 +1,27 @@
 """Everything of a service on one screen: what the page, `deltasync status` and `/readyz` show."""
 
-import asyncio
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from heapq import nlargest
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from deltasync.access.access import Access
-from deltasync.access.limits import Limits
 from deltasync.base.clock import steady_ns
-from deltasync.base.events import EventCounts, RecentEvent, RecentEvents
+from deltasync.base.events import RecentEvent
 from deltasync.base.progress import under_way
-from deltasync.base.words import listed, utc
+from deltasync.base.words import utc
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.consumer import Consumer
 from deltasync.consumers.registry import ConsumerRegistry
-from deltasync.core.seal import CutTimes, DeliveryDurations
+from deltasync.core.cut_times import DeliveryDurations
 from deltasync.cuts.coordinator import CutCoordinator, RankSession
 from deltasync.cuts.sealing import CutSealer
 from deltasync.log.volume import Volume
 from deltasync.model.model import Model
-from deltasync.service.checkpoints import Checkpoints
-from deltasync.service.consumers import Consumers
 from deltasync.service.models import Models
-from deltasync.service.probe import ProbeStatus
-from deltasync.service.volumes import Volumes
 from deltasync.status.lag import ConsumerLag, State, needs_somebody
-
-# How many cuts and events an overview shows.
-CUTS, EVENTS = 20, 30
-
-
-@dataclass(kw_only=True)
-class ProcessState:
-    """How this process is doing. The server keeps it up to date.
-
-    Attributes:
-        draining: set once the service is to end.
-        started_unix_ns: when the process started, nanoseconds since 1970.
-        compiling: whether kernels are still compiled, and no streams are accepted.
-        probe: how rows of the probe fare; None if there is no probe.
-        certificates_expire: when each certificate expires, seconds since 1970, by the name of its setting.
-    """
-
-    draining: asyncio.Event
-    started_unix_ns: int = field(default_factory=time.time_ns)
-    compiling: bool = False
-    probe: ProbeStatus | None = None
-    certificates_expire: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sources:
-    """What status reads of a service, and changes nothing of."""
-
-    models: Models
-    registry: ConsumerRegistry
-    consumers: Consumers
-    checkpoints: Checkpoints
-    volumes: Volumes
-    limits: Limits
-    event_counts: EventCounts
-    recent_events: RecentEvents
-    process: ProcessState
-
-
-@dataclass(frozen=True)
-class Check:
-    """A condition for being ready: its name, and what keeps it from being true; empty if it is true."""
-
-    check: str
-    trouble: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether the condition is true."""
-        return not self.trouble
-
-
-def checks(sources: Sources) -> list[Check]:
-    """All checks, in the order in which a starting process passes them. In the event loop."""
-    models, process, volumes = sources.models, sources.process, sources.volumes.trouble
-    compiling = "still compiling for this machine; the log says how far it is"
-    return [
-        Check("running", "the service is shutting down" if process.draining.is_set() else ""),
-        Check("kernels", compiling if process.compiling else ""),
-        Check("processes", "" if models.owners.confirmed else _UNCONFIRMED),
-        Check("models", _recovering(models)),
-        Check("volumes", f"nothing new can be written: {volumes}" if volumes else ""),
-        Check("log", "; ".join([_FULL, *sources.checkpoints.troubles]) if models.storage.logs.refusing else ""),
-    ]
-
-
-def _recovering(models: Models) -> str:
-    reloading, failures = sorted(models.reloading), models.recovery_failures
-    texts = [f"model {name!r} is being reloaded: {models.reload_reason(name)}" for name in reloading]
-    away = [name for name in models.recovering if name not in reloading]
-    texts += [f"model {name!r} is still recovering: {failures[name]}" for name in away if failures.get(name)]
-    if recovering := [name for name in away if not failures.get(name)]:
-        texts.append(f"still recovering: {listed(recovering)}")
-    return "; ".join(texts)
-
-
-_FULL = "the log is full: it is cut once a checkpoint is written"
-
-
-_UNCONFIRMED = "the other processes have not heard of this one: brokers do not answer, or have just been asked"
-
-
-# If one of these fails, the others follow from it.
-_ALONE = ("running", "kernels", "processes")
-
-
-def not_ready(every: Iterable[Check]) -> str:
-    """Why the service accepts no streams, or cannot keep what they bring; empty if it is ready."""
-    wrong = [each for each in every if not each.ok]
-    if wrong and wrong[0].check in _ALONE:
-        return wrong[0].trouble
-    # A full log is what comes of the others.
-    causes = [each for each in wrong if each.check != "log"] or wrong
-    return "; ".join(each.trouble for each in causes)
-
-
-def troubles(sources: Sources) -> list[str]:
-    """Problems of this process that do not keep it from being ready. In the event loop."""
-    risks = [f"accepted: {each}" for each in sources.models.storage.logs.accepted_risks]
-    return [*sources.models.troubles, *sources.consumers.troubles, *risks, *sources.checkpoints.troubles]
+from deltasync.status.readiness import Check, checks, troubles
+from deltasync.status.sources import Sources
+from deltasync.status.versions import VersionLine
 
 
 @dataclass(frozen=True)
@@ -452,93 +347,6 @@ def _waiting(consumer: str, model: str, state: State, why: str) -> ConsumerOverv
         freshness=freshness_of(DeliveryDurations()),
         policy="",
     )
-
-
-_DIGITS = 6
-
-
-@dataclass(frozen=True)
-class PartSeconds:
-    """Seconds of each part of a cut's way; null while it is not over. `release` and `ack` are of the consumer for
-    which both together took longest.
-    """
-
-    gather: float | None = None
-    send: float | None = None
-    seal: float | None = None
-    log: float | None = None
-    apply: float | None = None
-    release: float | None = None
-    ack: float | None = None
-
-
-@dataclass(frozen=True)
-class DeliveryLine:
-    """That `replicas` of a consumer hold a version; `release` and `ack` are the seconds of the slowest of them."""
-
-    consumer: str
-    replicas: int
-    release: float
-    ack: float
-
-
-@dataclass(frozen=True)
-class VersionLine:
-    """A version of a model, sealed since the service started: `sealed` is when, in UTC."""
-
-    model: str
-    version: int
-    step: int
-    run: str
-    rows: int
-    bytes: int
-    sealed: str
-    seconds_ago: float
-    seconds: PartSeconds
-    consumers: list[DeliveryLine]
-
-
-# The name of a model, and a cut of it.
-NamedCuts = list[tuple[str, CutTimes]]
-
-
-def last_cuts(models: Iterable[Model], count: int) -> NamedCuts:
-    """The last cuts of some models, for another thread. In the event loop."""
-    cuts = ((model.name, cut) for model in models for cut in model.recent.newest(count))
-    return [(name, cut.copy()) for name, cut in nlargest(count, cuts, key=lambda pair: pair[1].durable_ns)]
-
-
-def version_lines(cuts: NamedCuts) -> list[VersionLine]:
-    """A line for each cut. Any thread."""
-    now_ns = steady_ns()
-    return [_line(*each, now_ns) for each in cuts]
-
-
-def _line(model: str, cut: CutTimes, now_ns: int) -> VersionLine:
-    deliveries = [
-        DeliveryLine(name, each.replicas, round(each.release, _DIGITS), round(each.ack, _DIGITS))
-        for name, each in sorted(cut.deliveries.items())
-    ]
-    return VersionLine(
-        model=model,
-        version=cut.seal.version,
-        step=cut.seal.step,
-        run=cut.seal.run,
-        rows=cut.seal.rows,
-        bytes=cut.seal.bytes,
-        sealed=utc(cut.seal.sealed_unix_ns),
-        seconds_ago=round((now_ns - cut.durable_ns) / 1e9, 3),
-        seconds=_seconds(cut, deliveries),
-        consumers=deliveries,
-    )
-
-
-def _seconds(cut: CutTimes, deliveries: list[DeliveryLine]) -> PartSeconds:
-    parts = {name: round(seconds, _DIGITS) for name, seconds in cut.seconds.items()}
-    if deliveries:
-        slowest = max(deliveries, key=lambda each: each.release + each.ack)
-        parts |= {"release": slowest.release, "ack": slowest.ack}
-    return PartSeconds(**parts)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableKind
 from deltasync.kernels.ranking import split_amounts
 from deltasync.model.feed import Amount, Backlog, total
-from deltasync.views.ranking import DirtyRows
+from deltasync.views.picking import DirtyRows
 from deltasync.views.state import ViewState
 from deltasync.views.table import Comparison, RowUpdate, ViewTable
 

@@ -37,7 +37,7 @@ from deltasync.views.log import (
     table_record,
 )
 from deltasync.views.making import Making, Plan
-from deltasync.views.ranking import Pick, pick
+from deltasync.views.picking import Pick, pick
 from deltasync.views.replay import state_record
 from deltasync.views.state import ViewState
 

@@ -16,9 +16,11 @@ from deltasync.core.rows import RowBatch
 from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard
 from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 
-# Just under 1,000,000 bytes: faster than 64 KiB or 4 MiB, and below the default limits of gRPC and brokers.
+# Of ids and values. Just under 1,000,000 bytes: faster than 64 KiB or 4 MiB, and below the default limit of gRPC.
 CHUNK_BYTES = 990_000
 MAX_CHUNK_BYTES = 1 << 20
+# Tables of a whole part that are read at once: they take a millisecond of the event loop.
+_TABLES_AT_ONCE = 64
 
 Pieces: TypeAlias = "list[bytes | memoryview]"
 
@@ -86,8 +88,8 @@ def rows_pieces(rows: RowBatch) -> Pieces:
 
 
 def encoded(rows: RowBatch) -> RowBatch:
-    """The same rows with their `Rows` message, which is written unless they came in one."""
-    return rows if rows.encoded is not None else replace(rows, encoded=memoryview(b"".join(rows_pieces(rows))))
+    """The same rows as views of their `Rows` message, which is written unless they came in one."""
+    return rows if rows.encoded is not None else at_end_of(b"".join(rows_pieces(rows)), rows)
 
 
 def at_end_of(message: bytes, rows: RowBatch) -> RowBatch:
@@ -232,12 +234,12 @@ class ReceivedRows:
 
     Attributes:
         step: the optimizer step of the cut.
-        rows: the numbers of shards, and rows of these.
+        rows: the numbers of shards, and rows of these; to be read once. Of many, each is read as it is asked for.
         close: of a whole part, its end; None where others of the part follow.
     """
 
     step: int
-    rows: list[tuple[int, Columns]]
+    rows: Iterable[tuple[int, Columns]]
     close: publish_pb2.PartClose | None = None
 
 
@@ -260,6 +262,10 @@ def read_request(raw: bytes) -> PublishRequest:
     if message.WhichOneof("message") not in ("chunk", "part"):
         return message
     message.DiscardUnknownFields()
+    part = message.part
+    if len(part.rows) > _TABLES_AT_ONCE:
+        each = (_of_table(memoryview(rows.SerializeToString())) for rows in part.rows)
+        return ReceivedRows(part.close.step, each, part.close)
     return _received(message.SerializeToString())
 
 
@@ -275,6 +281,8 @@ def _received(raw: bytes) -> ReceivedRows:
     if part is not None and chunk is None:
         fields, several = _Fields(part), list[tuple[int, Columns]]()
         while (rows := fields.bytes(_WHOLE_PART_ROWS)) is not None:
+            if len(several) == _TABLES_AT_ONCE:
+                raise NotAsWritten("more tables than are read at once")
             several.append(_of_table(rows))
         close = publish_pb2.PartClose.FromString(bytes(fields.bytes(_WHOLE_PART_CLOSE) or b""))
         fields.end()

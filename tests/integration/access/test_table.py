@@ -13,7 +13,8 @@ from starlette.routing import Route
 from tests.support.guarded import ROLES, GuardedService
 from tests.support.wire import publish_open, subscribe_open
 
-from deltasync.access.access import CALLS, ROUTES, Access, Audit, Need, need_of_call, need_of_request
+from deltasync.access.access import CALLS, ROUTES, Access, Need, need_of_call, need_of_request
+from deltasync.access.audit import Audit
 from deltasync.access.roles import Role, grants
 from deltasync.api.http import create_app
 from deltasync.base.events import Events

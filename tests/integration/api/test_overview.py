@@ -22,8 +22,8 @@ from deltasync.access.access import ROUTES, need_of_request
 from deltasync.base.events import RecentEvents
 from deltasync.checkpoints import manifest
 from deltasync.client import NumpyTarget, TableSpec
+from deltasync.core.cut_times import SERVICE_PARTS
 from deltasync.core.policy import Policy
-from deltasync.core.seal import SERVICE_PARTS
 from deltasync.log import records
 from deltasync.wire.errors import PROTOCOL
 

@@ -17,8 +17,9 @@ from tests.support.redis_server import PROGRAM, RedisServer
 
 from deltasync.base.errors import Contradiction, InvalidInput, NotFound, ServiceUnavailable, StorageFailed
 from deltasync.client import Position, Release, RowBatch
+from deltasync.client.targets.redis_layout import keys_of
 from deltasync.client.targets.redis_rows import RedisRows
-from deltasync.client.targets.redis_store import RedisWriter, keys_of
+from deltasync.client.targets.redis_store import RedisWriter
 from deltasync.client.targets.redis_target import RedisTarget
 from deltasync.client.targets.target import Reading
 from deltasync.core.tables import FREE_ID

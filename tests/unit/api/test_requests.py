@@ -10,7 +10,8 @@ from fastapi import Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from deltasync.access.access import Access, Audit
+from deltasync.access.access import Access
+from deltasync.access.audit import Audit
 from deltasync.access.roles import Grant, Role, Roles, TokenRoles, token_digest
 from deltasync.api.access import AccessMiddleware
 from deltasync.api.http_server import HttpProtocol

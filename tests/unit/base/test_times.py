@@ -12,16 +12,8 @@ from tests.support.seals import sealed
 from deltasync.base.clock import FOREVER_NS, Succession, steady_ns
 from deltasync.base.errors import InvalidInput
 from deltasync.core import seal as module
-from deltasync.core.seal import (
-    KEPT_CUTS,
-    CutTimes,
-    RecentCuts,
-    check_event_time,
-    event_time_of,
-    newest_event_time,
-    seconds_behind,
-    way_to_service,
-)
+from deltasync.core.cut_times import KEPT_CUTS, CutTimes, RecentCuts, way_to_service
+from deltasync.core.seal import check_event_time, event_time_of, newest_event_time, seconds_behind
 
 
 def succession(*times: tuple[int, int]) -> Succession:

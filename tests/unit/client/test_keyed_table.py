@@ -10,7 +10,7 @@ from tests.support.examples import stateful
 
 from deltasync.base.errors import InvalidInput
 from deltasync.client.targets.key_index import KeyIndex
-from deltasync.client.targets.keyed_target import KeyedTable
+from deltasync.client.targets.keyed_table import KeyedTable
 from deltasync.core.rows import Ids, Values
 from deltasync.kernels import keys as kernels
 from deltasync.kernels.compiled import Kernel

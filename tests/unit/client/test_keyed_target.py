@@ -12,7 +12,7 @@ from deltasync.client import NumpyTarget, Position, RowBatch, Shard
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.key_index import KeyIndex
 from deltasync.client.targets.keyed_target import KeyedTarget, _KeyedCopy
-from deltasync.client.targets.redis_store import Meta
+from deltasync.client.targets.redis_layout import Meta
 from deltasync.client.targets.target import Reads, Release
 from deltasync.core.rows import Ids
 from deltasync.core.tables import FREE_ID

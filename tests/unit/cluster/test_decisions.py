@@ -18,7 +18,7 @@ from deltasync.cluster.bucket import (
     to_member,
 )
 from deltasync.cluster.bucket_copy import ClusterState
-from deltasync.cluster.decisions import heir_of, next_after, next_steps, ranked, responsibility_for
+from deltasync.cluster.heirs import heir_of, next_after, next_steps, ranked, responsibility_for
 from deltasync.cluster.member import Claim, Member, OwnershipOptions
 
 names = st.from_regex(NAME_PATTERN, fullmatch=True)

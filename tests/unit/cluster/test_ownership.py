@@ -12,7 +12,7 @@ from tests.unit.support.async_tests import as_test
 
 from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, NotOwner
 from deltasync.base.events import EventKind
-from deltasync.cluster.decisions import heir_of
+from deltasync.cluster.heirs import heir_of
 from deltasync.cluster.member import Member
 from deltasync.cluster.owners import Alone, Owners
 

@@ -6,7 +6,7 @@ import pytest
 
 from deltasync.base.clock import Moment
 from deltasync.base.errors import InvalidInput
-from deltasync.consumers.consumer import ITSELF, Pause, Quarantine, extended, joined, pause_of_record, pause_record
+from deltasync.consumers.pause import ITSELF, Pause, Quarantine, extended, joined, pause_of_record, pause_record
 
 PAUSE = Pause(1_700_000_000 * 10**9, "anna@ops (127.0.0.1:4711)", "nonsense")
 

@@ -17,7 +17,7 @@ from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamps import StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.cuts.cut import ChangedRows, MissingRows
+from deltasync.cuts.part import ChangedRows, MissingRows
 from deltasync.cuts.session import PublishSession
 from deltasync.service.service import Service
 from deltasync.wire.messages import MOST_IDS, changed_from_message, changed_to_messages, joined

@@ -18,7 +18,8 @@ from deltasync.core.policy import Policy
 from deltasync.service.models import Models
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
-from deltasync.status.overview import checks, model_overviews, not_ready, trainer_lines
+from deltasync.status.overview import model_overviews, trainer_lines
+from deltasync.status.readiness import checks, not_ready
 from deltasync.views.view import View
 
 ROWS = random_rows(1, [USER, ITEM])

@@ -38,7 +38,8 @@ from deltasync.service.models import Models
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
-from deltasync.status.overview import checks, consumer_overviews, model_overviews, not_ready
+from deltasync.status.overview import consumer_overviews, model_overviews
+from deltasync.status.readiness import checks, not_ready
 from deltasync.v1 import subscribe_pb2
 from deltasync.views.view import View
 

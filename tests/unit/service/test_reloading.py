@@ -23,7 +23,8 @@ from deltasync.core.stamps import StampedTable
 from deltasync.model.model import Model
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
-from deltasync.status.overview import checks, consumer_overviews, model_overviews, not_ready
+from deltasync.status.overview import consumer_overviews, model_overviews
+from deltasync.status.readiness import checks, not_ready
 
 ROWS = random_rows(1)  # Those of `publish`.
 

@@ -23,7 +23,7 @@ from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.volume import refused
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers, Sampler
-from deltasync.status.overview import checks, not_ready
+from deltasync.status.readiness import checks, not_ready
 
 
 def no_memory(_: TableMemory, nbytes: int, what: str) -> None:

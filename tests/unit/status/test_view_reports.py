@@ -13,7 +13,8 @@ from tests.support.view_scenarios import ITEM, TOP, USER, changed, run, run_agai
 from tests.unit.support.async_tests import as_test
 
 from deltasync.base.clock import steady_ns
-from deltasync.consumers.consumer import Consumer, Pause, Replica
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.pause import Pause
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.tables import TableSpec

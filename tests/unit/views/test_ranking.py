@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deltasync.core.policy import Policy
-from deltasync.views.ranking import DirtyRows, pick
+from deltasync.views.picking import DirtyRows, pick
 
 MAX_AGE = 60.0
 

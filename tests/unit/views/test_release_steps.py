@@ -26,7 +26,8 @@ from tests.unit.views.models import Models
 
 from deltasync.base.errors import ServiceUnavailable
 from deltasync.base.events import Event, EventKind, Events
-from deltasync.consumers.consumer import Consumer, Pause, Replica
+from deltasync.consumers.consumer import Consumer, Replica
+from deltasync.consumers.pause import Pause
 from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import DamagedRows, RowBatch

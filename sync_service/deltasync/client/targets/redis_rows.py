@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deltasync.base.errors import Contradiction, NotFound
-from deltasync.client.targets.keyed_target import checked_keys
-from deltasync.client.targets.redis_store import Meta, Names, RedisStore, StoredTable, key_fields, place_of
+from deltasync.client.targets.keyed_table import checked_keys
+from deltasync.client.targets.redis_layout import Meta, Names, StoredTable, key_fields
+from deltasync.client.targets.redis_store import RedisStore, place_of
 from deltasync.client.targets.target import Reading
 from deltasync.core.rows import Ids, Mask, Values
 

@@ -9,16 +9,8 @@ import numpy as np
 
 from deltasync.base.errors import Contradiction, InvalidInput
 from deltasync.client.targets.keyed_target import Entries, RawIdChange, ids_of, maps_of, named_raw_ids
-from deltasync.client.targets.redis_store import (
-    Meta,
-    Names,
-    RedisWriter,
-    StoredTable,
-    key_fields,
-    keys_of,
-    place_of,
-    row_values,
-)
+from deltasync.client.targets.redis_layout import Meta, Names, StoredTable, key_fields, keys_of, row_values
+from deltasync.client.targets.redis_store import RedisWriter, place_of
 from deltasync.client.targets.target import Release
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, Mask, RowBatch

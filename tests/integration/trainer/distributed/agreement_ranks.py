@@ -130,7 +130,7 @@ def buffers_that_differ_are_named_once(service: str) -> None:
         if at_first:
             model[1].running_mean.fill_(dist.get_rank())
         sync = DeltaSync(model, SyncOptions(service=service, model=name, publish_every=1))
-        with mock.patch.object(sync, "logger") as logger:
+        with mock.patch("deltasync.trainer.sync.logger") as logger:
             sync.flush(PATIENCE_SECONDS)
             for norm in () if at_first else model:
                 norm.running_mean += dist.get_rank()
@@ -142,7 +142,7 @@ def buffers_that_differ_are_named_once(service: str) -> None:
             sync.flush(PATIENCE_SECONDS)
         named = [mock.call.warning(mock.ANY, f"{place}.running_mean") for place in range(2)]
         expected = named[at_first:] if dist.get_rank() == 0 else []
-        assert logger.mock_calls == expected, logger.mock_calls
+        assert [each for each in logger.mock_calls if "running_mean" in str(each)] == expected, logger.mock_calls
         sync.abort()
 
 

@@ -1,0 +1,71 @@
+"""Whether a service takes streams, check by check."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deltasync.base.words import listed
+from deltasync.service.models import Models
+from deltasync.status.sources import Sources
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition for being ready: its name, and what keeps it from being true; empty if it is true."""
+
+    check: str
+    trouble: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the condition is true."""
+        return not self.trouble
+
+
+def checks(sources: Sources) -> list[Check]:
+    """All checks, in the order in which a starting process passes them. In the event loop."""
+    models, process, volumes = sources.models, sources.process, sources.volumes.trouble
+    compiling = "still compiling for this machine; the log says how far it is"
+    return [
+        Check("running", "the service is shutting down" if process.draining.is_set() else ""),
+        Check("kernels", compiling if process.compiling else ""),
+        Check("processes", "" if models.owners.confirmed else _UNCONFIRMED),
+        Check("models", _recovering(models)),
+        Check("volumes", f"nothing new can be written: {volumes}" if volumes else ""),
+        Check("log", "; ".join([_FULL, *sources.checkpoints.troubles]) if models.storage.logs.refusing else ""),
+    ]
+
+
+def _recovering(models: Models) -> str:
+    reloading, failures = sorted(models.reloading), models.recovery_failures
+    texts = [f"model {name!r} is being reloaded: {models.reload_reason(name)}" for name in reloading]
+    away = [name for name in models.recovering if name not in reloading]
+    texts += [f"model {name!r} is still recovering: {failures[name]}" for name in away if failures.get(name)]
+    if recovering := [name for name in away if not failures.get(name)]:
+        texts.append(f"still recovering: {listed(recovering)}")
+    return "; ".join(texts)
+
+
+_FULL = "the log is full: it is cut once a checkpoint is written"
+
+
+_UNCONFIRMED = "the other processes have not heard of this one: brokers do not answer, or have just been asked"
+
+
+# If one of these fails, the others follow from it.
+_ALONE = ("running", "kernels", "processes")
+
+
+def not_ready(every: Iterable[Check]) -> str:
+    """Why the service accepts no streams, or cannot keep what they bring; empty if it is ready."""
+    wrong = [each for each in every if not each.ok]
+    if wrong and wrong[0].check in _ALONE:
+        return wrong[0].trouble
+    # A full log is what comes of the others.
+    causes = [each for each in wrong if each.check != "log"] or wrong
+    return "; ".join(each.trouble for each in causes)
+
+
+def troubles(sources: Sources) -> list[str]:
+    """Problems of this process that do not keep it from being ready. In the event loop."""
+    risks = [f"accepted: {each}" for each in sources.models.storage.logs.accepted_risks]
+    return [*sources.models.troubles, *sources.consumers.troubles, *risks, *sources.checkpoints.troubles]
