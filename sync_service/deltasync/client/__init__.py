@@ -11,7 +11,7 @@ service, are internal.
 import os
 
 # Before gRPC is imported: its handlers of forks damage the streams that are open in the parent, under load within
-# seconds (grpc/grpc#18075, #31885). Without them a fork leaves them alone; see `forks`.
+# seconds (grpc/grpc#18075, #31885). Without them a fork leaves them alone; see `connection`.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from deltasync.base.decision import Decision

@@ -2,19 +2,15 @@
 
 In the order in which a release goes through them:
 
-    registry       the views there are; each has a release loop
+    registry       the views of a model's consumers, and the loop of each that makes releases as they become due
     pacing         when a release is due, and why
-    release_loop   making releases as they become due
     view           what replicas are given; the view as checkpoints and recovery see it
     release_maker  one release: made, written to the log, shown
     making         what it does on the model's thread: copy, compare, take
-    table          one table of a view: what replicas hold of it, and which rows are dirty
-    dirty_set      the dirty rows of a table, sorted by id: what a release costs, however large the table is
-    ranking        which dirty rows a release takes
+    table          one table of a view: what replicas hold of it, and its dirty rows, sorted by id
+    picking        which dirty rows a release takes
     state          where a view is at one moment
-    log            its records in the log
-    records        what these, and those of checkpoints, look like
-    history        which version each release was made of, and from where a replica can go on
+    log            its records in the log, and the history of its releases
     replay         a view made again, after a restart
 
 A view is derived: its rows are those of the model at the versions that its releases name. The log has which rows
