@@ -11,7 +11,7 @@ from tests.support.seals import sealed
 
 from deltasync.base.clock import FOREVER_NS, Succession, steady_ns
 from deltasync.base.errors import InvalidInput
-from deltasync.core import seal as module
+from deltasync.core import cut_times as module
 from deltasync.core.cut_times import KEPT_CUTS, CutTimes, RecentCuts, way_to_service
 from deltasync.core.seal import check_event_time, event_time_of, newest_event_time, seconds_behind
 
