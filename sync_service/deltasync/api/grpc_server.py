@@ -32,7 +32,7 @@ from deltasync.wire.row_messages import read_request, serialized
 
 
 def not_bound(option: str, host: str, port: int, error: OSError | None = None) -> str:
-    """Why the port of an option could not be had, and what to do."""
+    """The message for a port that cannot be listened on: why, and what to do."""
     if error and (isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL):
         return f"cannot listen on {host}: {error.strerror}: choose a --host that is an address of this machine"
     return f"cannot listen on {host}:{port}: choose another {option}, or 0 for any free one"
@@ -93,18 +93,18 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
     """Tells whether services serve: all of them, or none.
 
-    In place of gRPC's own, which has all who watch wait for each other: there one that takes no answer keeps the
-    others from theirs, and the process from its end.
+    With gRPC's own servicer all watchers wait for each other: one that reads no answers keeps the others from
+    theirs, and the process from ending.
     """
 
     def __init__(self, services: tuple[str, ...]) -> None:
-        """Tell that they do not serve, until told otherwise."""
+        """Begin with services that do not serve yet."""
         self._services = frozenset({"", *services})
         self._serving = False
         self._signal = Signal()
 
     def note(self, *, serving: bool) -> None:
-        """Tell from now on whether they serve."""
+        """Note whether they serve, and tell all watchers."""
         self._serving = serving
         self._signal.wake()
 

@@ -472,7 +472,7 @@ async def _among_others(service: Service, options: ServerOptions, where: Address
     service.join(owners)
     try:
         await owners.start()
-        looking = asyncio.create_task(hosting.look_after())
+        looking = asyncio.create_task(service.repeat(hosting.look_after))
         try:
             yield
         finally:

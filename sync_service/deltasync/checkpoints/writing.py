@@ -52,7 +52,7 @@ PATIENCE_SECONDS = 60.0
 
 @dataclass(frozen=True, eq=False)
 class SourceTable:
-    """A table that is to be in a checkpoint.
+    """A table to write to a checkpoint.
 
     Attributes:
         key: which table.
@@ -83,7 +83,7 @@ class Source(Protocol):
         """The tables that it has now."""
 
     def checkpoint_state(self) -> Mapping[str, Any] | None:
-        """What else it needs, as JSON, to go on from its tables as they are; None = it cannot say now."""
+        """What it needs besides its tables to go on from them, as JSON; None while it cannot be said."""
 
 
 class Subject(Protocol):
@@ -295,7 +295,7 @@ class CheckpointWriter:
         return {(source.history, each.key): each for source in sources for each in source.checkpoint_tables()}
 
     def _follow(self, tables: Mapping[_Which, SourceTable]) -> None:
-        """Copy from now on tables that are new, too, and none that was removed."""
+        """Begin to copy new tables, and stop copying those that were removed."""
         following, new = dict[int, StampedTable](), dict[int, int]()
         for which, each in tables.items():
             before = self._before.get(which)
@@ -314,7 +314,7 @@ class CheckpointWriter:
             self._unended = list(self._copies)
 
     def _turn(self, *, last: bool) -> int | _Moment:
-        """Copy some rows; once only a small rest is left, and if it is to be the last turn, that too.
+        """Copy some rows. In the last turn, once only a small rest is left, copy that as well.
 
         Returns:
             How many bytes were copied; 0 = only the rest is left. Or, after the last turn, the tables.

@@ -49,18 +49,6 @@ def intrinsic(module: str, name: str) -> Any:
     return Callee(lambda: getattr(import_module(module), name))
 
 
-def external(name: str, signature: str) -> Any:
-    """A function of the C library."""
-    return Callee(lambda: _external(name, signature))
-
-
-def _external(name: str, signature: str) -> Any:
-    from numba.core import sigutils, types, typing
-
-    arguments, returns = sigutils.normalize_signature(signature)
-    return types.ExternalFunction(name, typing.signature(returns, *arguments))
-
-
 def _compiled(function: Callable[..., Any], **options: Any) -> Callee:
     return Callee(lambda: _dispatcher(function, options), function)
 

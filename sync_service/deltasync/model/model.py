@@ -58,7 +58,6 @@ _LAST_TURN_BYTES = 8 << 20
     head=SET_BY_EVENT_LOOP,
     failed=SET_BY_EVENT_LOOP,
     _deliveries=EVENT_LOOP,
-    _log_bytes=EVENT_LOOP,
 )
 class Model:
     """A training job's set of tables. The module's text says which thread may touch what.
@@ -109,8 +108,6 @@ class Model:
         self.failed = ""
         self.recent = RecentCuts()
         self._deliveries: list[Delivery] = []
-        # After which version, up to which one, and how many bytes the log has of these: asked for every second.
-        self._log_bytes = 0, 0, 0
         self._followed = FollowedTables()
         self._adding = asyncio.Lock()
         self._closed = False
@@ -452,12 +449,7 @@ class Model:
     @property
     def bytes_since_checkpoint(self) -> int:
         """Bytes that the log has of versions after the newest checkpoint."""
-        first, last, counted = self._log_bytes
-        if first != self._checkpointed_version:
-            first, last, counted = self._checkpointed_version, self._checkpointed_version, 0
-        counted += sum(seal.log_bytes for seal in self.seals.after(last))
-        self._log_bytes = first, max(last, self.seals.newest_version), counted
-        return counted
+        return sum(seal.log_bytes for seal in self.seals.after(self._checkpointed_version))
 
     @property
     def versions_since_checkpoint(self) -> int:
@@ -478,12 +470,12 @@ class Model:
         ]
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """What a replica that begins with a checkpoint of it is to know: its head."""
+        """The head, which a replica that begins with a checkpoint needs."""
         return {"head": asdict(head) if (head := _head(self.applied)) else None}
 
     @property
     def owner(self) -> str:
-        """By which name checkpoints have its tables."""
+        """The owner of the model's tables in checkpoints."""
         return MODEL_OWNER
 
     async def checkpoint(

@@ -20,7 +20,6 @@ from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.models import Models
 from deltasync.service.recovery import Recoveries, Reloading, models_to_recover
 
-_SECONDS = 1.0
 _NO_FOLDER = Path("/nonexistent")  # A shared log may be new, whatever checkpoints this process has.
 
 
@@ -133,18 +132,13 @@ class Hosting:
         return await asyncio.to_thread(self._logs.known_models)
 
     async def look_after(self) -> None:
-        """Give up what is lost, and remove files of models that others have, until cancelled."""
-        while True:
-            await asyncio.sleep(_SECONDS)
-            try:
-                await asyncio.to_thread(self._remove_checkpoints)
-                for model in sorted(self._owned):
-                    error = await asyncio.to_thread(self._logs.lost, model)
-                    if error and model in self._owned:
-                        self._events.emit(EventKind.FAILED, "its log is lost", error, model=model)
-                        await self._models.owners.lost(model, str(error))
-            except Exception as error:  # noqa: BLE001  # logs that are lost later must be noticed, too
-                self._events.emit(EventKind.FAILED, "looking after the logs of models, which comes again", error)
+        """Give up models whose logs are lost, and remove files of models that others have."""
+        await asyncio.to_thread(self._remove_checkpoints)
+        for model in sorted(self._owned):
+            error = await asyncio.to_thread(self._logs.lost, model)
+            if error and model in self._owned:
+                self._events.emit(EventKind.FAILED, "its log is lost", error, model=model)
+                await self._models.owners.lost(model, str(error))
 
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints in the data directory of models that this process does not own: their owners have

@@ -112,8 +112,8 @@ class Service:
             await self._keep(freed)
 
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._repeat(keep))
-            tasks.create_task(self._repeat(self.volumes.look_after))
+            tasks.create_task(self.repeat(keep))
+            tasks.create_task(self.repeat(self.volumes.look_after))
             tasks.create_task(self.reloading.run())
 
     async def wait_idle(self, seconds: float) -> None:
@@ -134,7 +134,8 @@ class Service:
         await asyncio.to_thread(self.logs.close)
         self._lock.close()
 
-    async def _repeat(self, chore: Callable[[], Awaitable[None]]) -> None:
+    async def repeat(self, chore: Callable[[], Awaitable[None]]) -> None:
+        """Do a chore every second, until cancelled. What it raises becomes an event."""
         while True:
             await asyncio.sleep(_SECONDS)
             try:

@@ -89,19 +89,23 @@ def rows_pieces(rows: RowBatch) -> Pieces:
 
 def encoded(rows: RowBatch) -> RowBatch:
     """The same rows as views of their `Rows` message, which is written unless they came in one."""
-    return rows if rows.encoded is not None else at_end_of(b"".join(rows_pieces(rows)), rows)
+    return rows if rows.encoded is not None else _views_of(memoryview(b"".join(rows_pieces(rows))), rows)
 
 
 def at_end_of(message: bytes, rows: RowBatch) -> RowBatch:
     """The same rows as views of a message that ends with them, so that other memory which they take can go."""
-    message_of_rows = memoryview(message)[len(message) - sum(map(len, rows_pieces(rows))) :]
-    columns = Columns.read(message_of_rows)
+    return _views_of(memoryview(message)[len(message) - sum(map(len, rows_pieces(rows))) :], rows)
+
+
+def _views_of(message: memoryview, rows: RowBatch) -> RowBatch:
+    """The same rows as views of their `Rows` message."""
+    columns = Columns.read(message)
     return replace(
         rows,
         ids=np.frombuffer(columns.ids, ID_TYPE),
         values=rows.values if rows.deleted else _array_of(columns.values, rows.values),
         digests=None if rows.digests is None else _array_of(columns.digests, rows.digests),
-        encoded=message_of_rows,
+        encoded=message,
     )
 
 
