@@ -23,7 +23,7 @@ from deltasync.base.process import keep_freed_memory
 from deltasync.client import NumpyTarget, Position, Release, RowBatch, TableSpec
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.core.rows import BLOCK_ROWS
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.kernels.compiled import warm
 
 _BARE, _SERVICE, _GIVEN, _REPLICA = "bare", "service", "given", "replica"

@@ -36,7 +36,7 @@ from deltasync.checkpoints.writing import Source, SourceTable
 from deltasync.client import Admin, Endpoint, RowBatch, TableSpec
 from deltasync.core.delivery import spec_record
 from deltasync.core.position import Position
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 
 _MODEL = "bench"
 _TIMES, _OF_A_CHECKPOINT = 5, 0.1

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from deltasync.client import Endpoint, Publisher, PublisherOptions, Shard, TableSpec
-from deltasync.trainer.example.processes import Processes, Service
+from deltasync.trainer.example.processes import DemoService, Processes
 
 _POLL_SECONDS = 0.05
 
@@ -66,13 +66,13 @@ class Children:
         self.processes = Processes(Path(self._folder.name))
         self._peers: list[Peer] = []
 
-    def service(self, *arguments: str, admin_token: str = "") -> Service:
+    def service(self, *arguments: str, admin_token: str = "") -> DemoService:
         if admin_token:
             file = self.processes.folder / "admin-token"
             file.touch(0o600)
             file.write_text(admin_token)
             arguments += ("--admin-token-file", str(file))
-        return Service(self.processes, arguments)
+        return DemoService(self.processes, arguments)
 
     def peer(self, *arguments: str, module: str = "tests.bench.peers") -> Peer:
         self._peers.append(Peer(list(arguments), module))

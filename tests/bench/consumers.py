@@ -37,7 +37,7 @@ from tests.bench.timing import spread_of
 
 from deltasync.client import Admin, Endpoint, Mode, Part, Policy, Publisher, RowBatch, TableSpec, ValueType
 from deltasync.core.rows import Ids
-from deltasync.trainer.example.processes import Service
+from deltasync.trainer.example.processes import DemoService
 
 ONE = {"top-share-int8": Policy(top_k=0.1, value_type=ValueType.INT8)}
 EIGHT = {
@@ -100,7 +100,7 @@ class Fleet:
 
     def __init__(
         self,
-        service: Service,
+        service: DemoService,
         publisher: Publisher,
         tables: list[TableSpec],
         replicas: Mapping[tuple[str, ...], Peer],

@@ -28,7 +28,7 @@ from tests.bench.publish import (
 
 from deltasync.base.process import keep_freed_memory
 from deltasync.client import Admin, Policy, TableSpec
-from deltasync.trainer.example.processes import ADMIN, Credentials, Service
+from deltasync.trainer.example.processes import ADMIN, DemoService, ProcessCredentials
 
 _MODEL, _TRAINER, _REPLICA = "bench", "trainer", "replica"
 
@@ -47,8 +47,8 @@ def _path(values: NDArray[np.float32], *, secure: bool) -> Iterator[Callable[[in
     """A service with a trainer and a replica: what carries all rows from one to the other, in a numbered round."""
     with Children() as children:
         roles = {_TRAINER: f"publish:{_MODEL}", _REPLICA: f"subscribe:{_MODEL}"}
-        credentials = Credentials(children.processes.folder, roles, secure=secure)
-        service = Service(children.processes, credentials.service_arguments)
+        credentials = ProcessCredentials(children.processes.folder, roles, secure=secure)
+        service = DemoService(children.processes, credentials.service_arguments)
         credentials.write(service)
         Admin(credentials.endpoint(ADMIN)).create_consumer(_MODEL, _MODEL, Policy())
         replica = children.peer("replica", str(credentials.file(_REPLICA)))

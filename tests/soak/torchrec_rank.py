@@ -17,7 +17,7 @@ from deltasync.base.logs import log_to_stderr
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import Endpoint
-from deltasync.trainer.checkpoints import Checkpoints
+from deltasync.trainer.checkpoints import TrainerCheckpoints
 from deltasync.trainer.distributed.agreement import on_any_rank
 from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
@@ -32,7 +32,7 @@ _STREAM = StreamOptions(events=1_000_000, events_per_second=160.0, batch_size=32
 _CHECKPOINT_EVERY = 20
 
 
-def _train(pipeline: OnlinePipeline, sync: DeltaSync, checkpoints: Checkpoints, stop: Path) -> None:
+def _train(pipeline: OnlinePipeline, sync: DeltaSync, checkpoints: TrainerCheckpoints, stop: Path) -> None:
     batches = (batch for batch, _ in micro_batches(_STREAM, CLICK_MODEL, TrainingOptions(), sync.tracker.steps))
     while on_any_rank([stop.exists()], "the next step") == [False]:
         pipeline.progress(batches)
@@ -55,7 +55,7 @@ def _run(service: Endpoint, folder: Path, device: torch.device) -> None:
     model, optimizer = shard(click_model, click_tables(), OptimizerOptions(), device)
     pipeline = OnlinePipeline(model, optimizer, device, TrainingOptions().pipeline)
     sync = DeltaSync(model, SyncOptions(service=service, model=CLICKS, publish_every=1))
-    checkpoints = Checkpoints(folder / CLICKS, _CHECKPOINT_EVERY, model, optimizer, sync)
+    checkpoints = TrainerCheckpoints(folder / CLICKS, _CHECKPOINT_EVERY, model, optimizer, sync)
     checkpoints.load()
     with sync:
         sync.flush()

@@ -14,7 +14,7 @@ from deltasync.checkpoints.writing import Source, SourceTable
 from deltasync.core.delivery import spec_of_record, spec_record
 from deltasync.core.position import Position
 from deltasync.core.rows import Ids, RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 
 T = TypeVar("T")

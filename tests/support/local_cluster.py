@@ -18,14 +18,14 @@ from tests.support.many_logs import ManyLogs
 from tests.support.memory_bucket import MemoryBucket, MemoryStore
 from tests.support.waiting import wait_for
 
-from deltasync.access.access import Access
 from deltasync.access.audit import Audit
+from deltasync.access.rights import Access
 from deltasync.access.roles import Roles
-from deltasync.api.http import create_app
+from deltasync.api.application import create_app
 from deltasync.base.process import listening_socket
 from deltasync.cluster.heirs import heir_of
 from deltasync.cluster.member import Member, OwnershipOptions
-from deltasync.cluster.ownership import Ownership
+from deltasync.cluster.shared_owners import SharedOwners
 from deltasync.core.policy import Policy
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
@@ -151,7 +151,7 @@ class LocalCluster:
             listener = listening_socket("127.0.0.1", 0)
             me = Member(name, "127.0.0.1:1", f"http://127.0.0.1:{listener.getsockname()[1]}", run=name)
             options = OwnershipOptions(lease_seconds=self._lease_seconds)
-            owners = Ownership(options, me, bucket, hosting, service.events)
+            owners = SharedOwners(options, me, bucket, hosting, service.events)
             service.join(owners)
             access = Access(ADMIN_TOKEN, self._roles, Audit(service.events))
             sampler = Sampler(sources(service), service.events, access)

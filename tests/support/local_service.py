@@ -11,7 +11,7 @@ import pytest
 from tests.support.log import log_of
 from tests.support.wire import TABLES, part, publish_open, random_rows
 
-from deltasync.api.http import sources_of
+from deltasync.api.application import sources_of
 from deltasync.base.events import Event
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard

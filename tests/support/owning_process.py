@@ -7,7 +7,7 @@ from tests.support.memory_bucket import MemoryBucket, MemoryLog, MemoryStore
 from deltasync.base.errors import NotOwner, Owner, StorageFailed
 from deltasync.base.events import Event, Events
 from deltasync.cluster.member import Member, OwnershipOptions
-from deltasync.cluster.ownership import Ownership
+from deltasync.cluster.shared_owners import SharedOwners
 
 LEASE_SECONDS = 6.0
 SECOND = 10**9
@@ -35,7 +35,7 @@ class FakeModels:
         self.refuses = False
         self.slow: asyncio.Event | None = None
         self.said = list[tuple[str, ...]]()
-        self.ownership: Ownership | None = None
+        self.ownership: SharedOwners | None = None
         self._world, self._name = world, name
 
     async def take(self, model: str, owner: Owner) -> None:
@@ -74,7 +74,7 @@ class Process:
         self.bucket = MemoryBucket(world.store)
         self.models = FakeModels(world, name)
         self.events = list[Event]()
-        self.ownership = Ownership(
+        self.ownership = SharedOwners(
             OwnershipOptions(lease_seconds=LEASE_SECONDS),
             Member(name, f"{name}:1", f"http://{name}", run=str(world.starts), started=world.starts),
             self.bucket,

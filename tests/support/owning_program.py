@@ -1,4 +1,4 @@
-"""A process that runs only `Ownership`, on real brokers: `python -m tests.support.owning_program URL NAME LEASE`.
+"""A process that runs only `SharedOwners`, on real brokers: `... tests.support.owning_program URL NAME LEASE`.
 
 It appends to the logs of its models again and again, and says line by line what happens.
 """
@@ -15,7 +15,7 @@ from deltasync.base.errors import Owner
 from deltasync.base.events import Event, Events, event_line
 from deltasync.cluster.member import Member, OwnershipOptions
 from deltasync.cluster.nats_bucket import BucketOptions, NatsBucket
-from deltasync.cluster.ownership import Ownership
+from deltasync.cluster.shared_owners import SharedOwners
 
 PREFIX = "LOG_"
 
@@ -71,7 +71,7 @@ class Logs:
 async def main(url: str, name: str, lease: float) -> None:
     client = await nats.connect(url, max_reconnect_attempts=-1, reconnect_time_wait=0.05)
     logs = Logs(client.jetstream(timeout=1), name)
-    ownership = Ownership(
+    ownership = SharedOwners(
         OwnershipOptions(lease_seconds=lease),
         Member(name, f"{name}:1", f"http://{name}", run=name),
         NatsBucket(client, BucketOptions(timeout_seconds=lease / 3)),

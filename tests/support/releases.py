@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from deltasync.core.rows import RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.model.releases import NO_TABLES, Chunk, FrozenRelease, Head, LargeRelease, Release, Releases
+from deltasync.model.releases import NO_TABLES, FrozenRelease, Head, LargeRelease, Release, ReleaseChunk, Releases
 
 MEMORY_BYTES = 1 << 20
 
@@ -90,7 +90,7 @@ def deleted_rows(release: Release) -> dict[int, RowBatch]:
     return _by_slot(frozen(release).chunks, deleted=True)
 
 
-def _by_slot(chunks: Sequence[Chunk], *, deleted: bool) -> dict[int, RowBatch]:
+def _by_slot(chunks: Sequence[ReleaseChunk], *, deleted: bool) -> dict[int, RowBatch]:
     found: dict[int, list[RowBatch]] = {}
     for chunk in chunks:
         if chunk.rows.deleted == deleted:

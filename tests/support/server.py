@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from tests.support.http import HttpStatus
 
-from deltasync.api.server import ServerOptions, run
+from deltasync.api.process import ServerOptions, run
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.core.policy import Policy
 from deltasync.service.options import ServiceOptions

@@ -5,7 +5,7 @@ import numpy as np
 from deltasync.core.changes import Stamps
 from deltasync.core.digests import row_digests
 from deltasync.core.rows import Values
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import TableSpec
 
 

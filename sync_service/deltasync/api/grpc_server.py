@@ -10,11 +10,11 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from deltasync.access.access import Access
 from deltasync.access.limits import LimitOptions
+from deltasync.access.rights import Access
 from deltasync.access.tls import HANDSHAKE_SECONDS, CertificateFiles
-from deltasync.api.access import AccessInterceptor
 from deltasync.api.errors import ErrorInterceptor, abort, as_stream
+from deltasync.api.interceptor import AccessInterceptor
 from deltasync.api.publish import PublishServicer
 from deltasync.api.subscribe import SubscribeServicer
 from deltasync.base.addresses import with_port

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from deltasync.access.access import Access
+from deltasync.access.rights import Access
 from deltasync.access.roles import author, may_read
 from deltasync.api.requests import json_object
 from deltasync.base.errors import InvalidInput, ServiceUnavailable

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from deltasync.access.access import need_of_request
+from deltasync.access.rights import need_of_request
 from deltasync.base.errors import InvalidInput, ServiceUnavailable
 from deltasync.base.words import listed
 

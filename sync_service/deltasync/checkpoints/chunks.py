@@ -26,7 +26,7 @@ from deltasync.base.errors import StorageFailed
 from deltasync.core.changes import Stamps
 from deltasync.core.digests import RowDigests
 from deltasync.core.rows import Ids, contiguous
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 
 FILE_BYTES = 32 << 20
 # Fits a core's cache: rows are read from the file, checked and copied one after the other.
@@ -46,7 +46,7 @@ class CheckpointDamaged(StorageFailed):
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class CheckpointChunk:
     """Rows of a table. A chunk with records of the log has them in `values`.
 
     Attributes:
@@ -72,7 +72,7 @@ class Chunk:
             yield packed[name : name + length].decode(), number, part, index, packed[at - size : at]
 
 
-def read_chunks(path: str, file: BinaryIO, size: int) -> Iterator[Chunk]:
+def read_chunks(path: str, file: BinaryIO, size: int) -> Iterator[CheckpointChunk]:
     """The chunks of an open file, which must have `size` bytes.
 
     Raises:
@@ -96,7 +96,7 @@ def read_chunks(path: str, file: BinaryIO, size: int) -> Iterator[Chunk]:
         if version != _FORMAT:
             raise StorageFailed(f"{path} is of format {version}, this version reads {_FORMAT}: update deltasync")
         ids, stamps, digests, values = _arrays(chunk, flags, rows, width)
-        yield Chunk(
+        yield CheckpointChunk(
             slot,
             np.arange(first, first + rows) if flags & _RUN else ids,
             stamps,

@@ -17,7 +17,7 @@ import numpy as np
 
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.progress import Progress
-from deltasync.checkpoints.chunks import Bytes, CheckpointDamaged, Chunk, LogRecord, read_chunks
+from deltasync.checkpoints.chunks import Bytes, CheckpointChunk, CheckpointDamaged, LogRecord, read_chunks
 from deltasync.checkpoints.manifest import (
     DATA,
     MANIFESTS,
@@ -34,7 +34,7 @@ from deltasync.checkpoints.place import UNFINISHED, Place, PlaceFailed, Stored
 from deltasync.checkpoints.writing import CheckpointWriter, LayerFiles, Subject
 from deltasync.core.changes import Stamps
 from deltasync.core.rows import Ids
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -91,7 +91,7 @@ def load_rows(manifest: Manifest, tables: Sequence[StampedTable | None], read: R
             )
 
 
-def _load_chunk(path: str, chunk: Chunk, table: StampedTable) -> None:
+def _load_chunk(path: str, chunk: CheckpointChunk, table: StampedTable) -> None:
     name, spec, values = table.spec.name, table.spec, chunk.values
     if values is not None:
         if values.shape[1] != spec.dim * spec.dtype.itemsize:
@@ -258,7 +258,7 @@ class CheckpointStore:
             PlaceFailed: a file cannot be read now.
         """
         keys = {entry.slot: entry.key for entry in manifest.tables}
-        found = dict[TableKey, list[Chunk]]()
+        found = dict[TableKey, list[CheckpointChunk]]()
         for chunk in self._chunks(manifest, manifest.dirty):
             found.setdefault(keys[chunk.slot], []).append(chunk)
         return {
@@ -275,7 +275,7 @@ class CheckpointStore:
         for chunk in self._chunks(manifest, [file for layer in manifest.layers for file in layer.records]):
             yield from chunk.records()
 
-    def _chunks(self, manifest: Manifest, files: Sequence[File]) -> Iterator[Chunk]:
+    def _chunks(self, manifest: Manifest, files: Sequence[File]) -> Iterator[CheckpointChunk]:
         with self._using(manifest):
             for _, chunks in in_order(
                 partial(self._read, parse=lambda *opened: list(read_chunks(*opened))), files

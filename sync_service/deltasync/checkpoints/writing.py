@@ -18,7 +18,7 @@ from deltasync.core.changes import Stamps
 from deltasync.core.position import Position
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import Ids
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import TableSpec
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from deltasync.client import (
     SubscriberOptions,
     TableSpec,
 )
-from deltasync.service.probe import PATIENCE_SECONDS, ProbeStatus
+from deltasync.service.self_test import PATIENCE_SECONDS, ProbeStatus
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from deltasync.consumers.consumer import ConsumerOptions
 
 if TYPE_CHECKING:
     from deltasync.access.tls import TlsOptions
+    from deltasync.api.process import SharedLogOptions
     from deltasync.api.reload import Reloaded
-    from deltasync.api.server import SharedLogOptions
 
 check_needs(*SERVICE)
 
@@ -217,7 +217,7 @@ def take_log_options(settings: dict[str, Any], max_bytes: int) -> "SharedLogOpti
     Raises:
         InvalidInput: something of it is not right.
     """
-    from deltasync.api.server import SharedLogOptions
+    from deltasync.api.process import SharedLogOptions
     from deltasync.cluster.member import OwnershipOptions
     from deltasync.log.brokers import BrokerOptions
 
@@ -416,8 +416,8 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
     """
     log_to_stderr(settings.pop("log_format"), settings.pop("log_level"))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Which would end a process that does not listen to it yet.
-    from deltasync.api import server
-    from deltasync.api.server import ServerOptions
+    from deltasync.api import process
+    from deltasync.api.process import ServerOptions
     from deltasync.cuts.norm_guard import NormLimit
     from deltasync.service.options import ServiceOptions
 
@@ -441,7 +441,7 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        asyncio.run(server.serve(options))
+        asyncio.run(process.serve(options))
     finally:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Likewise one that listens no more.
 

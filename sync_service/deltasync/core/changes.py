@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.core.rows import Ids
-from deltasync.kernels import stamps as kernels
+from deltasync.kernels import stamps as stamp_kernels
 from deltasync.kernels.stamps import GROUP_SHIFTS, GROUPS, count_groups
 
 Stamps: TypeAlias = NDArray[np.int64]
@@ -142,7 +142,7 @@ class ChangeIndex:
         """`stamps` ([N]) are the table's own, which others change."""
         self._stamps = np.asarray(stamps)
         self._largest = np.zeros(_blocks(len(stamps)), np.int64)
-        kernels.largest_of_blocks(self._stamps, self._largest)
+        stamp_kernels.largest_of_blocks(self._stamps, self._largest)
         # Each with the largest number so far: these ascend, whatever is noted.
         self._notes: deque[tuple[int, Ids]] = deque()
         self._noted_ids = 0
@@ -157,13 +157,13 @@ class ChangeIndex:
     def note(self, ids: Ids, number: int) -> None:
         """Note that the rows `ids` ([n], strictly ascending) are about to be stamped with `number`."""
         ids = np.require(ids, np.int64, ["C", "A"])
-        kernels.raise_blocks(ids, number, self._largest)
+        stamp_kernels.raise_blocks(ids, number, self._largest)
         self._add(ids, number)
 
     def note_each(self, ids: Ids, stamps: Stamps) -> None:
         """Note that the rows `ids` ([n], strictly ascending) are about to have these stamps ([n])."""
         ids = np.require(ids, np.int64, ["C", "A"])
-        kernels.raise_blocks_to_each(ids, np.require(stamps, np.int64, ["C", "A"]), self._largest)
+        stamp_kernels.raise_blocks_to_each(ids, np.require(stamps, np.int64, ["C", "A"]), self._largest)
         self._add(ids, int(np.abs(stamps).max(initial=0)))
 
     def changed_since(self, number: int) -> Ids:
@@ -180,10 +180,13 @@ class ChangeIndex:
         It reads the stamps of those blocks only that may have a newer one. The number is 0 or more.
         """
         last = min(last, len(self._stamps))
-        start = first // kernels.BLOCK_ROWS
-        largest, stamps = self._largest[start : _blocks(last)], self._stamps[start * kernels.BLOCK_ROWS : last]
-        found = np.empty(kernels.rows_in_newer_blocks(largest, number), np.int64)
-        ids = found[: kernels.rows_after(stamps, largest, number, found)] + start * kernels.BLOCK_ROWS
+        start = first // stamp_kernels.BLOCK_ROWS
+        largest, stamps = (
+            self._largest[start : _blocks(last)],
+            self._stamps[start * stamp_kernels.BLOCK_ROWS : last],
+        )
+        found = np.empty(stamp_kernels.rows_in_newer_blocks(largest, number), np.int64)
+        ids = found[: stamp_kernels.rows_after(stamps, largest, number, found)] + start * stamp_kernels.BLOCK_ROWS
         return ids[np.searchsorted(ids, first) :]
 
     def _add(self, ids: Ids, number: int) -> None:
@@ -206,8 +209,8 @@ class ChangeIndex:
         if any(after[0] <= before[-1] for before, after in pairwise(newer)):
             ids.sort()
         found = np.empty_like(ids)
-        return found[: kernels.rows_of_after(ids, self._stamps, number, found)]
+        return found[: stamp_kernels.rows_of_after(ids, self._stamps, number, found)]
 
 
 def _blocks(rows: int) -> int:
-    return -(-rows // kernels.BLOCK_ROWS)
+    return -(-rows // stamp_kernels.BLOCK_ROWS)

@@ -48,7 +48,7 @@ class DeliveryDurations:
 
 
 @dataclass
-class Delivery:
+class DeliveryTime:
     """That replicas of a consumer have a version: how many, and the seconds of the slowest of them."""
 
     replicas: int = 0
@@ -104,7 +104,7 @@ class CutTimes:
     seal: Seal
     durable_ns: int
     seconds: dict[str, float] = field(default_factory=dict)
-    deliveries: dict[str, Delivery] = field(default_factory=dict)
+    deliveries: dict[str, DeliveryTime] = field(default_factory=dict)
 
     def copy(self) -> "CutTimes":
         """The cut as it is now, for another thread."""
@@ -165,5 +165,5 @@ class RecentCuts:
             if cut.seal.version <= upto:
                 release = max(0, sent_ns - cut.there_ns) / 1e9
                 newest = release if newest is None else newest
-                cut.deliveries.setdefault(consumer, Delivery()).note(release, (now - sent_ns) / 1e9)
+                cut.deliveries.setdefault(consumer, DeliveryTime()).note(release, (now - sent_ns) / 1e9)
         return newest

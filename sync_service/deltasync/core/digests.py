@@ -19,8 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.kernels import digests
-from deltasync.kernels import digests as kernels
+from deltasync.kernels import digests as digest_kernels
 
 RowDigests: TypeAlias = NDArray[np.uint64]
 Squares: TypeAlias = NDArray[np.float32]
@@ -43,13 +42,13 @@ def row_digests(rows: NDArray[Any], col_offset: int = 0) -> RowDigests:
     """The digests [n] of rows [n, cols], which are the columns from `col_offset` on."""
     words = words_of(rows)
     digests = np.empty(len(rows), np.uint64)
-    kernels.digest_rows(words, weights(first_word(col_offset, rows.dtype), words.shape[1]), digests)
+    digest_kernels.digest_rows(words, weights(first_word(col_offset, rows.dtype), words.shape[1]), digests)
     return digests
 
 
 def checksum(ids: NDArray[np.int64], digests: RowDigests) -> int:
     """What the rows `ids` [n] with these digests [n] add to the checksum of their table."""
-    return int(kernels.checksum(ids, digests))
+    return int(digest_kernels.checksum(ids, digests))
 
 
 def checksum_of(ids: NDArray[np.int64], rows: NDArray[Any]) -> int:
@@ -61,14 +60,14 @@ def squared_norms(rows: NDArray[Any]) -> Squares:
     """The squared L2 norms [n] of rows [n, D] of floats, none larger than fp32 can hold."""
     wide: NDArray[Any] = np.ascontiguousarray(rows, np.float64 if rows.itemsize == 8 else np.float32)
     squares = np.empty(len(rows), np.float32)
-    digests.squared_norms(wide, squares)
+    digest_kernels.squared_norms(wide, squares)
     return squares
 
 
 def sum_of_squares(rows: NDArray[Any]) -> float:
     """The sum of the squares of floats [n, D]."""
     wide: NDArray[Any] = np.ascontiguousarray(rows, np.float64 if rows.itemsize == 8 else np.float32)
-    return float(digests.sum_of_squares(wide))
+    return float(digest_kernels.sum_of_squares(wide))
 
 
 @lru_cache(256)  # Shards of a few widths come with every cut.
@@ -76,7 +75,7 @@ def weights(first: int, words: int) -> RowDigests:
     """The factors [words] of the words from number `first` on."""
     numbers = np.arange(first, first + words, dtype=np.uint64) + np.uint64(1 << 60)
     factors = np.empty(words, np.uint64)
-    kernels.mix(numbers, factors)
+    digest_kernels.mix(numbers, factors)
     factors |= np.uint64(1)
     factors.flags.writeable = False
     return factors

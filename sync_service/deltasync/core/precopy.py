@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deltasync.core.rows import Ids
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 
 # After a round that leaves more than this share of what it began with, rows change about as fast as they are
 # copied: another round would not help.

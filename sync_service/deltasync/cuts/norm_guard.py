@@ -12,7 +12,7 @@ import numpy as np
 
 from deltasync.core.digests import squared_norms
 from deltasync.core.rows import RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.model.model import Model
 

@@ -10,7 +10,7 @@ import numpy as np
 from deltasync.base.errors import InvalidInput, ResyncRequired
 from deltasync.base.words import counted
 from deltasync.core.rows import Ids, Mask, RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard
 from deltasync.cuts.norm_guard import RowNorms
 

@@ -6,7 +6,7 @@ from deltasync.base.errors import ServiceUnavailable
 from deltasync.base.threads import MODEL_THREAD, confined
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import Shard
 from deltasync.model.model_store import ModelStore

@@ -13,13 +13,13 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position
 from deltasync.core.seal import Seal
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.model.releases import NO_TABLES, Release
 
 
 @dataclass(frozen=True)
-class Amount:
+class RowTotals:
     """Some dirty rows: how many, the bytes of their ids and values as sent, and the L2 norm of their deltas."""
 
     rows: int = 0
@@ -37,7 +37,7 @@ class Backlog:
         oldest_version: the version since which the oldest of them is dirty; 0 = there is none, or it is not known.
     """
 
-    amount: Amount
+    amount: RowTotals
     table_norm: float = 0.0
     oldest_version: int = 0
 
@@ -58,16 +58,16 @@ class ReleaseStatistics:
     number: int
     version: int
     made_unix_ns: int
-    taken: Amount
-    backlog: Amount
+    taken: RowTotals
+    backlog: RowTotals
     reason: str
 
 
-def total(amounts: Iterable[Amount]) -> Amount:
+def total(amounts: Iterable[RowTotals]) -> RowTotals:
     """The amounts of several tables together."""
     every = list(amounts)
     rows, size = sum(each.rows for each in every), sum(each.bytes for each in every)
-    return Amount(rows, size, math.hypot(*(each.norm for each in every)))
+    return RowTotals(rows, size, math.hypot(*(each.norm for each in every)))
 
 
 @dataclass(frozen=True)

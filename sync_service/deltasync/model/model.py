@@ -32,7 +32,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
 from deltasync.core.rows import DamagedRows, RowBatch
 from deltasync.core.seal import Seal, SealHistory, checksum_of, event_time_of, seal_of
-from deltasync.core.stamps import StampedTable, table_bytes
+from deltasync.core.stamped_table import StampedTable, table_bytes
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.core.tables import TableSpec
 from deltasync.log.log_store import LogStore, LogUnavailable

@@ -19,7 +19,7 @@ from deltasync.core.changes import Stamps
 from deltasync.core.position import line_of
 from deltasync.core.rows import Ids
 from deltasync.core.seal import Seal
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.records import reading, seal_of_record, unpack_json

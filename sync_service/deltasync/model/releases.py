@@ -13,7 +13,7 @@ from deltasync.base.waiting import Signal, first_of
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.seal import Seal
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.wire.row_messages import at_end_of, chunk_rows, chunked, release_chunk
 
@@ -50,7 +50,7 @@ class Head:
 
 
 @dataclass
-class Chunk:
+class ReleaseChunk:
     """Some rows of the table in `slot`, which are sent together.
 
     Attributes:
@@ -63,7 +63,7 @@ class Chunk:
     _message: bytes | None = None
 
     @classmethod
-    def of(cls, slot: int, rows: RowBatch) -> "Chunk":
+    def of(cls, slot: int, rows: RowBatch) -> "ReleaseChunk":
         """A chunk of some rows; unless they came in a message, they are copied into theirs."""
         chunk = cls(slot, rows)
         if rows.encoded is None:
@@ -99,7 +99,7 @@ class FrozenRelease:
     """
 
     head: Head | None
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ReleaseChunk] = field(default_factory=list)
     whole: frozenset[int] = NO_TABLES
     checksums: tuple[int, ...] = ()
     rows_before: int = 0
@@ -138,7 +138,7 @@ def freeze(
     return FrozenRelease(head, chunks, whole | replacing(tables, after), checksums_of(tables))
 
 
-def copied(slot: int, table: StampedTable, ids: Ids, told_after: int) -> Iterator[Chunk]:
+def copied(slot: int, table: StampedTable, ids: Ids, told_after: int) -> Iterator[ReleaseChunk]:
     """The rows `ids` ([n], ascending) of a table as they are now: first those that are there, then those that were
     deleted after the number `told_after`.
 
@@ -152,9 +152,9 @@ def copied(slot: int, table: StampedTable, ids: Ids, told_after: int) -> Iterato
         some = live[start : start + size]
         read = table.read(some, np.empty((len(some), spec.dim), spec.dtype))
         # Replicas may hold other bits than are sent, of which the digests are.
-        yield Chunk.of(slot, replace(read, digests=None))
+        yield ReleaseChunk.of(slot, replace(read, digests=None))
     told = gone[table.numbers(gone) > told_after]
-    yield from (Chunk.of(slot, piece) for piece in chunked(RowBatch.deletes(Shard.whole(spec), told)))
+    yield from (ReleaseChunk.of(slot, piece) for piece in chunked(RowBatch.deletes(Shard.whole(spec), told)))
 
 
 def checksums_of(tables: Sequence[StampedTable]) -> tuple[int, ...]:
@@ -299,7 +299,7 @@ class Releases:
         if sum(batch.nbytes for _, batch in rows) > self.room:
             return None
         return self.noted(
-            FrozenRelease(None, [Chunk.of(slot, piece) for slot, batch in rows for piece in chunked(batch)])
+            FrozenRelease(None, [ReleaseChunk.of(slot, piece) for slot, batch in rows for piece in chunked(batch)])
         )
 
     def completed(
@@ -358,7 +358,7 @@ class Copying:
         self._told_after: list[int] = []
         self._rows = 0
 
-    async def next(self) -> list[Chunk] | FrozenRelease:
+    async def next(self) -> list[ReleaseChunk] | FrozenRelease:
         """The next rows, a few MB; last the rest, as a release with the head and the checksums of all.
 
         Raises:
@@ -367,7 +367,7 @@ class Copying:
         """
         return await self._releases.read(self._next)
 
-    def _next(self, state: State) -> list[Chunk] | FrozenRelease:
+    def _next(self, state: State) -> list[ReleaseChunk] | FrozenRelease:
         tables, head = state
         specs = [table.spec for table in tables]
         if self._copying is None:
@@ -385,8 +385,8 @@ class Copying:
 
     def _block(
         self, copying: PreCopy, tables: Sequence[StampedTable], head: Head | None
-    ) -> list[Chunk] | FrozenRelease:
-        chunks, size = list[Chunk](), 0
+    ) -> list[ReleaseChunk] | FrozenRelease:
+        chunks, size = list[ReleaseChunk](), 0
         while size < BLOCK_BYTES:
             block = copying.next_block(BLOCK_BYTES - size)
             if block is None:
@@ -401,14 +401,14 @@ class Copying:
         return chunks
 
     def _rest(
-        self, copying: PreCopy, tables: Sequence[StampedTable], head: Head | None, chunks: list[Chunk]
+        self, copying: PreCopy, tables: Sequence[StampedTable], head: Head | None, chunks: list[ReleaseChunk]
     ) -> FrozenRelease:
         """The end of the release: chunks that were copied just now, and all rows that are left."""
         chunks += [chunk for slot, ids in copying.rest() for chunk in self._copied(tables, slot, ids)]
         whole = self._whole | replacing(tables, self._after)
         return self._releases.noted(FrozenRelease(head, chunks, whole, checksums_of(tables), self._rows))
 
-    def _copied(self, tables: Sequence[StampedTable], slot: int, ids: Ids) -> list[Chunk]:
+    def _copied(self, tables: Sequence[StampedTable], slot: int, ids: Ids) -> list[ReleaseChunk]:
         return list(copied(slot, tables[slot], ids, self._told_after[slot]))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from deltasync.base.errors import Contradiction
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.wire.row_messages import CHUNK_BYTES
 

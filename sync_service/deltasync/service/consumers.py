@@ -13,7 +13,7 @@ from deltasync.core.policy import Policy
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.feed import Feed
 from deltasync.service.models import Models
-from deltasync.service.probe import ProbeStatus, probe_of
+from deltasync.service.self_test import ProbeStatus, probe_of
 from deltasync.views.registry import ViewRegistry
 
 

@@ -16,7 +16,7 @@ from deltasync.checkpoints.store import CheckpointStore
 from deltasync.checkpoints.writing import Source
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.rows import DamagedRows
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.log.data_directory import (
     ASK_IT,
     CHECKPOINTS,

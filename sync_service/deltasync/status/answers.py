@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
-from deltasync.access.access import Access
+from deltasync.access.rights import Access
 from deltasync.base.clock import LONG_BOUNDS
 from deltasync.base.events import EventCounts, EventKind, Events
 from deltasync.base.waiting import Signal, first_of

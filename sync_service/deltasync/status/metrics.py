@@ -19,7 +19,7 @@ from deltasync.consumers.consumer import Consumer
 from deltasync.core.tables import TableSpec
 from deltasync.log.volume import Volume
 from deltasync.model.feed import Standing
-from deltasync.service.probe import ProbeStatus
+from deltasync.service.self_test import ProbeStatus
 from deltasync.status.lag import ConsumerLag, report
 from deltasync.status.overview import RankState
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from deltasync.access.access import Access
+from deltasync.access.rights import Access
 from deltasync.base.clock import steady_ns
 from deltasync.base.events import RecentEvent
 from deltasync.base.progress import under_way

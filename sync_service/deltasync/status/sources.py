@@ -10,7 +10,7 @@ from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.consumers import Consumers
 from deltasync.service.models import Models
-from deltasync.service.probe import ProbeStatus
+from deltasync.service.self_test import ProbeStatus
 from deltasync.service.volumes import Volumes
 
 # How many cuts and events an overview shows.

@@ -25,7 +25,7 @@ from deltasync.log.records import (
     unpack_ids,
     unpack_json,
 )
-from deltasync.model.feed import Amount, ReleaseStatistics
+from deltasync.model.feed import ReleaseStatistics, RowTotals
 from deltasync.model.releases import Head
 from deltasync.views.table import ViewTable
 
@@ -173,8 +173,8 @@ def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
         number=record["number"],
         version=record["version"],
         made_unix_ns=record["made_unix_ns"],
-        taken=Amount(record["rows"], record["bytes"], record["norm"]),
-        backlog=Amount(record["left_rows"], record["left_bytes"], record["left_norm"]),
+        taken=RowTotals(record["rows"], record["bytes"], record["norm"]),
+        backlog=RowTotals(record["left_rows"], record["left_bytes"], record["left_norm"]),
         reason=record["reason"],
     )
 

@@ -16,14 +16,14 @@ from deltasync.base.progress import Progress
 from deltasync.core.delivery import Delivery
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import DamagedRows, Ids, Mask, members
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableKind
 from deltasync.kernels.ranking import split_amounts
-from deltasync.model.feed import Amount, Backlog, total
+from deltasync.model.feed import Backlog, RowTotals, total
 from deltasync.views.picking import DirtyRows
 from deltasync.views.state import ViewState
-from deltasync.views.table import Comparison, RowUpdate, ViewTable
+from deltasync.views.table import ReplicaComparison, RowUpdate, ViewTable
 
 # Cuts wait for no more than this and one block.
 _TURN_SECONDS = 0.01
@@ -33,7 +33,7 @@ _COPIED_BYTES, _COMPARED_BYTES = 2 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReleasePlan:
     """The tables that a release leads to.
 
     Attributes:
@@ -49,7 +49,7 @@ class Plan:
     @classmethod
     def of(
         cls, there: Sequence[ViewTable], wanted: Iterable[tuple[StampedTable, Delivery]], memory: TableMemory
-    ) -> "Plan":
+    ) -> "ReleasePlan":
         """Keep the tables that are as they are wanted, make larger those that only need more rows, make others.
 
         Args:
@@ -81,7 +81,7 @@ class Making:
         stamp: what their rows are stamped with; 0 = as in the model's tables.
     """
 
-    def __init__(self, before: ViewState, plan: Plan, stamp: int, consumer: str) -> None:
+    def __init__(self, before: ViewState, plan: ReleasePlan, stamp: int, consumer: str) -> None:
         """Begin with the tables of a plan, some of which grow now; `consumer` is whose view it is."""
         for grow in plan.growth:
             grow()
@@ -92,7 +92,9 @@ class Making:
         for table in self.new:
             table.stamp = stamp
         since = before.compared_version + 1
-        self._comparisons = {table: Comparison(table, since) for table in self.tables if table not in self.new}
+        self._comparisons = {
+            table: ReplicaComparison(table, since) for table in self.tables if table not in self.new
+        }
         after = [table.compared if table in self._comparisons else 0 for table in self.tables]
         self._block_bytes = _COPIED_BYTES if self.new else _COMPARED_BYTES
         self._copy = PreCopy([table.source for table in self.tables], after, self._block_bytes)
@@ -137,7 +139,7 @@ class Making:
         self._force_handed_over(found)
         return found
 
-    def begin_update(self, taken: Sequence[Mask], number: int) -> tuple[list[Ids], Amount, dict[str, Backlog]]:
+    def begin_update(self, taken: Sequence[Mask], number: int) -> tuple[list[Ids], RowTotals, dict[str, Backlog]]:
         """Begin to update the `taken` dirty rows, by slot, to what they are now, and all rows of new tables.
 
         Replicas at release `number` are to hold them. `go_on_updating` does the work.
@@ -146,7 +148,7 @@ class Making:
             The dirty rows ([n], ascending) that it updates, by slot; how much it updates, new tables included; and
             what it leaves of each table, by name.
         """
-        every, amounts, backlog, updates = list[Ids](), list[Amount](), dict[str, Backlog](), list[RowUpdate]()
+        every, amounts, backlog, updates = list[Ids](), list[RowTotals](), dict[str, Backlog](), list[RowUpdate]()
         for table, mask in zip(self.tables, taken, strict=True):
             amount, left, oldest = _split(table, mask)
             amounts.append(_whole(table) if table in self.new else amount)
@@ -205,15 +207,15 @@ def left_of(table: ViewTable) -> Backlog:
     return Backlog(left, table.source.norm, oldest)
 
 
-def _whole(table: ViewTable) -> Amount:
+def _whole(table: ViewTable) -> RowTotals:
     """All rows of a table."""
     rows = table.sent.counts.changed
-    return Amount(rows, rows * table.sent.spec.row_bytes, table.source.norm)
+    return RowTotals(rows, rows * table.sent.spec.row_bytes, table.source.norm)
 
 
-def _split(table: ViewTable, taken: Mask) -> tuple[Amount, Amount, int]:
+def _split(table: ViewTable, taken: Mask) -> tuple[RowTotals, RowTotals, int]:
     """Some of a table's dirty rows, the others, and the version since which the oldest of these is dirty."""
     size, every = table.sent.spec.row_bytes, len(taken)
     rows, of_taken, of_left, oldest = split_amounts(table.dirty.norms, table.dirty.since, taken)
-    left = Amount(every - int(rows), (every - int(rows)) * size, math.sqrt(of_left))
-    return Amount(int(rows), int(rows) * size, math.sqrt(of_taken)), left, int(oldest)
+    left = RowTotals(every - int(rows), (every - int(rows)) * size, math.sqrt(of_left))
+    return RowTotals(int(rows), int(rows) * size, math.sqrt(of_taken)), left, int(oldest)

@@ -22,7 +22,7 @@ from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.rows import Ids
 from deltasync.core.seal import Seal
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.feed import ReleaseStatistics, total
@@ -36,7 +36,7 @@ from deltasync.views.log import (
     statistics_record,
     table_record,
 )
-from deltasync.views.making import Making, Plan
+from deltasync.views.making import Making, ReleasePlan
 from deltasync.views.picking import Pick, pick
 from deltasync.views.replay import state_record
 from deltasync.views.state import ViewState
@@ -93,7 +93,7 @@ class ReleaseMaker:
             self.history.add(state.newest.head, -FOREVER_NS)
             self._log.note(state.record)  # Perhaps only a checkpoint has it.
 
-    async def plan(self, tables: Sequence[tuple[StampedTable, Delivery]]) -> Plan:
+    async def plan(self, tables: Sequence[tuple[StampedTable, Delivery]]) -> ReleasePlan:
         """Make room for the next release.
 
         Args:
@@ -102,9 +102,9 @@ class ReleaseMaker:
         Raises:
             StorageFailed: there is none.
         """
-        return await asyncio.to_thread(Plan.of, self.state.tables, tables, self._model.memory)
+        return await asyncio.to_thread(ReleasePlan.of, self.state.tables, tables, self._model.memory)
 
-    async def make(self, wish: Wish | None, plan: Plan | None = None) -> None:
+    async def make(self, wish: Wish | None, plan: ReleasePlan | None = None) -> None:
         """Make the next release, if there is anything to release.
 
         Args:
@@ -118,7 +118,7 @@ class ReleaseMaker:
         await self._finish()
         if wish is None or (plan is None and self.state.head is None):
             return
-        plan = plan or Plan(self.state.tables)
+        plan = plan or ReleasePlan(self.state.tables)
         making, done = await self._model.on_thread(self._begin, plan, wish, self._resyncs)
         while making and not done:
             done = await self._model.on_thread(self._go_on, making, wish, self._resyncs)
@@ -153,7 +153,7 @@ class ReleaseMaker:
 
     # On the model's thread.
 
-    def _begin(self, plan: Plan, wish: Wish, resyncs: bool) -> tuple[Making | None, bool]:
+    def _begin(self, plan: ReleasePlan, wish: Wish, resyncs: bool) -> tuple[Making | None, bool]:
         """Begin a release, if anything was published; and whether it is through, see `_go_on`."""
         seal, head = self._model.applied, self.state.head
         if seal is None:

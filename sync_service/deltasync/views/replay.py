@@ -15,12 +15,12 @@ from deltasync.core.delivery import delivery_of_record
 from deltasync.core.position import line_of
 from deltasync.core.rows import Ids, members
 from deltasync.core.seal import release_checksum
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.model import Model
 from deltasync.views.log import ViewLog, table_record
-from deltasync.views.making import Making, Plan, left_of
+from deltasync.views.making import Making, ReleasePlan, left_of
 from deltasync.views.state import ViewState
 from deltasync.views.table import NONE_DIRTY, Versions, ViewTable
 
@@ -171,7 +171,7 @@ class Replay:
             table.forget_dirty(version)
         self.state = self.state.without_dirty(version)
 
-    def _plan(self, described: Sequence[Mapping[str, Any]], number: int) -> Plan:
+    def _plan(self, described: Sequence[Mapping[str, Any]], number: int) -> ReleasePlan:
         """The tables that a release has led to."""
         there = {(table.name, table.born): table for table in self.state.tables}
         tables, new, growth = list[ViewTable](), list[ViewTable](), list[Callable[[], None]]()
@@ -182,7 +182,7 @@ class Replay:
             elif table is None and each["born"] == number and (table := self._make(each)):
                 new.append(table)
             tables += [table] if table else []
-        return Plan(tuple(tables), tuple(new), tuple(growth))
+        return ReleasePlan(tuple(tables), tuple(new), tuple(growth))
 
     def _make(self, record: Mapping[str, Any]) -> ViewTable | None:
         """An empty table, as it is written down; None where the model does not have that table any more, though it

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from deltasync.model.feed import Amount, Backlog, ReleaseStatistics
+from deltasync.model.feed import Backlog, ReleaseStatistics, RowTotals
 from deltasync.model.releases import Head
 from deltasync.views.log import head_of_record, statistics_of_record, statistics_record
 from deltasync.views.table import ViewTable
@@ -77,7 +77,7 @@ class ViewState:
         """The state after a look at a version that has found no dirty row."""
         record = self.record
         if newest := self.newest:
-            statistics = statistics_record(replace(newest.statistics, backlog=Amount()))
+            statistics = statistics_record(replace(newest.statistics, backlog=RowTotals()))
             record = {**record, "compared": version, "statistics": statistics}
-        backlog = {table.name: Backlog(Amount(), table.source.norm) for table in self.tables}
+        backlog = {table.name: Backlog(RowTotals(), table.source.norm) for table in self.tables}
         return ViewState(self.tables, record, version, backlog)

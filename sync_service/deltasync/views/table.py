@@ -11,7 +11,7 @@ from deltasync.core.changes import ChangeCounts, Stamps
 from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import RowDigests
 from deltasync.core.rows import Ids, Mask, RowBatch, Values, members
-from deltasync.core.stamps import Slots, StampedTable
+from deltasync.core.stamped_table import Slots, StampedTable
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.core.tables import Shard
 from deltasync.core.value_types import distances
@@ -371,7 +371,7 @@ class ViewTable:
         return distances(self.source.rows_of(ids), np.zeros(1, self.source.spec.dtype))
 
 
-class Comparison:
+class ReplicaComparison:
     """A comparison of a table's rows with what replicas hold, block by block, while the source changes.
 
     The table shows nothing of it before `finish`. A row that is compared again counts as it was found last.

@@ -16,12 +16,12 @@ from deltasync.checkpoints.writing import SourceTable
 from deltasync.core.delivery import Delivery
 from deltasync.core.policy import Policy
 from deltasync.core.position import NOWHERE, Position, is_discarded, line_of, resume
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.model.feed import Standing, TableStanding
 from deltasync.model.model import Model
 from deltasync.model.releases import NO_TABLES, Head, Release, Releases
 from deltasync.views.log import ViewLog
-from deltasync.views.making import Plan
+from deltasync.views.making import ReleasePlan
 from deltasync.views.pacing import LONGEST_SECONDS
 from deltasync.views.release_maker import ReleaseMaker, Wish
 from deltasync.views.replay import Replay, sources
@@ -250,7 +250,7 @@ class View:
         """
         await self._make(Wish(policy, overdue_version, goes_on))
 
-    async def _make(self, wish: Wish | None, plan: Plan | None = None) -> None:
+    async def _make(self, wish: Wish | None, plan: ReleasePlan | None = None) -> None:
         try:
             await self._maker.make(wish, plan)
         finally:

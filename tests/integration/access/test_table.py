@@ -13,10 +13,10 @@ from starlette.routing import Route
 from tests.support.guarded import ROLES, GuardedService
 from tests.support.wire import publish_open, subscribe_open
 
-from deltasync.access.access import CALLS, ROUTES, Access, Need, need_of_call, need_of_request
 from deltasync.access.audit import Audit
+from deltasync.access.rights import CALLS, ROUTES, Access, Need, need_of_call, need_of_request
 from deltasync.access.roles import Role, grants
-from deltasync.api.http import create_app
+from deltasync.api.application import create_app
 from deltasync.base.events import Events
 from deltasync.v1 import publish_pb2, subscribe_pb2
 

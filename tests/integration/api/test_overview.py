@@ -18,7 +18,7 @@ from tests.support.fleet import ITEM, USER, Trainer, admin_of, follow, wait_unti
 from tests.support.server import TOKEN, RunningService
 from tests.support.waiting import wait_for
 
-from deltasync.access.access import ROUTES, need_of_request
+from deltasync.access.rights import ROUTES, need_of_request
 from deltasync.base.events import RecentEvents
 from deltasync.checkpoints import manifest
 from deltasync.client import NumpyTarget, TableSpec

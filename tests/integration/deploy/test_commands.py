@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from deltasync.access.access import ROUTES
+from deltasync.access.rights import ROUTES
 from deltasync.cli.serve import consumers_of_file
 
 Stages = dict[str, list[tuple[str, str]]]

@@ -75,7 +75,7 @@ def test_a_trainer_beside_a_users_script_does_no_harm(installed: Path, tmp_path:
     (tmp_path / "script.py").write_text(
         "import sync_service, trainer\n"
         "from deltasync.trainer.sync import DeltaSync, SyncOptions\n"
-        "import deltasync.api.server\n"
+        "import deltasync.api.process\n"
         "print(trainer.MINE, sync_service.MINE, DeltaSync.__module__)\n"
     )
     done = run(installed, tmp_path, "script.py")

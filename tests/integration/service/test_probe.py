@@ -14,13 +14,13 @@ from tests.support.process import ServiceProcess
 from tests.support.server import RunningService
 from tests.support.waiting import wait_for
 
-from deltasync.api.server import ServerOptions
+from deltasync.api.process import ServerOptions
 from deltasync.base.errors import LimitReached
 from deltasync.cli.probe import Probe
 from deltasync.client import Endpoint
 from deltasync.consumers.consumer import Consumer, ConsumerOptions
 from deltasync.service.consumers import Consumers
-from deltasync.service.probe import PROBE, ProbeStatus
+from deltasync.service.self_test import PROBE, ProbeStatus
 
 _DEADLINE_SECONDS = 30.0
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2
 
-from deltasync.access.access import need_of_call
+from deltasync.access.rights import need_of_call
 from deltasync.api.grpc_server import Health
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deltasync.api.http import origin_of
+from deltasync.api.application import origin_of
 
 
 @pytest.mark.parametrize(

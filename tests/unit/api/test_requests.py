@@ -10,11 +10,11 @@ from fastapi import Request
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from deltasync.access.access import Access
 from deltasync.access.audit import Audit
+from deltasync.access.rights import Access
 from deltasync.access.roles import Grant, Role, Roles, TokenRoles, token_digest
-from deltasync.api.access import AccessMiddleware
 from deltasync.api.http_server import HttpProtocol
+from deltasync.api.interceptor import AccessMiddleware
 from deltasync.api.requests import while_wanted
 from deltasync.base.errors import Contradiction, ServiceUnavailable
 from deltasync.base.events import Events

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.support.local_service import opened
 
-from deltasync.api.server import SharedLogOptions, open_logs
+from deltasync.api.process import SharedLogOptions, open_logs
 from deltasync.base.errors import InvalidInput
 from deltasync.log.brokers import BrokerOptions
 

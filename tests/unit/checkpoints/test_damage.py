@@ -14,7 +14,7 @@ from deltasync.checkpoints.manifest import Manifest
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.rows import Ids, Values
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from deltasync.api import server
-from deltasync.api.server import ServerOptions
+from deltasync.api import process
+from deltasync.api.process import ServerOptions
 
 
 @pytest.fixture
@@ -14,5 +14,5 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
     async def record(given: ServerOptions) -> None:
         options.append(given)
 
-    monkeypatch.setattr(server, "serve", record)
+    monkeypatch.setattr(process, "serve", record)
     return options

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from deltasync.access.tls import TlsOptions
-from deltasync.api.server import ServerOptions, SharedLogOptions
+from deltasync.api.process import ServerOptions, SharedLogOptions
 from deltasync.cli.endpoint_options import operator_options, service_options, suggested
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from deltasync.api.server import ServerOptions
+from deltasync.api.process import ServerOptions
 from deltasync.cli import consumers
 from deltasync.cli.lag import lag_lines
 from deltasync.cli.main import cli

@@ -12,7 +12,7 @@ from deltasync.base.errors import InvalidInput
 from deltasync.client.targets.key_index import KeyIndex
 from deltasync.client.targets.keyed_table import KeyedTable
 from deltasync.core.rows import Ids, Values
-from deltasync.kernels import keys as kernels
+from deltasync.kernels import keys as key_kernels
 from deltasync.kernels.compiled import Kernel
 
 SMALLEST, LARGEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
@@ -87,7 +87,7 @@ def test_keys_of_any_pattern_are_found_after_few_looks(step: int, negative: bool
     assert np.array_equal(index.find(keys), np.arange(count))
     slots = index._slots
     taken = np.flatnonzero(slots[:, 1] >= 0)
-    apart = (taken - kernels.first_slot.py_func(slots, slots[taken, 0]).astype(np.int64)) % len(slots)
+    apart = (taken - key_kernels.first_slot.py_func(slots, slots[taken, 0]).astype(np.int64)) % len(slots)
     looks = np.zeros(len(slots), np.int64)
     for look in range(1000, 0, -1):
         looks[look * (look - 1) // 2 % len(slots)] = look
@@ -148,7 +148,7 @@ def test_keys_that_are_no_array_are_an_error(keys: Any) -> None:
 
 
 def test_nothing_is_compiled_by_who_looks_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in (kernels.find, kernels.put, kernels.remove):
+    for each in (key_kernels.find, key_kernels.put, key_kernels.remove):
         monkeypatch.setattr(each, "_compiled", None)
     index = KeyIndex()
     monkeypatch.setattr(Kernel, "compile", lambda kernel: pytest.fail(f"compiles {kernel.__name__}"))

@@ -21,7 +21,7 @@ from deltasync.client.targets.keyed_target import KeyedTarget
 from deltasync.core.delivery import Delivery
 from deltasync.core.digests import row_digests
 from deltasync.model import releases
-from deltasync.model.releases import Chunk, FrozenRelease
+from deltasync.model.releases import FrozenRelease, ReleaseChunk
 from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.messages import delivery_to_message
 from deltasync.wire.row_messages import release_chunk
@@ -52,7 +52,7 @@ class Replica:
         opened = subscribe_pb2.SubscribeOpened(model="clicks", tables=tables, resync=not self.held)
         self._assembler.begin(opened, in_parts=not self.held and getattr(self.target, "takes_parts", False))
 
-    def take(self, chunks: list[Chunk]) -> None:
+    def take(self, chunks: list[ReleaseChunk]) -> None:
         for chunk in chunks:
             self._assembler.add(subscribe_pb2.SubscribeResponse.FromString(chunk.message).chunk.rows)
             if part := self._assembler.part():

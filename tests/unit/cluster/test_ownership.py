@@ -358,5 +358,5 @@ def test_whoever_is_alone_owns_everything_and_can_give_nothing_away() -> None:
 
 
 def test_it_needs_no_client_of_brokers() -> None:
-    code = "import sys, deltasync.cluster.owners, deltasync.cluster.ownership; sys.exit('nats' in sys.modules)"
+    code = "import sys, deltasync.cluster.owners, deltasync.cluster.shared_owners; sys.exit('nats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,9 +11,9 @@ from tests.support.examples import stateful
 from deltasync.core import changes
 from deltasync.core.changes import ChangeCounts, ChangeIndex
 from deltasync.core.rows import Ids, RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import TableSpec
-from deltasync.kernels import stamps as kernels
+from deltasync.kernels import stamps as stamp_kernels
 
 _LARGE = 1_000_000
 
@@ -113,7 +113,7 @@ def test_the_stamps_are_not_read_for_who_is_nearly_up_to_date() -> None:
     cuts = {number: np.sort(rows.choice(_LARGE, 1000, replace=False)) for number in range(2, 50)}
     for number, ids in cuts.items():
         cut(table, ids, number)
-    with mock.patch.object(kernels, "rows_after", side_effect=AssertionError("all stamps were read")):
+    with mock.patch.object(stamp_kernels, "rows_after", side_effect=AssertionError("all stamps were read")):
         for behind in range(4):
             newer = [ids for number, ids in cuts.items() if number > 49 - behind]
             expected = np.unique(np.concatenate([np.zeros(0, np.int64), *newer]))
@@ -125,8 +125,8 @@ def test_one_far_behind_reads_the_stamps_of_blocks_that_are_newer() -> None:
     cut(table, np.arange(_LARGE), 1)
     for number in range(2, 500):
         cut(table, np.arange(5_000, 6_000), number)
-    rows_after = kernels.rows_after
-    with mock.patch.object(kernels, "rows_after", side_effect=rows_after) as asked:
+    rows_after = stamp_kernels.rows_after
+    with mock.patch.object(stamp_kernels, "rows_after", side_effect=rows_after) as asked:
         assert table.changed_since(1).tolist() == list(range(5_000, 6_000))
     _, largest, number, found = asked.call_args.args
     assert len(found) == 256 * np.count_nonzero(largest > number) <= 2_000

@@ -10,7 +10,7 @@ from tests.support.wire import rows_message
 from deltasync.base.errors import InvalidInput
 from deltasync.core.digests import checksum_of
 from deltasync.core.rows import RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.log import records
 from deltasync.v1 import subscribe_pb2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deltasync.core import precopy
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import Ids, RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 
 

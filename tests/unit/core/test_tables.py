@@ -17,7 +17,7 @@ from deltasync.core.delivery import Delivery, Mode, delivery_of_record, spec_of_
 from deltasync.core.digests import checksum_of, squared_norms
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values, row_ids
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import (
     MAX_DIM,
     MAX_ROWS,

@@ -15,7 +15,7 @@ from tests.unit.support.async_tests import in_service
 from deltasync.base.errors import Contradiction, InvalidInput, ResyncRequired, ServiceUnavailable, Superseded
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.part import ChangedRows, MissingRows
 from deltasync.cuts.session import PublishSession

@@ -16,7 +16,7 @@ from tests.support.documents import DOCUMENTS, EVERYTHING, README, ROOT, Documen
 from tests.support.metrics import METRICS
 
 from deltasync.access.limits import LimitOptions
-from deltasync.api.http import create_app
+from deltasync.api.application import create_app
 from deltasync.base import errors
 from deltasync.cli.main import cli
 from deltasync.cli.serve import serve

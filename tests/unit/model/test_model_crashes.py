@@ -19,7 +19,7 @@ from deltasync.base.errors import StorageFailed
 from deltasync.checkpoints.place import Place
 from deltasync.checkpoints.store import CheckpointStore
 from deltasync.core.rows import Ids, RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.log.records import pack_layout
 from deltasync.model.model import Model

@@ -15,10 +15,10 @@ from tests.support.releases import ChangingTables, deleted_rows, live_rows
 
 from deltasync.base.errors import Superseded
 from deltasync.core.rows import DamagedRows, RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.model import releases
-from deltasync.model.releases import Chunk, Copying, FrozenRelease, checksums_of, freeze
+from deltasync.model.releases import Copying, FrozenRelease, ReleaseChunk, checksums_of, freeze
 from deltasync.model.tables import cut_rows
 
 TABLES = [TableSpec("a", 40, 3), TableSpec("b", 20, 2, np.dtype("<f2")), TableSpec("c", 5, 1)]
@@ -244,7 +244,7 @@ class Receiver:
         self._made, self._after = made, after
         self.taken = 0
 
-    def take(self, chunks: Sequence[Chunk]) -> None:
+    def take(self, chunks: Sequence[ReleaseChunk]) -> None:
         for chunk in chunks:
             assert len(chunk.rows)
             self._rows[chunk.slot][chunk.rows.ids] = chunk.rows.values

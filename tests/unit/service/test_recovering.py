@@ -19,8 +19,8 @@ from tests.support.log import log_of
 from tests.support.ports import free_port
 from tests.support.wire import part
 
-from deltasync.api import server
-from deltasync.api.server import ServerOptions
+from deltasync.api import process
+from deltasync.api.process import ServerOptions
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.base import progress
 from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed
@@ -330,7 +330,7 @@ class Starting(HttpStatus):
         self.http, self.stopping = f"http://127.0.0.1:{port}", asyncio.Event()
         service = ServiceOptions(data_dir=data_dir)
         options = ServerOptions(service=service, grpc_port=0, http_port=port, drain_seconds=0.1)
-        self._serving = asyncio.create_task(server.run(options, self.stopping))
+        self._serving = asyncio.create_task(process.run(options, self.stopping))
 
     async def ask(self, path: str) -> tuple[int, str]:
         return await asyncio.to_thread(self.get, path)
@@ -351,8 +351,8 @@ class Starting(HttpStatus):
 def listening(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set once a service listens, which does not wait for models for long."""
     found = asyncio.Event()
-    monkeypatch.setattr(server, "_SOON_SECONDS", 0)
-    monkeypatch.setattr(server.logger, "info", lambda said, *_: found.set() if "listening" in said else None)
+    monkeypatch.setattr(process, "_SOON_SECONDS", 0)
+    monkeypatch.setattr(process.logger, "info", lambda said, *_: found.set() if "listening" in said else None)
     return found
 
 
@@ -428,7 +428,7 @@ class HeldKernel:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HeldKernel]]:
     kernels = [HeldKernel(), HeldKernel()]
-    monkeypatch.setattr(server, "imported_kernels", lambda: kernels)
+    monkeypatch.setattr(process, "imported_kernels", lambda: kernels)
     yield kernels
     for each in kernels:
         each.let_go.set()

@@ -19,7 +19,7 @@ from deltasync.checkpoints.place import PlaceFailed
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import DamagedRows
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.model.model import Model
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers

@@ -17,12 +17,12 @@ from deltasync.base.threads import not_shared_yet
 from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch, Values
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.model.releases import FrozenRelease
 from deltasync.views.log import ViewLog
-from deltasync.views.table import Comparison, ViewTable
+from deltasync.views.table import ReplicaComparison, ViewTable
 from deltasync.views.view import View
 
 USER = TableSpec("user", 8, 4)
@@ -196,7 +196,7 @@ def test_a_delete_differs_from_zeros_only_to_who_has_the_row(kind: ValueType) ->
 
 def dirty_after(table: ViewTable, version: int) -> list[int]:
     """The dirty rows after a look at what has changed since a version."""
-    comparison = Comparison(table, version + 1)
+    comparison = ReplicaComparison(table, version + 1)
     comparison.add(table.source.changed_since(version))
     comparison.finish(table.source.counts.newest)
     ids: list[int] = table.dirty.ids.tolist()
@@ -219,7 +219,7 @@ def test_a_row_that_looks_clean_for_a_moment_stays_dirty_since_when_it_was() -> 
         write(2, 2, 1)
         assert dirty_after(table, 1) == [1]
         write(1, 3, 1)
-        comparison = Comparison(table, 3)
+        comparison = ReplicaComparison(table, 3)
         comparison.add(np.array([1]))
         write(2, 4, 1, 2)
         comparison.add(np.array([1, 2]))

@@ -27,7 +27,7 @@ from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
 from deltasync.core.value_types import ValueType
-from deltasync.model.feed import Amount
+from deltasync.model.feed import RowTotals
 from deltasync.model.releases import FrozenRelease
 from deltasync.views import making
 from deltasync.views.log import ViewLog
@@ -319,7 +319,7 @@ class Play:
             await self.follow(number)
 
 
-def check_amount(amount: Amount, rows: Sequence[DirtyRow]) -> None:
+def check_amount(amount: RowTotals, rows: Sequence[DirtyRow]) -> None:
     assert amount.rows == len(rows)
     assert amount.bytes == sum(row.size for row in rows)
     assert amount.norm == pytest.approx(norm_of(rows), rel=1e-9)

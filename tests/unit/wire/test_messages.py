@@ -10,7 +10,7 @@ from deltasync.base.errors import Damaged, InvalidInput
 from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
-from deltasync.core.stamps import StampedTable
+from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import VALUE_TYPES, Shard, TableSpec
 from deltasync.core.value_types import ValueType
 from deltasync.log import records

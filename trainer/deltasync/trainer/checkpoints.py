@@ -33,7 +33,7 @@ _NAME = re.compile(r"step-[0-9]{12}")
 _PARTIAL = "partial"
 
 
-class Checkpoints:
+class TrainerCheckpoints:
     """The last two checkpoints of a run, in folders `step-NNN`. One that is not complete yet is `partial`.
 
     All ranks call the same methods after the same steps, and see the same files. Training waits only until its
@@ -45,9 +45,9 @@ class Checkpoints:
     ) -> None:
         self._folder, self._every, self._steps = folder, every, 0
         self._model, self._optimizer, self._sync = model, optimizer, sync
-        with begun_together("Checkpoints", {"every": every}):
+        with begun_together("TrainerCheckpoints", {"every": every}):
             pass
-        self._training = Agreement("Checkpoints", "step")
+        self._training = Agreement("TrainerCheckpoints", "step")
         self._writing = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, "deltasync-checkpoint")
         self._written: Future[bool] | None = None

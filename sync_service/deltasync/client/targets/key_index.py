@@ -3,7 +3,7 @@
 import numpy as np
 
 from deltasync.core.rows import Ids
-from deltasync.kernels import keys as kernels
+from deltasync.kernels import keys as key_kernels
 
 _SMALLEST = 16  # Slots.
 
@@ -17,7 +17,7 @@ class KeyIndex:
     def __init__(self) -> None:
         self._keys = self._used = 0
         self._clear(_SMALLEST)
-        for each in (kernels.find, kernels.put, kernels.remove):
+        for each in (key_kernels.find, key_kernels.put, key_kernels.remove):
             each.compile()  # Not inside of readers, nor in front of those that wait.
 
     def __len__(self) -> int:
@@ -27,19 +27,19 @@ class KeyIndex:
     def find(self, keys: Ids) -> Ids:
         """The places of some keys ([n], in any order): int64 [n], -1 for keys that are not there."""
         places = np.empty(len(keys), np.int64)
-        kernels.find(self._slots, np.ascontiguousarray(keys), places)
+        key_kernels.find(self._slots, np.ascontiguousarray(keys), places)
         return places
 
     def put(self, keys: Ids, places: Ids) -> None:
         """Give some keys ([n]) their places ([n]), whether they are there or not; of several the last counts."""
         if not self._fits(len(keys)):
             self._fill(self.items(), len(keys))
-        added, taken = kernels.put(self._slots, np.ascontiguousarray(keys), np.ascontiguousarray(places))
+        added, taken = key_kernels.put(self._slots, np.ascontiguousarray(keys), np.ascontiguousarray(places))
         self._keys, self._used = self._keys + added, self._used + taken
 
     def remove(self, keys: Ids) -> None:
         """Forget some keys ([n]); others than those that are there do no harm."""
-        self._keys -= kernels.remove(self._slots, np.ascontiguousarray(keys))
+        self._keys -= key_kernels.remove(self._slots, np.ascontiguousarray(keys))
 
     def items(self) -> tuple[Ids, Ids]:
         """All keys and their places: int64 [n] each, in no order."""
@@ -64,5 +64,5 @@ class KeyIndex:
 
     def _clear(self, slots: int) -> None:
         self._slots = np.empty((slots, 2), np.int64)
-        self._slots[:, 1] = kernels.EMPTY
+        self._slots[:, 1] = key_kernels.EMPTY
         self._keys = self._used = 0

@@ -24,13 +24,13 @@ SORTED, ROWS, IDENTITIES = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "
 Ints = NDArray[np.int64]
 
 
-def id_map_of(module: nn.Module, table: TableSpec) -> "IdMap":
+def id_map_of(module: nn.Module, table: TableSpec) -> "CollisionMap":
     """The place of a map of raw ids; raises what `collision_module_of` does."""
     name, part = collision_module_of(module, table)
     return (HashedIds if hashes(part) else SortedIds)(module, name, table)
 
 
-class IdMap(ABC):
+class CollisionMap(ABC):
     """The map of a managed collision module from raw ids to rows, as the place of a table.
 
     Attributes:
@@ -78,7 +78,7 @@ class IdMap(ABC):
             dist.feature_block_sizes.clamp_(min=1)
 
 
-class SortedIds(IdMap):
+class SortedIds(CollisionMap):
     """The map of an `MCHManagedCollisionModule`: its raw ids in ascending order, and the row of each."""
 
     def __init__(self, module: nn.Module, name: str, table: TableSpec) -> None:
@@ -173,7 +173,7 @@ def _numbers(rows: RowBatch) -> Ints:
     return rows.values[:, 0].astype(np.int64, copy=False)
 
 
-class HashedIds(IdMap):
+class HashedIds(CollisionMap):
     """The identities of a `HashZchManagedCollisionModule`: the raw id of each row, which is found by hashing."""
 
     def read(self, ids: Ids) -> Values:

@@ -12,7 +12,7 @@ from tests.support.ranks import leave
 
 from deltasync.base.errors import StorageFailed
 from deltasync.trainer import checkpoints as module
-from deltasync.trainer.checkpoints import Checkpoints, checkpoints_in, write_checkpoint
+from deltasync.trainer.checkpoints import TrainerCheckpoints, checkpoints_in, write_checkpoint
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.example.model import ClickModel
 from deltasync.trainer.example.options import ModelOptions
@@ -29,7 +29,7 @@ class Training:
         model = ClickModel(SIZES, torch.device("meta"))
         self.model, self.optimizer = shard(model, click_tables(), OptimizerOptions(), device)
         self.sync = DeltaSync(self.model, SyncOptions(service="localhost:1", model="m", publish_every=10**6))
-        self.checkpoints = Checkpoints(folder, every, self.model, self.optimizer, self.sync)
+        self.checkpoints = TrainerCheckpoints(folder, every, self.model, self.optimizer, self.sync)
 
     def step(self) -> None:
         with torch.no_grad():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deltasync.trainer.example.features import DENSE_FEATURES, Features, Featurizer, hash_to
 from deltasync.trainer.example.options import HOURS_OF_WEEK, RAW_IDS, ModelOptions
-from deltasync.trainer.example.stream import Events
+from deltasync.trainer.example.stream import RatingEvents
 
 ROOMY = ModelOptions(users=100, items=100, cross_buckets=1000)
 TIGHT = ModelOptions(users=3, items=2, cross_buckets=5)
@@ -20,10 +20,10 @@ MONDAY = 1_704_067_200  # 2024-01-01 00:00 UTC
 Row = tuple[int, int, int, int]
 
 
-def events(rows: Sequence[Row]) -> Events:
+def events(rows: Sequence[Row]) -> RatingEvents:
     """Events of (user, item, timestamp, label) rows."""
     table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
-    return Events(
+    return RatingEvents(
         index=np.arange(len(rows), dtype=np.int64),
         user=table[:, 0],
         item=table[:, 1],

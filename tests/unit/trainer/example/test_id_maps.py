@@ -22,7 +22,7 @@ from deltasync.trainer.example.compare import (
 from deltasync.trainer.example.features import Featurizer
 from deltasync.trainer.example.model import ClickModel, click_batch, outputs
 from deltasync.trainer.example.options import RAW_IDS, ModelOptions
-from deltasync.trainer.example.stream import Events
+from deltasync.trainer.example.stream import RatingEvents
 
 SMALL = ModelOptions(users=20, items=12, cross_buckets=10, dim=4, hidden=4, managed=True)
 
@@ -142,8 +142,8 @@ def test_the_gathered_model_of_one_rank_is_that_ranks_model(tmp_path: Path) -> N
     assert torch.equal(outputs(gathered, batches[-1]), outputs(model, batches[-1]))
 
 
-def _events(rng: np.random.Generator, first: int) -> Events:
-    return Events(
+def _events(rng: np.random.Generator, first: int) -> RatingEvents:
+    return RatingEvents(
         index=np.arange(first, first + 64),
         user=rng.integers(0, 40, 64),
         item=rng.integers(0, 30, 64),

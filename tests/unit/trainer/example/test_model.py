@@ -11,7 +11,7 @@ from deltasync.trainer.example.compare import unequal_rows
 from deltasync.trainer.example.features import SPARSE_FEATURES, Features, Featurizer
 from deltasync.trainer.example.model import ClickBatch, ClickModel, click_batch, quantised, served_rows
 from deltasync.trainer.example.options import ModelOptions
-from deltasync.trainer.example.stream import Events
+from deltasync.trainer.example.stream import RatingEvents
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization is depreca
 @pytest.fixture
 def features() -> Features:
     n = 11
-    events = Events(
+    events = RatingEvents(
         index=np.arange(100, 100 + n, dtype=np.int64),
         user=np.arange(n, dtype=np.int64) % 3,
         item=np.arange(n, dtype=np.int64),

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from deltasync.base.errors import InvalidInput
 from deltasync.trainer.example.options import ModelOptions, StreamOptions
 from deltasync.trainer.example.report import auc
-from deltasync.trainer.example.stream import Events, batches, count_events, play, read_ratings, synthetic
+from deltasync.trainer.example.stream import RatingEvents, batches, count_events, play, read_ratings, synthetic
 
 ROOT = Path(__file__).parents[4]
 EXCERPT = ROOT / "tests/fixtures/movietweetings/ratings.dat"
@@ -32,7 +32,7 @@ SMALL = ModelOptions(users=50, items=40)
 DEFAULT = ModelOptions()
 
 
-def first(n: int, sizes: ModelOptions = DEFAULT) -> Events:
+def first(n: int, sizes: ModelOptions = DEFAULT) -> RatingEvents:
     (found,) = batches(StreamOptions(events=n, batch_size=n), sizes)
     return found
 
@@ -86,7 +86,7 @@ def test_a_batch_is_waited_for_until_its_last_event_arrives() -> None:
 
 def test_events_are_in_range_typed_and_in_time_order() -> None:
     events = first(1000, SMALL)
-    assert [getattr(events, each.name).dtype for each in fields(Events)] == [np.int64] * 4 + [np.float32]
+    assert [getattr(events, each.name).dtype for each in fields(RatingEvents)] == [np.int64] * 4 + [np.float32]
     assert (np.diff(events.timestamp) == 30).all()
     assert 0 <= events.user.min() <= events.user.max() < SMALL.users
     assert 0 <= events.item.min() <= events.item.max() < SMALL.items
@@ -95,7 +95,7 @@ def test_events_are_in_range_typed_and_in_time_order() -> None:
 
 def test_every_process_draws_the_same_stream() -> None:
     one, other = first(10_000, SMALL), first(10_000, SMALL)
-    for each in fields(Events):
+    for each in fields(RatingEvents):
         np.testing.assert_array_equal(getattr(one, each.name), getattr(other, each.name))
     blocks = list(itertools.islice(synthetic(50, 40), 2))
     assert not np.array_equal(blocks[0].user, blocks[1].user)
@@ -116,7 +116,7 @@ def test_a_stale_model_is_clearly_worse_than_a_fresh_one() -> None:
     assert auc(events.label[half], fresh) - auc(events.label[half], frozen) > 0.05
 
 
-def _online_scores(events: Events, learn_until: int) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+def _online_scores(events: RatingEvents, learn_until: int) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
     """Scores of an online model of one bias per user and item, each before it learns from the event."""
     users, items = np.zeros(events.user.max() + 1), np.zeros(events.item.max() + 1)
     scores = np.empty(len(events))

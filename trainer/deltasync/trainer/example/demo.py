@@ -21,7 +21,14 @@ from deltasync.cli.output import SERVICE, TRAINER, check_needs
 from deltasync.client import Admin, InvalidInput, Policy, ServiceUnavailable, ValueType
 from deltasync.client.admin import fetch_lag
 from deltasync.trainer.example.options import ModelOptions, StreamOptions, TrainingOptions, arguments, flags
-from deltasync.trainer.example.processes import ADMIN, STATUS, Credentials, DemoFailed, Processes, Service
+from deltasync.trainer.example.processes import (
+    ADMIN,
+    STATUS,
+    DemoFailed,
+    DemoService,
+    ProcessCredentials,
+    Processes,
+)
 from deltasync.trainer.example.stream import count_events
 
 check_needs(*TRAINER, *SERVICE)
@@ -151,14 +158,16 @@ class _Run:
         self._lines = 0
         self.replicas = [name for fleet in fleets for name in fleet.replicas]
         roles = {name: f"subscribe:{fleet.consumer}" for fleet in fleets for name in fleet.replicas}
-        self._credentials = Credentials(folder, {"trainer": f"publish:{MODEL}", **roles}, secure=options.secure)
+        self._credentials = ProcessCredentials(
+            folder, {"trainer": f"publish:{MODEL}", **roles}, secure=options.secure
+        )
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def start_service(self) -> None:
         self.say("starting the service; the first time its kernels are compiled, half a minute or more")
-        service, secure = Service(self._processes, self._credentials.service_arguments), self._options.secure
+        service, secure = DemoService(self._processes, self._credentials.service_arguments), self._options.secure
         self._http = service.http
         self._credentials.write(service)
         admin = Admin(self._credentials.endpoint(ADMIN))

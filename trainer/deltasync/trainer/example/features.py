@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.trainer.example.options import HOURS_OF_WEEK, RAW_IDS, ModelOptions
-from deltasync.trainer.example.stream import Events
+from deltasync.trainer.example.stream import RatingEvents
 
 SPARSE_FEATURES = ("user", "item", "cross", "hour", "history")
 """All but `history` have one id per event."""
@@ -53,7 +53,7 @@ class Featurizer:
         self._user_events, self._item_events = defaultdict[int, int](int), defaultdict[int, int](int)
         self._liked: dict[int, tuple[int, ...]] = {}
 
-    def features(self, events: Events) -> Features:
+    def features(self, events: RatingEvents) -> Features:
         """The features of the next events of the stream."""
         user = self._rows_of(self._user_rows, events.user, self._model.users)
         item = self._rows_of(self._item_rows, events.item, self._model.items)

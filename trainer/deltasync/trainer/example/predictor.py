@@ -62,7 +62,7 @@ _Id = Annotated[int, Field(ge=0, lt=2**63)]
 _Value = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST, allow_inf_nan=False)]
 
 
-class Event(BaseModel):
+class PredictionEvent(BaseModel):
     """The features of one event. Other fields are ignored: a client may know a feature before the model does."""
 
     dense: list[_Value] = Field(min_length=len(DENSE_FEATURES), max_length=len(DENSE_FEATURES))
@@ -76,7 +76,7 @@ class Event(BaseModel):
 class PredictionRequest(BaseModel):
     """Events to score."""
 
-    events: Annotated[list[Event], Field(min_length=1, max_length=MOST_EVENTS), FailFast()]
+    events: Annotated[list[PredictionEvent], Field(min_length=1, max_length=MOST_EVENTS), FailFast()]
 
 
 class Prediction(BaseModel):

@@ -86,7 +86,7 @@ class Processes:
                 process.wait()
 
 
-class Service:
+class DemoService:
     """The sync service: `grpc` is HOST:PORT for trainers and replicas, `http` the URL for operators."""
 
     def __init__(self, processes: Processes, arguments: Sequence[str]) -> None:
@@ -106,7 +106,7 @@ class Service:
         self.grpc, self.http = found["grpc"], found["http"]
 
 
-class Credentials:
+class ProcessCredentials:
     """Endpoint files by which processes reach the service, with what each of them shows there.
 
     In plain text, only the administrator has a token. With `secure`, everything speaks mutual TLS: each process
@@ -136,7 +136,7 @@ class Credentials:
         tls = [word for flag, file in files.items() for word in (f"--{flag}", str(certificates / file))]
         self.service_arguments = [*tls, "--roles", str(folder / "roles.toml")]
 
-    def write(self, service: Service) -> None:
+    def write(self, service: DemoService) -> None:
         """Write the endpoint files, once the service listens."""
         for name in (STATUS, *self._names):
             settings = {"address": service.grpc, "http": service.http}

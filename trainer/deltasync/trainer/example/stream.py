@@ -27,7 +27,7 @@ _START_UNIX, _SECONDS_PER_EVENT = 1_700_000_000, 30.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Events:
+class RatingEvents:
     """n events in time order; each array is [n]."""
 
     index: NDArray[np.int64]
@@ -44,16 +44,18 @@ class Events:
     def __len__(self) -> int:
         return self.index.size
 
-    def __getitem__(self, events: slice) -> "Events":
+    def __getitem__(self, events: slice) -> "RatingEvents":
         """Some of the events, which share memory with these."""
-        return Events(**{each.name: getattr(self, each.name)[events] for each in fields(self)})
+        return RatingEvents(**{each.name: getattr(self, each.name)[events] for each in fields(self)})
 
-    def __add__(self, later: "Events") -> "Events":
+    def __add__(self, later: "RatingEvents") -> "RatingEvents":
         columns = (each.name for each in fields(self))
-        return Events(**{name: np.concatenate([getattr(self, name), getattr(later, name)]) for name in columns})
+        return RatingEvents(
+            **{name: np.concatenate([getattr(self, name), getattr(later, name)]) for name in columns}
+        )
 
 
-def batches(stream: StreamOptions, model: ModelOptions) -> Iterator[Events]:
+def batches(stream: StreamOptions, model: ModelOptions) -> Iterator[RatingEvents]:
     """Yield the batches of a stream without waiting; the last one may be shorter."""
     left, size, waiting = stream.events if stream.events is not None else math.inf, stream.batch_size, None
     if stream.data == "synthetic":
@@ -82,7 +84,7 @@ def count_events(stream: StreamOptions, model: ModelOptions) -> int:
     return sum(map(len, batches(stream, model)))
 
 
-def play(stream: StreamOptions, model: ModelOptions, past: int = 0) -> Iterator[tuple[Events, float]]:
+def play(stream: StreamOptions, model: ModelOptions, past: int = 0) -> Iterator[tuple[RatingEvents, float]]:
     """Yield each batch once its last event has arrived, with the unix time at which that was.
 
     The first event arrives at the time in the start file, or now. `past` batches had arrived before that: a
@@ -101,7 +103,7 @@ def play(stream: StreamOptions, model: ModelOptions, past: int = 0) -> Iterator[
         yield batch, arrival
 
 
-def synthetic(users: int, items: int) -> Iterator[Events]:
+def synthetic(users: int, items: int) -> Iterator[RatingEvents]:
     """Yield blocks of an endless stream of clicks whose popular items and their appeal drift with time."""
     rng = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(0,)))
     tastes = rng.normal(size=(users, _FACTORS)).astype(np.float32)
@@ -121,7 +123,7 @@ def synthetic(users: int, items: int) -> Iterator[Events]:
         affinity = np.einsum("nf,nf->n", tastes[user], traits[item]) * (_AFFINITY / math.sqrt(_FACTORS))
         quality = _QUALITY * np.sin(phase[item] + frequency[item] * index)
         probability = 1.0 / (1.0 + np.exp(-(quality + inclination[user] + affinity + _OFFSET)))
-        yield Events(
+        yield RatingEvents(
             index=index,
             user=user,
             item=item,
@@ -141,7 +143,7 @@ def _draw(rng: np.random.Generator, shares: NDArray[np.float64]) -> NDArray[np.i
     return np.minimum(np.searchsorted(shares, rng.random(_BLOCK), side="right"), shares.size - 1)
 
 
-def read_ratings(path: Path) -> Events:
+def read_ratings(path: Path) -> RatingEvents:
     """Read a file of ratings in time order, see `ratings_file`.
 
     A rating of at least 4 counts as liked, or of at least 8 if any rating is above 5.
@@ -149,7 +151,7 @@ def read_ratings(path: Path) -> Events:
     found = ratings_of(path)
     liked = np.array(found.ratings) >= (8 if max(found.ratings) > 5 else 4)
     order = np.argsort(found.timestamps, kind="stable")  # Equal times keep the order of the file.
-    return Events(
+    return RatingEvents(
         index=np.arange(order.size, dtype=np.int64),
         user=np.array(found.users)[order],
         item=np.array(found.items)[order],

@@ -20,7 +20,7 @@ from deltasync.base.logs import log_to_stderr
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
 from deltasync.client import DeltasyncError, Endpoint, ServiceUnavailable
-from deltasync.trainer.checkpoints import Checkpoints
+from deltasync.trainer.checkpoints import TrainerCheckpoints
 from deltasync.trainer.distributed.ranks import join_ranks, leave_ranks
 from deltasync.trainer.distributed.sharding import OptimizerOptions, click_tables, shard
 from deltasync.trainer.example.compare import TrainerResults
@@ -91,7 +91,7 @@ def publish_first(sync: DeltaSync, on_refusal: OnRefusal) -> None:
         logger.warning("training begins, though nothing is published: %s", error)
 
 
-def finish(sync: DeltaSync, checkpoints: Checkpoints | None) -> None:
+def finish(sync: DeltaSync, checkpoints: TrainerCheckpoints | None) -> None:
     """Publish everything that was learnt, and write the last checkpoint.
 
     If the service is away, save a checkpoint before waiting for it. If it refuses, the checkpoint has the rows.
@@ -170,7 +170,9 @@ def train(
     refusal = OnRefusal(on_refusal)
     options = SyncOptions(service=service, model=model, publish_every=publish_every, on_refusal=refusal)
     sync, scored = DeltaSync(sharded, options), TrainerResults(sharded) if results else None
-    checkpoints = Checkpoints(checkpoint, checkpoint_every, sharded, optimizer, sync) if checkpoint else None
+    checkpoints = (
+        TrainerCheckpoints(checkpoint, checkpoint_every, sharded, optimizer, sync) if checkpoint else None
+    )
     if checkpoints:
         checkpoints.load()
     batches = TimedBatches(micro_batches(stream, sizes, training, sync.tracker.steps))

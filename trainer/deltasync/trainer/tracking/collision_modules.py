@@ -171,7 +171,7 @@ def _check(one: CollisionModule) -> None:
         )
 
 
-class IdMap:
+class CollisionMapShard:
     """This rank's share of the map of a managed collision module, as tracked tables. Within the gate.
 
     Attributes:
@@ -273,13 +273,13 @@ class IdMap:
             )
 
 
-def id_maps(model: nn.Module) -> list[IdMap]:
+def id_maps(model: nn.Module) -> list[CollisionMapShard]:
     """The maps of all managed collision modules of a model.
 
     Raises:
         InvalidInput: one cannot be published.
     """
-    return [IdMap(collision) for collision in collision_modules(model)]
+    return [CollisionMapShard(collision) for collision in collision_modules(model)]
 
 
 def _ranges(collision: CollisionModule) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to
 
 from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import TableKind, TableSpec
-from deltasync.trainer.tracking.collision_modules import IdMap, collision_modules, id_maps
+from deltasync.trainer.tracking.collision_modules import CollisionMapShard, collision_modules, id_maps
 from deltasync.trainer.tracking.module_tensors import UnpublishedState, check_extra_state, module_tensors
 from deltasync.trainer.tracking.modules import is_skipped, sharded_modules, table_fqn
 from deltasync.trainer.tracking.options import TrackerOptions
@@ -51,7 +51,7 @@ class TrackedModel:
     replicas: list[TrackedTable]
     lookups: Lookups
     alone: frozenset[nn.Module]
-    id_maps: list[IdMap]
+    id_maps: list[CollisionMapShard]
     unpublished: UnpublishedState | None
 
 
@@ -121,7 +121,7 @@ def published_tables(model: nn.Module, *, dense: bool, fqns_to_skip: Collection[
     return tables + [table for table in maps if not is_skipped(table.name, fqns_to_skip)]
 
 
-def _tables_of_maps(maps: list[IdMap]) -> list[TrackedTable]:
+def _tables_of_maps(maps: list[CollisionMapShard]) -> list[TrackedTable]:
     return [table for one in maps for table in one.tables]
 
 

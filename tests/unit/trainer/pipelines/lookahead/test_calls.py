@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from deltasync.trainer.pipelines.lookahead.calls import Call, is_same
+from deltasync.trainer.pipelines.lookahead.calls import ModuleCall, is_same
 
 Pair = namedtuple("Pair", "one other")  # What forwards return that are traced.
 
@@ -127,7 +127,7 @@ def test_other_memory_is_another(others: Callable[[], tuple[Any, Any]]) -> None:
 
 
 def test_a_call_stands_for_one_with_the_same_arguments() -> None:
-    call = Call.of([TENSOR, 1], {"by": [TENSOR]}, "made")
+    call = ModuleCall.of([TENSOR, 1], {"by": [TENSOR]}, "made")
     assert call.result == "made"
     assert call.why_different([TENSOR, 1], {"by": [TENSOR]}) == ""
 
@@ -145,7 +145,7 @@ def test_a_call_stands_for_one_with_the_same_arguments() -> None:
     ],
 )
 def test_a_call_says_which_argument_is_another(args: list[Any], kwargs: dict[str, Any], reason: str) -> None:
-    call = Call.of([TENSOR, 1], {"by": 1})
+    call = ModuleCall.of([TENSOR, 1], {"by": 1})
     with pytest.raises(AssertionError, match=reason):
         assert not call.why_different(args, kwargs), call.why_different(args, kwargs)
 
@@ -165,7 +165,7 @@ def test_a_call_says_which_argument_is_another(args: list[Any], kwargs: dict[str
 def test_a_call_says_which_tensor_is_written_to(path: str, hold: Callable[[torch.Tensor], Any]) -> None:
     tensor = LENGTHS.clone()
     argument = hold(tensor)
-    call = Call.of([argument], {})
+    call = ModuleCall.of([argument], {})
     assert call.why_different([argument], {}) == ""
     tensor[:1] += 1
     assert call.why_different([argument], {}) == f"its argument {path} is written to on the way"
@@ -173,14 +173,14 @@ def test_a_call_says_which_tensor_is_written_to(path: str, hold: Callable[[torch
 
 def test_a_call_says_that_the_ids_are_replaced() -> None:
     features = jagged()
-    call = Call.of([features], {})
+    call = ModuleCall.of([features], {})
     features._values = VALUES_OF + 1
     assert call.why_different([features], {}) == "its argument 0._values is written to on the way"
 
 
 def test_offsets_that_are_computed_later_are_no_change() -> None:
     features = jagged()
-    call = Call.of([features], {})
+    call = ModuleCall.of([features], {})
     features.offsets()
     assert call.why_different([features], {}) == ""
 
@@ -188,12 +188,12 @@ def test_offsets_that_are_computed_later_are_no_change() -> None:
 def test_tensors_of_inference_are_taken_as_they_are() -> None:
     with torch.inference_mode():
         tensor = torch.arange(3)
-    assert Call.of([tensor], {}).why_different([tensor], {}) == ""
+    assert ModuleCall.of([tensor], {}).why_different([tensor], {}) == ""
 
 
 def test_nested_tensors_are_the_same_only_if_they_are_one() -> None:
     nested = torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
-    call = Call.of([nested], {})
+    call = ModuleCall.of([nested], {})
     assert call.why_different([nested], {}) == ""
     assert call.why_different([nested.clone()], {}) != ""
     nested.values().add_(1)

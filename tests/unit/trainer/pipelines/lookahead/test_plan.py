@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.trainer.pipelines.lookahead.sharded import Sharded
 from torch import nn
 
-from deltasync.trainer.pipelines.lookahead.plan import Plan, compute, make_plan
+from deltasync.trainer.pipelines.lookahead.plan import LookAheadPlan, compute, make_plan
 
 Pair = namedtuple("Pair", "one other")  # A container that traces take for a function.
 
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 def plan_of(
     call: Callable[[Any, Any], Any], exclusions: Mapping[str, str] | None = None, **modules: nn.Module
-) -> Plan:
+) -> LookAheadPlan:
     return make_plan(Model(call, **modules), exclusions or {})
 
 
@@ -76,7 +76,7 @@ def test_what_no_lookup_needs_is_not_done_ahead() -> None:
 
 def test_nothing_is_done_ahead_in_a_model_without_sharded_modules() -> None:
     plan = plan_of(lambda m, b: m.words(b.one))
-    assert plan == Plan()
+    assert plan == LookAheadPlan()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from deltasync.trainer.pipelines.lookahead.forwards import (
     LookupForward,
     PreprocessingForward,
 )
-from deltasync.trainer.pipelines.lookahead.plan import Plan, compute, make_plan
+from deltasync.trainer.pipelines.lookahead.plan import LookAheadPlan, compute, make_plan
 from deltasync.trainer.pipelines.lookahead.trial import why_not_early
 from deltasync.trainer.pipelines.patches import AttributePatches
 
@@ -61,9 +61,9 @@ class LookAhead:
         self.preprocessing: list[PreprocessingForward] = []
         self.in_forward = False
         self.attached = False
-        self._plan = Plan()
+        self._plan = LookAheadPlan()
         # By mode of the model: its forward may differ between training and evaluation.
-        self._plans: dict[bool, Plan] = {}
+        self._plans: dict[bool, LookAheadPlan] = {}
         self._confirmed = set[bool]()
         self._patches: dict[str, AttributePatches] = {}
         self._sharing_splits = False
@@ -194,7 +194,7 @@ class LookAhead:
             if isinstance(before, LookupForward):
                 before.owner.detach()
 
-    def _make_plan(self, batch: Any) -> Plan:
+    def _make_plan(self, batch: Any) -> LookAheadPlan:
         plan = self._common_plan()
         while early := self._why_not_early(plan, batch):
             self._exclusions |= early
@@ -208,7 +208,7 @@ class LookAhead:
             self._log_not_ahead(name, reason)
         return plan
 
-    def _common_plan(self) -> Plan:
+    def _common_plan(self) -> LookAheadPlan:
         """A plan that is the same on all ranks: forward may depend on the rank, but lookups are collectives."""
         plan = make_plan(self._model, self._exclusions)
         sharded = [name for name, module in self._model.named_modules() if isinstance(module, ShardedModule)]
@@ -219,7 +219,7 @@ class LookAhead:
         self._exclusions |= dict.fromkeys(lacking, "it is not called ahead on another rank")
         return make_plan(self._model, self._exclusions)
 
-    def _why_not_early(self, plan: Plan, batch: Any) -> dict[str, str]:
+    def _why_not_early(self, plan: LookAheadPlan, batch: Any) -> dict[str, str]:
         """The reasons of all ranks: each tries the plan on a batch of its own, and may find other ones."""
         reasons = why_not_early(plan, self._model, batch)
         names = [name for name, _ in self._model.named_modules()]

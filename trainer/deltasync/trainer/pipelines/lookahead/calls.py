@@ -14,7 +14,7 @@ _JAGGED = (JaggedTensor, KeyedJaggedTensor)
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ModuleCall:
     """What a module was called with, and what came out.
 
     Attributes:
@@ -30,7 +30,7 @@ class Call:
     results: list[tuple[torch.Tensor, int]]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> "Call":
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any = None) -> "ModuleCall":
         """Note a call that has just been made."""
         arguments = _named(args, kwargs)
         leaves = {path: (leaf, version(leaf)) for path, leaf in leaves_in(arguments)}

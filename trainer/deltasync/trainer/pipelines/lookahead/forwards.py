@@ -12,7 +12,7 @@ from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForwar
 
 from deltasync.base.errors import Contradiction
 from deltasync.trainer.pipelines.batches import record_stream
-from deltasync.trainer.pipelines.lookahead.calls import Call
+from deltasync.trainer.pipelines.lookahead.calls import ModuleCall
 from deltasync.trainer.pipelines.lookahead.module_state import ModuleState
 from deltasync.trainer.pipelines.lookahead.plan import arguments
 
@@ -31,11 +31,11 @@ class LookAheadContext(TrainPipelineContext):  # type: ignore[misc]  # torchrec'
 
     started: bool = False
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    calls: dict[str, list[tuple[ModuleState, Call]]] = field(default_factory=dict)
-    lookups: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, list[tuple[ModuleState, ModuleCall]]] = field(default_factory=dict)
+    lookups: dict[str, ModuleCall] = field(default_factory=dict)
 
 
-class Owner(Protocol):
+class ForwardOwner(Protocol):
     """The pipeline's part that put the stand-ins in their places."""
 
     in_forward: bool
@@ -57,7 +57,7 @@ class LookupArguments:
     def build_args_kwargs(self, context: LookAheadContext) -> tuple[list[Any], dict[str, Any]]:
         """Arguments of the call that forward is going to make."""
         args, kwargs = arguments(self.node, context.values)
-        context.lookups[self.name] = Call.of(args, kwargs)
+        context.lookups[self.name] = ModuleCall.of(args, kwargs)
         return args, kwargs
 
 
@@ -65,7 +65,7 @@ class LookupForward(PipelinedForward):  # type: ignore[misc]
     """The forward of a sharded module: looks up the ids that were sent out ahead, if it is called with those."""
 
     def __init__(
-        self, owner: Owner, arguments: LookupArguments, module: ShardedModule, stream: torch.Stream | None
+        self, owner: ForwardOwner, arguments: LookupArguments, module: ShardedModule, stream: torch.Stream | None
     ) -> None:
         super().__init__(arguments.name, arguments, module, LookAheadContext(version=1), stream)
         self.owner, self._module = owner, module
@@ -84,7 +84,7 @@ class LookupForward(PipelinedForward):  # type: ignore[misc]
 class PreprocessingForward:
     """The forward of a preprocessing module: returns what was computed ahead for the same call."""
 
-    def __init__(self, owner: Owner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
+    def __init__(self, owner: ForwardOwner, name: str, module: nn.Module, stream: torch.Stream | None) -> None:
         self._owner, self.name, self._module, self._stream = owner, name, module, stream
         self._compute: Callable[..., Any] = module.forward
         self._context = LookAheadContext(version=1)
@@ -99,7 +99,7 @@ class PreprocessingForward:
         Raises:
             Contradiction: the module writes to its arguments, or changes what it has itself.
         """
-        state, before = ModuleState.of(self._module), Call.of(args, kwargs)
+        state, before = ModuleState.of(self._module), ModuleCall.of(args, kwargs)
         result = self._compute(*args, **kwargs)
         reason = before.why_different(args, kwargs)
         if not reason and not ModuleState.of(self._module).is_same(state):
@@ -109,7 +109,7 @@ class PreprocessingForward:
                 f"module {self.name!r} has been called ahead of forward, and {reason}; it cannot be pipelined: "
                 f"name it in PipelineOptions.not_ahead"
             )
-        context.calls.setdefault(self.name, []).append((state, Call.of(args, kwargs, result)))
+        context.calls.setdefault(self.name, []).append((state, ModuleCall.of(args, kwargs, result)))
         return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

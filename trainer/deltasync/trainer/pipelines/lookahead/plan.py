@@ -16,7 +16,7 @@ _ACCESSES = (getattr, operator.getitem)
 
 
 @dataclass(frozen=True)
-class Plan:
+class LookAheadPlan:
     """What can be done ahead.
 
     Attributes:
@@ -43,7 +43,7 @@ class Plan:
         return dict.fromkeys(needing, f"its features can't be made ahead: {error}")
 
 
-def make_plan(model: nn.Module, exclusions: Mapping[str, str]) -> Plan:
+def make_plan(model: nn.Module, exclusions: Mapping[str, str]) -> LookAheadPlan:
     """Trace a model, in the mode it is in.
 
     Args:
@@ -55,7 +55,7 @@ def make_plan(model: nn.Module, exclusions: Mapping[str, str]) -> Plan:
     except Exception as error:  # noqa: BLE001  # The model's own code runs here, with stand-ins for its inputs.
         sharded = [name for name, module in model.named_modules() if isinstance(module, ShardedModule)]
         reason = f"the model's forward can't be traced: {place_of(error)}: {type(error).__name__}: {error}"
-        return Plan(reasons=dict.fromkeys(sharded, reason))
+        return LookAheadPlan(reasons=dict.fromkeys(sharded, reason))
     return _Planner(model, graph, exclusions).plan()
 
 
@@ -68,7 +68,7 @@ class _Planner:
                 self._calls.setdefault(str(node.target), []).append(node)
         self._reasons: dict[fx.Node, str] = {}
 
-    def plan(self) -> Plan:
+    def plan(self) -> LookAheadPlan:
         sharded = {name: nodes for name, nodes in self._calls.items() if self._is_sharded(name)}
         reasons = {name: self._why_not_looked_up(name, nodes) for name, nodes in sharded.items()}
         lookups = {name: sharded[name][0] for name, reason in reasons.items() if not reason}
@@ -82,7 +82,7 @@ class _Planner:
         found = {str(node.target): reason for node, reason in self._reasons.items() if reason and _is_call(node)}
         preprocessing = {name: self._exclusions.get(name, reason) for name, reason in found.items()}
         every = {**preprocessing, **reasons}
-        return Plan(nodes, lookups, called, {name: reason for name, reason in every.items() if reason})
+        return LookAheadPlan(nodes, lookups, called, {name: reason for name, reason in every.items() if reason})
 
     def _why_not_looked_up(self, name: str, calls: list[fx.Node]) -> str:
         if name in self._exclusions:

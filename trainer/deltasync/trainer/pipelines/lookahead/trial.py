@@ -15,13 +15,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from deltasync.trainer.pipelines.batches import tensors_in
 from deltasync.trainer.pipelines.lookahead.calls import version
 from deltasync.trainer.pipelines.lookahead.module_state import OF_TORCH, ModuleState
-from deltasync.trainer.pipelines.lookahead.plan import Plan, compute
+from deltasync.trainer.pipelines.lookahead.plan import LookAheadPlan, compute
 from deltasync.trainer.pipelines.lookahead.tracing import random_states, random_states_preserved
 
 _TENSORS = (torch.Tensor, JaggedTensor, KeyedJaggedTensor)
 
 
-def why_not_early(plan: Plan, model: nn.Module, batch: Any) -> dict[str, str]:
+def why_not_early(plan: LookAheadPlan, model: nn.Module, batch: Any) -> dict[str, str]:
     """Preprocessing modules that have to be called when forward calls them and not before, and why, by FQN.
 
     Called early, they would change what they or others still need, or take random numbers out of their turn. Each

@@ -19,11 +19,11 @@ import numba  # noqa: F401  # kernels would import it later than garbage collect
 import uvicorn
 from fastapi import FastAPI
 
-from deltasync.access.access import Access, RolesFile
 from deltasync.access.audit import Audit
+from deltasync.access.rights import Access, RolesFile
 from deltasync.access.tls import CertificateFiles, TlsOptions
+from deltasync.api.application import create_app, sources_of
 from deltasync.api.grpc_server import bind_grpc, not_bound
-from deltasync.api.http import create_app, sources_of
 from deltasync.api.http_server import HttpListener, HttpProtocol, end_silent
 from deltasync.api.reload import Reader, Reload, Reloaded
 from deltasync.base.addresses import listening_host, may_listen, with_port
@@ -41,14 +41,14 @@ from deltasync.base.process import (
 from deltasync.base.progress import Progress
 from deltasync.cluster.member import Member, OwnershipOptions
 from deltasync.cluster.owners import Alone
-from deltasync.cluster.ownership import Ownership
+from deltasync.cluster.shared_owners import SharedOwners
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.kernels.compiled import imported_kernels, keep_in
 from deltasync.log.brokers import BrokerOptions, connect
 from deltasync.log.jetstream_logs import JetStreamLogs
 from deltasync.log.volume import refused
 from deltasync.service.options import ServiceOptions
-from deltasync.service.probe import ProbeStatus, probe_of
+from deltasync.service.self_test import ProbeStatus, probe_of
 from deltasync.service.service import Service
 from deltasync.status.answers import Sampler
 from deltasync.status.sources import ProcessState
@@ -468,7 +468,7 @@ async def _among_others(service: Service, options: ServerOptions, where: Address
         run=uuid.uuid4().hex,
         started=time.time_ns(),
     )
-    owners = Ownership(shared.ownership, me, bucket, hosting, service.events)
+    owners = SharedOwners(shared.ownership, me, bucket, hosting, service.events)
     service.join(owners)
     try:
         await owners.start()

@@ -12,8 +12,8 @@ import grpc.aio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deltasync.access.access import Access, Credentials, OpenCall, check, check_name, need_of_call, need_of_request
 from deltasync.access.limits import Limits, StreamLimits, peer_of
+from deltasync.access.rights import Access, Credentials, OpenCall, check, check_name, need_of_call, need_of_request
 from deltasync.access.roles import Role
 from deltasync.access.tls import names_of_auth_context
 from deltasync.api.errors import abort, as_stream, error_response

@@ -10,11 +10,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deltasync.access.access import Access
-from deltasync.api.access import AccessMiddleware
+from deltasync.access.rights import Access
 from deltasync.api.consumer_routes import consumer_routes
 from deltasync.api.documentation import documentation_routes
 from deltasync.api.errors import answer_errors, error_response
+from deltasync.api.interceptor import AccessMiddleware
 from deltasync.api.model_routes import delete_routes, model_routes, table_routes, trainer_routes
 from deltasync.api.operation_routes import Collaborators, checkpoint_routes, operation_routes, process_routes
 from deltasync.api.overview_routes import event_routes, lag_routes, log_routes, overview_routes

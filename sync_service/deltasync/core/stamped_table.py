@@ -19,7 +19,7 @@ from deltasync.core.rows import BLOCK_ROWS, DamagedRows, Ids, Mask, RowBatch, Va
 from deltasync.core.table_memory import RAM, TableMemory
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.kernels import digests as digest_kernels
-from deltasync.kernels import rows as kernels
+from deltasync.kernels import rows as row_kernels
 
 Slots: TypeAlias = NDArray[np.int64]
 
@@ -143,7 +143,7 @@ class StampedTable:
             before = self.rows[slots, column : column + values.shape[1]]
             square_change = sum_of_squares(values) - sum_of_squares(before)
         arrays = words_of(self.rows), self.stamps, self.digests, floats, first, column, slots, block.ids
-        change, squares = kernels.write(*arrays, words, stamps, digests, row_floats, factors)
+        change, squares = row_kernels.write(*arrays, words, stamps, digests, row_floats, factors)
         self.counts = counts
         self.checksum = (self.checksum + int(change)) % 2**64
         if self._square_sum is not None:
@@ -239,7 +239,7 @@ class StampedTable:
             return
         digests, words = np.require(digests, np.uint64, _FLAT), words_of(np.require(values, None, _FLAT))
         arrays = words_of(self.rows), self.stamps, self.digests, _NO_FLOATS
-        kernels.write(*arrays, 0, 0, slots, ids, words, stamps, digests, _NO_FLOATS, _NO_WEIGHTS)
+        row_kernels.write(*arrays, 0, 0, slots, ids, words, stamps, digests, _NO_FLOATS, _NO_WEIGHTS)
 
     def _check_loaded(self, ids: Ids, stamps: Stamps, digests: RowDigests, values: Values | None) -> None:
         name, rows = self.spec.name, len(ids)
@@ -364,7 +364,7 @@ class StampedTable:
             return RowBatch.of_table(self.spec, ids, out)
         rows, digests = words_of(self.rows), np.empty(len(ids), np.uint64)
         factors = weights(0, rows.shape[1])
-        if kernels.gather_checked(rows, self.digests, self.locate(ids), factors, words_of(out), digests):
+        if row_kernels.gather_checked(rows, self.digests, self.locate(ids), factors, words_of(out), digests):
             self.check(ids, out)
         return RowBatch(Shard.whole(self.spec), ids, out, digests=digests)
 

@@ -21,7 +21,7 @@ from deltasync.cluster.transfer import Stage, Tenures, Transfer
 _TRIES = 8
 
 
-class Ownership:
+class SharedOwners:
     """What this process owns, and what it knows of the others: an `Owners`.
 
     Nothing that the bucket says is the truth. Whoever takes a model fences the others off its log, which decides;

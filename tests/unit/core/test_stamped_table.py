@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from tests.support.stamped import stamped_table
 
 from deltasync.base.errors import InvalidInput, StorageFailed
-from deltasync.core import stamps
+from deltasync.core import stamped_table as stamped_table_module
 from deltasync.core.changes import ChangeCounts
 from deltasync.core.digests import RowDigests, checksum, row_digests
 from deltasync.core.precopy import PreCopy
 from deltasync.core.rows import DamagedRows, Ids, RowBatch, Values
-from deltasync.core.stamps import Slots, StampedTable, table_bytes
+from deltasync.core.stamped_table import Slots, StampedTable, table_bytes
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import VALUE_TYPES, Shard, TableKind, TableSpec
 
@@ -65,7 +65,7 @@ def test_a_table_is_what_was_written_last(data: st.DataObject, table: TableSpec)
 def test_rows_that_are_there_and_have_another_stamp(numbers: list[int], scan_rows: int) -> None:
     spec = TableSpec("t", len(numbers), 1)
     stamped = stamped_table(spec, np.zeros((spec.rows, 1), np.float32), np.array(numbers))
-    with mock.patch.object(stamps, "_SCAN_ROWS", scan_rows):
+    with mock.patch.object(stamped_table_module, "_SCAN_ROWS", scan_rows):
         found = stamped.not_stamped(2)
     assert found.tolist() == [row for row, number in enumerate(numbers) if number in (1, 3)]
 
@@ -176,7 +176,7 @@ def test_checksum_norm_and_digests_are_those_of_all_rows_as_they_are_held(
 ) -> None:
     stamped = kind(table)
     everything = np.arange(table.rows)
-    with mock.patch.object(stamps, "BLOCK_ROWS", block_rows):
+    with mock.patch.object(stamped_table_module, "BLOCK_ROWS", block_rows):
         for version in range(1, data.draw(st.integers(1, 6))):
             stamped.apply(data.draw(batches(table, whole=kind is Halved)), version)
             assert stamped.fits(everything, stamped.rows).all()
@@ -236,7 +236,10 @@ def test_a_block_that_fails_is_not_half_done(data: st.DataObject, table: TableSp
             raise MemoryError
         return moved(*arguments)
 
-    with mock.patch.object(stamps, "BLOCK_ROWS", 3), mock.patch.object(ChangeCounts, "moved", failing):
+    with (
+        mock.patch.object(stamped_table_module, "BLOCK_ROWS", 3),
+        mock.patch.object(ChangeCounts, "moved", failing),
+    ):
         if len(batch) > 3 * (fails - 1):
             with pytest.raises(MemoryError):
                 again.apply(batch, 2)
@@ -294,7 +297,7 @@ def test_a_table_that_is_loaded_is_as_it_was(data: st.DataObject, table: TableSp
     changed = stamped.changed_since(0)
     for start in data.draw(st.permutations(range(0, len(changed), chunk_rows))):
         load(loaded, stamped, changed[start : start + chunk_rows])
-    with mock.patch.object(stamps, "BLOCK_ROWS", 3):
+    with mock.patch.object(stamped_table_module, "BLOCK_ROWS", 3):
         loaded.recount()
     check_same(loaded, stamped)
 
