@@ -19,7 +19,7 @@ WORKERS ?= 3
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test nightly check bench soak attacks test-gpu bench-gpu protos lock audit sbom format clean
+.PHONY: help install demo unit test nightly check bench soak attacks test-gpu bench-gpu protos docs lock audit sbom format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -63,10 +63,10 @@ SEED ?= 0
 soak: install  ## kill, freeze, cut and change everything, and compare the rows (SECONDS=300 SEED=0)
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
-attacks: install  ## attack a service in all ways that are known, and put what that did to it into its README
+attacks: install  ## attack a service, and write what happened into sync_service/docs/security.md
 	$(BIN)/python -m tests.attacks --json build/attacks.json $(ARGS)
 	$(BIN)/python -m tests.attacks --stranger --json build/attacks-roles.json $(ARGS)
-	$(BIN)/python -m tests.attacks --table tests/attacks/before.json build/attacks.json build/attacks-roles.json --into sync_service/README.md
+	$(BIN)/python -m tests.attacks --table build/attacks.json build/attacks-roles.json --into sync_service/docs/security.md
 
 # On a machine with a GPU, by the environment of a PYTHON that is named, as it is, or else by .venv.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
@@ -91,6 +91,9 @@ bench-gpu: build/gpu  ## print the benchmarks of the tracker, the pipelines and 
 protos: install  ## generate the stubs anew from the .proto files
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=protos --grpc_python_out=protos \
 		--mypy_out=quiet:protos --mypy_grpc_out=quiet:protos protos/deltasync/v1/*.proto
+
+docs: install  ## write the reference pages of sync_service/docs/reference anew from the code
+	$(BIN)/python -m tests.support.reference
 
 format: install  ## format the code
 	$(BIN)/ruff check --fix .

@@ -37,7 +37,7 @@ def _write(text: str, into: Path | None) -> None:
         print(text)  # noqa: T201
         return
     before, _, rest = into.read_text().partition(_BEGIN)
-    into.write_text(before + _BEGIN + "\n\n" + text + "\n\n" + _END + rest.partition(_END)[2])
+    into.write_text(before + _BEGIN + "\n\n" + text + "\n" + _END + rest.partition(_END)[2])
 
 
 def _arguments() -> argparse.Namespace:

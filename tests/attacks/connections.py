@@ -56,7 +56,7 @@ def _is_open(connection: socket.socket) -> bool:
 
 
 @FAMILY.attack(
-    "1,100 HTTP connections that say nothing, where the service may have 1,024 descriptors",
+    "1,100 silent HTTP connections against 1,024 file descriptors",
     descriptors=_DESCRIPTORS,
 )
 def idle_http(target: Target) -> Outcome:
@@ -64,25 +64,25 @@ def idle_http(target: Target) -> Outcome:
 
 
 @FAMILY.attack(
-    "1,100 gRPC connections that say nothing, where the service may have 1,024 descriptors",
+    "1,100 silent gRPC connections",
     descriptors=_DESCRIPTORS,
 )
 def idle_grpc(target: Target) -> Outcome:
     return _idle(target, "grpc", 1100)
 
 
-@FAMILY.attack("300 HTTP requests of which a header comes every half second")
+@FAMILY.attack("300 HTTP requests whose headers arrive slowly")
 def slow_http(target: Target) -> Outcome:
     return _idle(target, "http", 300, b"GET /metrics HTTP/1.1\r\nhost: x\r\n", b"x-slow: y\r\n")
 
 
-@FAMILY.attack("300 HTTP requests with a body of 1 GB, of which a byte comes every half second")
+@FAMILY.attack("300 HTTP requests whose bodies arrive slowly")
 def slow_body(target: Target) -> Outcome:
     first = b"POST /consumers/predictors/pause HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n"
     return _idle(target, "http", 300, first, b"x")
 
 
-@FAMILY.attack("HTTP requests with headers, lines and bodies without end")
+@FAMILY.attack("endless HTTP headers, lines and bodies")
 def large_http(target: Target) -> Outcome:
     starts = (
         b"GET /" + b"x" * (1 << 16),
@@ -103,7 +103,7 @@ def large_http(target: Target) -> Outcome:
     return Outcome(f"{sent / 1e6:.0f} MB were taken; {len(held)} of 12 connections are open at the end")
 
 
-@FAMILY.attack("slow gRPC senders: 200 streams that send a byte of a message every half second")
+@FAMILY.attack("200 gRPC messages that arrive slowly")
 def slow_grpc(target: Target) -> Outcome:
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(http2.Connection(target)) for _ in range(4)]

@@ -8,12 +8,12 @@ FAMILY = Family()
 _VOLUME = 1 << 30
 
 
-@FAMILY.attack("one open of a table of 512 MiB, on a volume of 1 GiB", volume_bytes=_VOLUME)
+@FAMILY.attack("a table of 512 MiB on a volume of 1 GiB", volume_bytes=_VOLUME)
 def large_open(target: Target) -> Outcome:
     return asked(target, PUBLISH, opening("strange-large", 1 << 21, 64)).outcome
 
 
-@FAMILY.attack("opens of tables of 4 TiB, one after the other, on a volume of 1 GiB", volume_bytes=_VOLUME)
+@FAMILY.attack("20 tables of 4 TiB on a volume of 1 GiB", volume_bytes=_VOLUME)
 def huge_opens(target: Target) -> Outcome:
     answers = Answers()
     with target.channel() as channel:
@@ -22,11 +22,11 @@ def huge_opens(target: Target) -> Outcome:
     return answers.outcome
 
 
-@FAMILY.attack("300 opens of models that are refused", volume_bytes=_VOLUME)
+@FAMILY.attack("300 refused opens", volume_bytes=_VOLUME)
 def refused_opens(target: Target) -> Outcome:
     return at_once(target, PUBLISH, 300, lambda number: opening(f"strange-refused-{number}", 1 << 40, 64))
 
 
-@FAMILY.attack("300 models of one small table, of which no row is ever published", volume_bytes=_VOLUME)
+@FAMILY.attack("300 models that never publish a row", volume_bytes=_VOLUME)
 def empty_models(target: Target) -> Outcome:
     return at_once(target, PUBLISH, 300, lambda number: opening(f"strange-empty-{number}", 50_000, 16))

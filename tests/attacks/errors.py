@@ -11,21 +11,21 @@ from deltasync.v1 import tables_pb2
 FAMILY = Family()
 
 
-@FAMILY.attack("a misspelt consumer, where there are 600", consumers=600)
+@FAMILY.attack("a misspelt consumer among 600", consumers=600)
 def misspelt_consumer(target: Target) -> Outcome:
     answers = asked(target, SUBSCRIBE, subscription("stranger", "misspelt"))
     refused = answers.counts["NOT_FOUND"] or answers.counts["PERMISSION_DENIED"]
     return Outcome(answers.outcome.said, answers.outcome.harm if refused else "a refusal of another kind")
 
 
-@FAMILY.attack("20 subscriptions whose history is 3 MB of forged lines of log")
+@FAMILY.attack("3 MB of forged log lines in a subscription")
 def forged_lines(target: Target) -> Outcome:
     forged = "\n2026-01-01 00:00:00 INFO deltasync.base.events admin deleted the model" * 43_000
     held = tables_pb2.Position(history=forged, version=1)
     return at_once(target, SUBSCRIBE, 20, lambda number: subscription(f"stranger-{number}", held=held), 5)
 
 
-@FAMILY.attack("100 opens whose names are each 1 MB of forged lines of log")
+@FAMILY.attack("100 opens with forged log lines of 1 MB as names")
 def long_names(target: Target) -> Outcome:
     forged = "\nERROR all is lost" * 60_000
 

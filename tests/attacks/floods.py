@@ -39,17 +39,17 @@ def _flood_of_streams(target: Target, method: str, message_of: Callable[[int], A
     return answers.outcome
 
 
-@FAMILY.attack("opens of ever new models")
+@FAMILY.attack("a flood of new models")
 def opens_of_models(target: Target) -> Outcome:
     return _flood_of_streams(target, PUBLISH, lambda number: opening(f"strange-{number}"))
 
 
-@FAMILY.attack("subscriptions to consumers that there are not")
+@FAMILY.attack("a flood of subscriptions to unknown consumers")
 def opens_of_no_consumer(target: Target) -> Outcome:
     return _flood_of_streams(target, SUBSCRIBE, lambda number: subscription("stranger", f"consumer-{number}"))
 
 
-@FAMILY.attack("calls without a token that would change something")
+@FAMILY.attack("a flood of changes without a token")
 def calls(target: Target) -> Outcome:
     answers = Answers()
     method = "SubscribeService/Leave"
@@ -66,7 +66,7 @@ def calls(target: Target) -> Outcome:
     return answers.outcome
 
 
-@FAMILY.attack("streams that are opened and cancelled, by a client's library")
+@FAMILY.attack("a flood of cancelled streams")
 def cancelled_streams(target: Target) -> Outcome:
     count = 0
 
@@ -82,7 +82,7 @@ def cancelled_streams(target: Target) -> Outcome:
     return Outcome(f"{count} streams")
 
 
-@FAMILY.attack("HTTP requests of all that can be read, without a pause")
+@FAMILY.attack("a flood of HTTP reads")
 def http_requests(target: Target) -> Outcome:
     answers = Answers()
     paths = (

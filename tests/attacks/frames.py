@@ -16,7 +16,7 @@ def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
     return len(content).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + content
 
 
-@FAMILY.attack("connections of random bytes and random frames, to both ports")
+@FAMILY.attack("random bytes and frames to both ports")
 def garbage(target: Target) -> Outcome:
     source, made = random.Random(0), 0
     for number in until(target.seconds / 2):
@@ -33,7 +33,7 @@ def garbage(target: Target) -> Outcome:
     return Outcome(f"{made} connections")
 
 
-@FAMILY.attack("rapid reset: streams that are opened and cancelled at once")
+@FAMILY.attack("streams that are opened and reset at once (rapid reset)")
 def rapid_reset(target: Target) -> Outcome:
     opened, connections = 0, 0
     for _ in until(target.seconds):
@@ -53,7 +53,7 @@ def rapid_reset(target: Target) -> Outcome:
     return Outcome(f"{opened} streams on {connections} connections; {told}")
 
 
-@FAMILY.attack("pings and settings, as many as go through")
+@FAMILY.attack("a flood of HTTP/2 pings and settings")
 def pings_and_settings(target: Target) -> Outcome:
     sent, connections, told = 0, 0, ""
     content = (frame(6, 0, 0, bytes(8)) + frame(4, 0, 0, b"\0\x04\0\x01\0\0")) * 500
@@ -69,7 +69,7 @@ def pings_and_settings(target: Target) -> Outcome:
     return Outcome(f"{sent} frames on {connections} connections; {told}")
 
 
-@FAMILY.attack("headers that are small as they are sent, and large as they are read (HPACK)")
+@FAMILY.attack("headers that HPACK expands")
 def large_headers(target: Target) -> Outcome:
     sent, connections, told = 0, 0, ""
     for _ in until(target.seconds):
@@ -86,7 +86,7 @@ def large_headers(target: Target) -> Outcome:
     return Outcome(f"headers of {sent / 1e6:.0f} MB, unpacked, on {connections} connections; {told}")
 
 
-@FAMILY.attack("headers that go on for ever, in continuations")
+@FAMILY.attack("endless header continuations")
 def endless_headers(target: Target) -> Outcome:
     sent, connections, told = 0, 0, ""
     literal = b"\0\x01x\x7f\x81\x7f" + b"y" * 16_000

@@ -26,7 +26,7 @@ from deltasync.v1 import publish_pb2, tables_pb2
 FAMILY = Family()
 
 
-@FAMILY.attack("one message of 82 kB announces 8,192 shards without rows")
+@FAMILY.attack("82 kB that announce 8,192 empty shards")
 def zero_shards(target: Target) -> Outcome:
     count = 8192
     shards = [publish_pb2.Shard(row_offset=n, col_offset=n, cols=1 + n) for n in range(count)]
@@ -38,7 +38,7 @@ def zero_shards(target: Target) -> Outcome:
     return Outcome(f"a message of {request.ByteSize():,} bytes: {answers.outcome.said}")
 
 
-@FAMILY.attack("one message of 4.4 MB announces 300,000 tables")
+@FAMILY.attack("4.4 MB that announce 300,000 tables")
 def many_tables(target: Target) -> Outcome:
     tables = [table_of(f"t{n}", 1, 1) for n in range(300_000)]
     request = opening("strange-tables", tables=tables, shards=[])
@@ -46,7 +46,7 @@ def many_tables(target: Target) -> Outcome:
     return Outcome(f"a message of {request.ByteSize():,} bytes: {answers.outcome.said}")
 
 
-@FAMILY.attack("30 opens with 15 MiB of fields that nobody knows")
+@FAMILY.attack("30 opens with 15 MiB of unknown fields")
 def unknown_fields(target: Target) -> Outcome:
     unknown = b"\xfa\x3f" + _varint(15 << 20) + bytes(15 << 20)
 
@@ -57,7 +57,7 @@ def unknown_fields(target: Target) -> Outcome:
     return at_once(target, PUBLISH, 30, open_of, 6)
 
 
-@FAMILY.attack("60 messages of 15 MiB on one connection, none of which is ever finished")
+@FAMILY.attack("60 unfinished messages of 15 MiB")
 def unfinished_messages(target: Target) -> Outcome:
     with http2.Connection(target) as connection:
         size, piece, sent = 15 << 20, bytes(16_000), 0
@@ -74,7 +74,7 @@ def unfinished_messages(target: Target) -> Outcome:
         return Outcome(f"{sent / 1e6:.0f} MB sent of {60 * size / 1e6:.0f}; {connection.told}")
 
 
-@FAMILY.attack("500 subscriptions whose replicas return no credit, each with a budget without end")
+@FAMILY.attack("500 replicas that never acknowledge")
 def no_credit(target: Target) -> Outcome:
     answers, lock = Answers(), threading.Lock()
     with target.channels(10) as channels:
@@ -100,7 +100,7 @@ def no_credit(target: Target) -> Outcome:
     return answers.outcome
 
 
-@FAMILY.attack("parts of 1 MiB that are never closed, for a cut that is never sealed")
+@FAMILY.attack("chunks of 1 MiB for a cut that never ends")
 def unsealed_parts(target: Target) -> Outcome:
     answers, rows, dim = Answers(), 200_000, 250
 
@@ -120,7 +120,7 @@ def unsealed_parts(target: Target) -> Outcome:
     return answers.outcome
 
 
-@FAMILY.attack("2,000 names of replicas, each of which says hello and leaves without a goodbye")
+@FAMILY.attack("2,000 replica names that appear and vanish")
 def replica_names(target: Target) -> Outcome:
     answers = Answers()
     with target.channels(4) as channels, ThreadPoolExecutor(8) as pool:

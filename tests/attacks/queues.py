@@ -60,7 +60,7 @@ def _replicas(target: Target, number: int, pause_seconds: float) -> Outcome:
     return answers.outcome
 
 
-@FAMILY.attack("two replicas that repeat one ack without a pause, on a disk that takes 10 ms", slow_disk=True)
+@FAMILY.attack("replicas that repeat one ack without a pause, on a slow disk", slow_disk=True)
 def repeated_acks(target: Target) -> Outcome:
     with ExitStack() as stack:
         try:
@@ -94,6 +94,6 @@ def _head(target: Target) -> tables_pb2.Position:
         return opened.head
 
 
-@FAMILY.attack("40 replicas that ack every 50 ms, on a disk that takes 10 ms", slow_disk=True)
+@FAMILY.attack("40 replicas that ack every 50 ms, on a slow disk", slow_disk=True)
 def many_acks(target: Target) -> Outcome:
     return _replicas(target, 40, 0.05)

@@ -7,7 +7,8 @@ _MUCH_MEMORY, _MUCH_DISK, _MUCH_LOG = 64 << 20, 48 << 20, 1 << 20
 _MANY = 20
 # A cut that takes longer than both has been kept waiting.
 _LONG_MS, _LONG_RATIO = 200.0, 10.0
-_HEADS = ("before", "now", "now, with roles")
+_HEADS = ("without roles", "with roles")
+_NO_HARM, _NOT_MEASURED = "none", "not measured"
 
 
 def harms(figures: Mapping[str, Any]) -> list[str]:
@@ -18,7 +19,7 @@ def harms(figures: Mapping[str, Any]) -> list[str]:
     if figures["harm"]:
         found.append(figures["harm"])
     if figures["failure"]:
-        found.append(f"the honest were refused: {figures['failure'].split(':')[0]}")
+        found.append(f"the trainer is refused: {figures['failure'].split(':')[0]}")
     elif not figures["same_rows"]:
         found.append("the replica has other rows than the trainer")
     return found
@@ -29,7 +30,7 @@ def _taken(usage: Mapping[str, Mapping[str, int]]) -> list[str]:
     grown = {name: most[name] - before[name] for name in before}
     kept = {name: after[name] - before[name] for name in before}
     found = [
-        f"{name} +{_size(grown[name])}, of which {_size(max(0, kept[name]))} stay"
+        f"{name} +{_size(grown[name])}, {_size(max(0, kept[name]))} stay"
         for name, much in (("memory", _MUCH_MEMORY), ("disk", _MUCH_DISK))
         if grown[name] > much
     ]
@@ -46,25 +47,33 @@ def _slowed(cuts: Mapping[str, float]) -> list[str]:
 
 
 def table(*runs: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table with a line for each attack and a column for each run."""
+    """A Markdown table of the attacks that did harm, with a column for each run, and a list of the others."""
     by_name = [{each["attack"]: each for each in run} for run in runs]
-    heads = ["attack", *_HEADS[: len(runs)]]
-    lines = [heads, ["---"] * len(heads)]
-    for each in runs[0]:
-        cells = [_cell(run[each["attack"]]) if each["attack"] in run else "" for run in by_name]
-        lines.append([f"{each['attack']}: {each['says']}", *cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = [
+        (each["says"], [_cell(run[each["attack"]]) if each["attack"] in run else _NOT_MEASURED for run in by_name])
+        for each in runs[0]
+    ]
+    return written(lines)
+
+
+def written(lines: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Markdown of attacks in words, each with its harm in each run."""
+    heads = ["attack", *_HEADS]
+    harmful = [(says, cells) for says, cells in lines if {*cells} - {_NO_HARM, _NOT_MEASURED}]
+    rows = [heads, ["---"] * len(heads), *([says, *cells] for says, cells in harmful)]
+    text = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rest = [(says, _NOT_MEASURED in cells) for says, cells in lines if (says, cells) not in harmful]
+    for title, partly in (
+        ("No harm in either case", False),
+        ("No harm without roles, not measured with roles", True),
+    ):
+        if names := [says for says, missing in rest if missing is partly]:
+            text += f"\n{title}: {'; '.join(names)}.\n"
+    return text
 
 
 def _cell(figures: Mapping[str, Any]) -> str:
-    """Memory and disk before, at most and after; 99 of 100 cuts without the attack and during it; and harms."""
-    usage, cuts = figures["usage"], figures["cuts"]
-    memory, disk = (
-        " → ".join(f"{usage[when][name] / 1e6:,.0f}" for when in usage) + " MB" for name in ("memory", "disk")
-    )
-    times = f"{cuts['without_p99']:,.0f} → {cuts['during_p99']:,.0f} ms"
-    done = "; ".join(harms(figures)).replace("|", "/") or "no harm"
-    return f"memory {memory}, disk {disk}, cuts {times}: **{done}**"
+    return "; ".join(harms(figures)).replace("|", "/") or _NO_HARM
 
 
 def _size(number: int) -> str:

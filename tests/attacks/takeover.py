@@ -16,7 +16,7 @@ FAMILY = Family()
 _SHAPE: dict[str, Any] = {"rows": TABLE.rows, "dim": TABLE.dim, "table": TABLE.name}
 
 
-@FAMILY.attack("a later run of the same model takes over, and replaces all rows")
+@FAMILY.attack("a later run of the model takes over and replaces all rows")
 def takeover(target: Target) -> Outcome:
     with target.channel() as channel:
         stream, answers = Stream(target, channel, PUBLISH), Answers()
@@ -46,7 +46,7 @@ def _close(step: int, rows: int) -> publish_pb2.PublishRequest:
     return publish_pb2.PublishRequest(close=close)
 
 
-@FAMILY.attack("the run's id is asked for by a refusal, and then joined with one poisoned row")
+@FAMILY.attack("a peer learns a run's id from a refusal and joins it with a poisoned row")
 def joined_run(target: Target) -> Outcome:
     with target.channel() as channel:
         told, answers = Answers(), Answers()
@@ -70,7 +70,7 @@ def joined_run(target: Target) -> Outcome:
     return Outcome(f"run {found[1]!r} was told, continues: {opened.continues}; {answers.outcome.said}")
 
 
-@FAMILY.attack("the model's table is announced in another shape, before its trainer does")
+@FAMILY.attack("a table in another shape, opened before its trainer does")
 def other_shape(target: Target) -> Outcome:
     """Of a model that is to come, whose name is taken then."""
     with target.channel() as channel:

@@ -110,7 +110,7 @@ class ChangingTable:
 async def _measure(folder: Path, rows: int, dim: int, rounds: int) -> dict[str, Any]:
     async with _model(folder) as (model, _):
         changing = ChangingTable(model, rows, dim)
-        await model.add_tables([changing.table])
+        await model.tables.add([changing.table])
         await changing.change()
         views = {name: View(name, model) for name in POLICIES}
         for name, view in views.items():

@@ -11,6 +11,7 @@ RANKS = 2
 _ROUNDS = 80
 _STEP_RATIOS = {"time": "step", "cpu": "cpu", "thread": "thread"}
 _AIMS = {"id_only": 0.12, "embedding": 0.04}
+_STEP_AIM = 1.015
 
 
 def run(console: Console) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def _print_recording(console: Console, figures: dict[str, Any]) -> None:
 
 def _print_memory(console: Console, lines: list[dict[str, Any]]) -> None:
     console.print(
-        f"  held after {lines[0]['steps']:,} steps of {lines[0]['ids_per_step']:,} ids, "
+        f"  kept after {lines[0]['steps']:,} steps of {lines[0]['ids_per_step']:,} ids, "
         f"{lines[0]['rows']:,} rows, one of two consumers never reads"
     )
     console.print("  mode        ours at the start   ours   TorchRec's")
@@ -65,6 +66,7 @@ def _print_steps(console: Console, steps: dict[str, Any]) -> None:
     )
     off = f"{steps['off_cpu_ms']:.2f} ms without"
     console.print(
-        f"  CPU time of a rank      {ratio_of(steps, 'tracking_cpu_ratio')}   ({off}; aim: at most 1.01)"
+        f"  CPU time of a rank      {ratio_of(steps, 'tracking_cpu_ratio')}   ({off}; aim: at most {_STEP_AIM})"
     )
-    console.print(f"  of its training thread  {ratio_of(steps, 'tracking_thread_ratio')}   (aim: at most 1.01)")
+    thread = ratio_of(steps, "tracking_thread_ratio")
+    console.print(f"  of its training thread  {thread}   (aim: at most {_STEP_AIM})")

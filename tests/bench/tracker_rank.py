@@ -1,4 +1,4 @@
-"""The rank of the tracker benchmark, under torchrun: what recording and reading cost, and what is held.
+"""The rank of the tracker benchmark, under torchrun: the cost of recording and reading, and the memory.
 
 Both trackers watch the same model train on the same batches: one table, looked up row by row, with ids as skewed
 as clicks of people. Only the time within their own functions counts.
@@ -105,7 +105,7 @@ class Training:
 def batches(rows: int, ids: int, skew: float, device: torch.device) -> Iterator[KeyedJaggedTensor]:
     """Batches without end of `ids` ids of a table of `rows` rows.
 
-    The r-th most popular row is drawn with a probability of about r^-skew; where it lies is left to chance.
+    The r-th most popular row is drawn with a probability of about r^-skew; its place is left to chance.
     """
     generator = torch.Generator().manual_seed(0)
     by_popularity = torch.randperm(rows, generator=generator)
@@ -161,12 +161,12 @@ class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec'
             super().record_lookup(*arguments)
 
     def begin_step(self) -> None:
-        """What `DistributedModelParallel` calls before each forward."""
+        """Called by `DistributedModelParallel` before each forward."""
         with self._watch.running():
             self.step()
 
     def read(self, consumer: str) -> UniqueRows:
-        """What has changed; it is not offered again."""
+        """The changed rows, which it does not offer again."""
         with self._watch.running():
             return self.get_unique(consumer)[_FQN]
 
@@ -176,7 +176,7 @@ class TorchRecTracker(ModelDeltaTrackerTrec):  # type: ignore[misc]  # torchrec'
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors it holds."""
+        """Bytes of its tensors."""
         lookups = self.store.per_fqn_lookups.values()
         kept = [tensor for by_table in lookups for lookup in by_table for tensor in (lookup.ids, lookup.states)]
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
@@ -195,12 +195,12 @@ class WatchedTracker(Tracker):
             super().__init__(training.model, TrackerOptions(mode=mode, consumers=consumers))
 
     def end_step(self) -> None:
-        """What a trainer calls after each step."""
+        """Called by a trainer after each step."""
         with self._watch.running():
             self.step()
 
     def read(self, consumer: str) -> DeltaRows:
-        """What has changed; it is acknowledged at once."""
+        """The changed rows, acknowledged at once."""
         with self._watch.running():
             delta = self.get_delta(consumer)
             self.acknowledge(delta.token)
@@ -208,12 +208,12 @@ class WatchedTracker(Tracker):
 
     @property
     def seconds(self) -> float:
-        """Spent in it so far. The tracker itself measures what it does in backward."""
+        """Seconds spent in the tracker so far. It measures its own work in backward."""
         return self._watch.seconds + self.cost.marking_seconds
 
 
 class TrackerPair:
-    """Both, in the same mode on the same model."""
+    """Both trackers, in the same mode on the same model."""
 
     def __init__(self, training: Training, mode: TrackingMode, consumers: list[str]) -> None:
         self.mode = mode
@@ -231,7 +231,7 @@ class TrackerPair:
         if theirs.states is not None and ours.first is not None:
             same = same and torch.equal(theirs.states[order].cpu(), ours.first)
         if not same:
-            raise RuntimeError(f"mode {self.mode.value!r}: the trackers do not say the same")
+            raise RuntimeError(f"mode {self.mode.value!r}: the trackers differ")
         return len(ours.ids)
 
 
@@ -315,7 +315,7 @@ def _summary(windows: list[Window], mode: TrackingMode, skew: float) -> dict[str
 
 
 def _memory(mode: TrackingMode, device: torch.device) -> dict[str, Any]:
-    """Bytes held at the start and at the end, with a consumer that never reads beside one that does."""
+    """Bytes in memory at the start and at the end, with one consumer that reads and one that never does."""
     training = Training(SMALL_ROWS, device)
     pair = TrackerPair(training, mode, ["reader", "absent"])
     stream = batches(SMALL_ROWS, SMALL_IDS, next(iter(SKEWS)), device)

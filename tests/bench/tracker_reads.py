@@ -11,7 +11,7 @@ from deltasync.trainer.tracking.tracker import Tracker
 
 @contextmanager
 def tracked(model: nn.Module, read_every: int) -> Iterator[tuple[Tracker, Callable[[], None]]]:
-    """A tracker that is read like a publishing one, every so many steps, and what is to be called after each."""
+    """A tracker that is read every `read_every` steps, as for publishing, and the function to call after each."""
     tracker = Tracker(model, TrackerOptions(mode=TrackingMode.EMBEDDING_LAST, auto_compact=True, dense=True))
 
     def after_step() -> None:

@@ -24,7 +24,7 @@ SERVICE_STEPS = {
     "publish": "deltasync.cuts.session:PublishSession.take",
     "seal": "deltasync.model.model_store:ModelStore.seal",
     "commit": "deltasync.log.lmdb_store:LmdbStore._commit",
-    "apply": "deltasync.model.applied:AppliedTables.apply",
+    "apply": "deltasync.model.tables:AppliedTables.apply",
     "release": "deltasync.views.release_maker:ReleaseMaker._take",
     "release record": "deltasync.views.log:ViewLog.write",
     "ack": "deltasync.consumers.registry:ConsumerRegistry.acknowledge",

@@ -1,4 +1,4 @@
-"""The README files, and the code blocks in them."""
+"""The documents, and the code blocks in them."""
 
 import re
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Document:
-    """A README file; `name` is its path inside the repository."""
+    """A document; `name` is its path inside the repository."""
 
     path: Path
 
@@ -46,13 +46,11 @@ class Document:
 
 
 def document(name: str) -> Document:
-    """The README file at a path inside the repository."""
+    """The document at a path inside the repository."""
     return Document(ROOT / name)
 
 
 README = document("README.md")
-DOCUMENTS = [
-    README,
-    *(Document(path) for folder in _FOLDERS for path in sorted((ROOT / folder).rglob("README.md"))),
-]
+_PAGES = [path for folder in _FOLDERS for path in (ROOT / folder).rglob("*.md")]
+DOCUMENTS = [README, *(Document(path) for path in sorted(_PAGES))]
 EVERYTHING = "\n".join(each.text for each in DOCUMENTS)

@@ -27,14 +27,14 @@ from deltasync.views.view import View
 VERSIONS = 5
 
 
-def write(folder: Path, checkpoints: Sequence[int] = ()) -> None:
+def write(folder: Path, checkpoints: Sequence[int] = (), versions: int = VERSIONS) -> None:
     """A model of two tables, some of whose rows were deleted, its view, and consumers; with checkpoints of some
     versions.
     """
-    asyncio.run(write_in_loop(folder, checkpoints))
+    asyncio.run(write_in_loop(folder, checkpoints, versions))
 
 
-async def write_in_loop(folder: Path, checkpoints: Sequence[int] = ()) -> None:
+async def write_in_loop(folder: Path, checkpoints: Sequence[int] = (), versions: int = VERSIONS) -> None:
     """The same in the event loop that runs."""
     async with opened(folder.with_suffix(".open")) as service:
         await service.consumers.create("plain", "clicks", Policy())
@@ -43,7 +43,7 @@ async def write_in_loop(folder: Path, checkpoints: Sequence[int] = ()) -> None:
         await send(session, full_part(1, random_rows(0), WHOLE))
         await service.models.coordinators["clicks"].settled()
         rng = np.random.default_rng(0)
-        for step in range(2, VERSIONS + 1):
+        for step in range(2, versions + 1):
             requests = part(step, [(0, [step, 9, 20 + step], rng.random((3, 4), np.float32))])
             if step == 3:
                 requests = [delete_chunk(step, 0, [3, 11]), close(step, 2)]

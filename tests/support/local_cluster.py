@@ -22,9 +22,10 @@ from deltasync.access.audit import Audit
 from deltasync.access.rights import Access
 from deltasync.access.roles import Roles
 from deltasync.api.application import create_app
+from deltasync.api.process import routes_of
 from deltasync.base.process import listening_socket
 from deltasync.cluster.heirs import heir_of
-from deltasync.cluster.member import Member, OwnershipOptions
+from deltasync.cluster.member import ClusterOptions, Member
 from deltasync.cluster.shared_owners import SharedOwners
 from deltasync.core.policy import Policy
 from deltasync.service.options import ServiceOptions
@@ -150,12 +151,12 @@ class LocalCluster:
             hosting = service.hosting(logs)
             listener = listening_socket("127.0.0.1", 0)
             me = Member(name, "127.0.0.1:1", f"http://127.0.0.1:{listener.getsockname()[1]}", run=name)
-            options = OwnershipOptions(lease_seconds=self._lease_seconds)
+            options = ClusterOptions(lease_seconds=self._lease_seconds)
             owners = SharedOwners(options, me, bucket, hosting, service.events)
             service.join(owners)
             access = Access(ADMIN_TOKEN, self._roles, Audit(service.events))
             sampler = Sampler(sources(service), service.events, access)
-            app = create_app(service, access, sampler)
+            app = create_app(routes_of(service), access, sampler)
             config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
             server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve(sockets=[listener]))

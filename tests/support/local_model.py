@@ -95,7 +95,7 @@ class LocalModel:
         seal = self.seal_of_cut(rows, whole, resync=resync)
         self.model.store.seal(seal).result()
         self.model.seals.append(seal)
-        self.model.published |= {table.spec.name: table.spec.rows for table in self.model.tables}
+        self.model.tables.published |= {table.spec.name: table.spec.rows for table in self.model.tables}
         await self.model.apply_cut(seal, rows)
 
     def seal_of_cut(self, rows: Sequence[RowBatch], whole: Sequence[str] = (), *, resync: bool = False) -> Seal:
@@ -116,7 +116,7 @@ class LocalModel:
         await self.cut({name: dict(enumerate(some)) for name, some in zip(names, rows, strict=True)})
 
     async def add(self, *tables: TableSpec) -> None:
-        await self.model.add_tables(list(tables))
+        await self.model.tables.add(list(tables))
 
     async def close(self) -> None:
         """End as a crash does: what is only in memory is lost."""

@@ -11,7 +11,7 @@ import pytest
 from tests.support.log import log_of
 from tests.support.wire import TABLES, part, publish_open, random_rows
 
-from deltasync.api.application import sources_of
+from deltasync.api.process import sources_of
 from deltasync.base.events import Event
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard
@@ -22,6 +22,7 @@ from deltasync.service.fsck import Checked, check_service
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 from deltasync.status.sources import ProcessState, Sources
+from deltasync.views.view import View
 from deltasync.wire.row_messages import ReceivedRows, read_request
 
 Scenario = Callable[[Service], Coroutine[Any, Any, None]]
@@ -54,6 +55,13 @@ def run(data_dir: Path, scenario: Scenario, **settings: Any) -> None:
             await scenario(service)
 
     asyncio.run(main())
+
+
+def view_of(service: Service, consumer: str) -> View:
+    """The view of a consumer."""
+    view = service.views.get(service.registry.get(consumer))
+    assert view
+    return view
 
 
 def sources(service: Service) -> Sources:

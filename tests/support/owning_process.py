@@ -6,7 +6,7 @@ from tests.support.memory_bucket import MemoryBucket, MemoryLog, MemoryStore
 
 from deltasync.base.errors import NotOwner, Owner, StorageFailed
 from deltasync.base.events import Event, Events
-from deltasync.cluster.member import Member, OwnershipOptions
+from deltasync.cluster.member import ClusterOptions, Member
 from deltasync.cluster.shared_owners import SharedOwners
 
 LEASE_SECONDS = 6.0
@@ -53,6 +53,7 @@ class FakeModels:
 
     async def forget(self, model: str) -> None:
         self.opened.pop(model, None)
+        self.said.append(("forget", model))
 
     async def give_up(self, model: str, reason: str) -> None:
         self.opened.pop(model, None)
@@ -61,7 +62,7 @@ class FakeModels:
     async def save(self, model: str) -> None:
         self.said.append(("save", model))
 
-    async def known(self) -> set[str]:
+    async def models_with_log(self) -> set[str]:
         return set(self._world.logs)
 
 
@@ -75,7 +76,7 @@ class Process:
         self.models = FakeModels(world, name)
         self.events = list[Event]()
         self.ownership = SharedOwners(
-            OwnershipOptions(lease_seconds=LEASE_SECONDS),
+            ClusterOptions(lease_seconds=LEASE_SECONDS),
             Member(name, f"{name}:1", f"http://{name}", run=str(world.starts), started=world.starts),
             self.bucket,
             self.models,
@@ -86,7 +87,6 @@ class Process:
 
     async def begin(self) -> "Process":
         """What `start` does, but that nothing happens by itself."""
-        await self.ownership._ledger.read()
         await self.beat()
         return self
 

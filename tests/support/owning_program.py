@@ -13,7 +13,7 @@ from nats.js.errors import APIError, NotFoundError
 
 from deltasync.base.errors import Owner
 from deltasync.base.events import Event, Events, event_line
-from deltasync.cluster.member import Member, OwnershipOptions
+from deltasync.cluster.member import ClusterOptions, Member
 from deltasync.cluster.nats_bucket import BucketOptions, NatsBucket
 from deltasync.cluster.shared_owners import SharedOwners
 
@@ -63,7 +63,7 @@ class Logs:
     async def forget(self, model: str) -> None:
         say("forget", model)
 
-    async def known(self) -> list[str]:
+    async def models_with_log(self) -> list[str]:
         infos = await self._js.streams_info()
         return [str(each.config.name)[len(PREFIX) :] for each in infos if str(each.config.name).startswith(PREFIX)]
 
@@ -72,7 +72,7 @@ async def main(url: str, name: str, lease: float) -> None:
     client = await nats.connect(url, max_reconnect_attempts=-1, reconnect_time_wait=0.05)
     logs = Logs(client.jetstream(timeout=1), name)
     ownership = SharedOwners(
-        OwnershipOptions(lease_seconds=lease),
+        ClusterOptions(lease_seconds=lease),
         Member(name, f"{name}:1", f"http://{name}", run=name),
         NatsBucket(client, BucketOptions(timeout_seconds=lease / 3)),
         logs,

@@ -205,7 +205,7 @@ class SideBySide:
         return ()
 
     def _live(self) -> list[torch.Tensor]:
-        shards = self.tracker.shards
+        shards = [each for table in self.tracker.tables for each in table.shards]
         return [one.weight for one in shards] + [one.momentum for one in shards if one.momentum is not None]
 
     def _if_known(self, name: str, call: Callable[[str], Any], then: Callable[[str], Any] | None = None) -> bool:

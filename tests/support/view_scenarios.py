@@ -18,8 +18,8 @@ from deltasync.core.position import Position
 from deltasync.core.rows import Values
 from deltasync.core.tables import TableSpec
 from deltasync.model.releases import FrozenRelease
+from deltasync.views.log import NewestRelease, ViewState
 from deltasync.views.pacing import Situation, due
-from deltasync.views.state import NewestRelease, ViewState
 from deltasync.views.table import ViewTable
 from deltasync.views.view import View
 

@@ -1,17 +1,19 @@
 """Raw streams: what a client in another language, or a broken one, would send."""
 
 import queue
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import grpc
 import numpy as np
 
 from deltasync.core.position import Position
+from deltasync.core.rows import RowBatch
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.v1 import publish_pb2, publish_pb2_grpc, subscribe_pb2, subscribe_pb2_grpc, tables_pb2
 from deltasync.wire.errors import protocol_to_metadata
 from deltasync.wire.messages import position_to_message, shard_to_message, table_to_message
+from deltasync.wire.row_messages import Columns
 
 USER = TableSpec("sparse.embedding_bags.user", 40, 4)
 ITEM = TableSpec("sparse.embedding_bags.item", 30, 6, np.dtype("<f2"))
@@ -189,6 +191,11 @@ def delete_chunk(step: int, slot: int, ids: Any) -> publish_pb2.PublishRequest:
 def rows_message(slot: int, ids: Any, values: Any, **fields: Any) -> tables_pb2.TableRows:
     ids, values = np.asarray(ids, np.int64).tobytes(), np.asarray(values).tobytes()
     return tables_pb2.TableRows(slot=slot, rows=tables_pb2.Rows(ids=ids, values=values, **fields))
+
+
+def decoded(message: tables_pb2.TableRows, shards: Sequence[Shard] = tuple(WHOLE)) -> RowBatch:
+    """The rows that a message carries."""
+    return Columns.read(memoryview(message.rows.SerializeToString())).rows_of(message.slot, shards)
 
 
 def close(step: int, rows: int, *, full: bool = False) -> publish_pb2.PublishRequest:

@@ -36,19 +36,19 @@ class PublishRequest(_message.Message):
 
     @_builtins.property
     def chunk(self) -> Global___PartChunk:
-        """chunk carries some rows of the part under way."""
+        """chunk carries rows of the current part."""
 
     @_builtins.property
     def close(self) -> Global___PartClose:
-        """close ends the part under way."""
+        """close ends the current part."""
 
     @_builtins.property
     def part(self) -> Global___WholePart:
-        """part is a whole part: chunks and their close in one message."""
+        """part is a whole part in one message."""
 
     @_builtins.property
     def goodbye(self) -> Global___PublishGoodbye:
-        """goodbye says that the rank has finished. Last, and not while a part is under way: the service ends the stream."""
+        """goodbye says that the rank has finished. It comes last, and never inside a part. The service then ends the stream."""
 
     def __init__(
         self,
@@ -81,15 +81,15 @@ class Shard(_message.Message):
     COL_OFFSET_FIELD_NUMBER: _builtins.int
     COLS_FIELD_NUMBER: _builtins.int
     table: _builtins.int
-    """table is the index of the table in PublishOpen.tables."""
+    """table is an index into PublishOpen.tables."""
     row_offset: _builtins.int
     """row_offset is the global id of the shard's first row."""
     rows: _builtins.int
-    """rows is the number of rows in the shard; row_offset + rows must not exceed the table's rows."""
+    """rows is the number of rows; row_offset + rows is at most the table's rows."""
     col_offset: _builtins.int
-    """col_offset is the first column of the shard."""
+    """col_offset is the first column."""
     cols: _builtins.int
-    """cols is the number of columns; col_offset + cols must not exceed the table's dim."""
+    """cols is the number of columns; col_offset + cols is at most the table's dim."""
     def __init__(
         self,
         *,
@@ -125,38 +125,38 @@ class PublishOpen(_message.Message):
     TAKES_CHANGES_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """model names the set of tables: 1 to 128 of letters, digits, '.', '_' and '-', not starting with '.'."""
+    """model names the set of tables: 1 to 128 letters, digits, '.', '_' and '-', not starting with '.'."""
     run: _builtins.str
-    """run is an id shared by all ranks of one training run and different from that of any other."""
+    """run is the id of the training run: 1 to 128 characters, the same on all ranks, never used by another run."""
     run_started_unix_ns: _builtins.int
-    """run_started_unix_ns is when the run began, nanoseconds since 1970, the same on all ranks. A run
-    that began later takes over from an earlier one, whose streams are then refused. At most 5 minutes
-    ahead of the service's clock.
+    """run_started_unix_ns is when the run started, in nanoseconds since 1970, the same on all ranks. The run that started
+    later takes over; the service then refuses the earlier one. At most 5 minutes ahead of the service's clock. A run that
+    seems to have started earlier may follow a run whose streams have all been gone for 60 seconds.
     """
     rank: _builtins.int
-    """rank is this process's number, 0 to world_size - 1."""
+    """rank is the number of this process, 0 to world_size - 1."""
     world_size: _builtins.int
-    """world_size is the number of ranks, 1 to 65,536; a cut is sealed when all of them have closed their parts."""
+    """world_size is the number of ranks, 1 to 65,536. A cut is sealed when all of them have closed their parts."""
     takes_deletes: _builtins.bool
-    """takes_deletes says that this rank deletes rows when it is asked to. Nobody else is asked."""
+    """takes_deletes says that this rank carries out delete requests. Other ranks get none."""
     takes_changes: _builtins.bool
-    """takes_changes says that this rank can be told which rows were published after the position that its run continues."""
+    """takes_changes says that this rank understands ChangedRows."""
     process: _builtins.str
-    """process says which process this is, for people: a host and a process id, say. At most 200 printable characters."""
+    """process tells people which process this is, for example host and process id. At most 200 printable characters."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Table]:
-        """tables describes the tables of this run, the same on all ranks. At least one. Shards must cover these
-        tables; a table of the model that the run no longer has stays as it is. In a later run a table may have more
-        rows than it had; any other difference is refused with FAILED_PRECONDITION.
+        """tables describes all tables, the same on all ranks. At least one. The shards of all ranks must cover them. A later run
+        may give a table more rows; the service refuses any other difference with FAILED_PRECONDITION. A table that a later
+        run leaves out stays as it is.
         """
 
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]:
-        """shards lists what this rank holds. May be empty."""
+        """shards are what this rank holds. May be empty."""
 
     @_builtins.property
     def continues(self) -> _tables_pb2.Position:
-        """continues is the last position whose rows this run is known to hold; unset when it holds none."""
+        """continues is the last position whose rows this run holds, with its seal. Unset if it holds none."""
 
     def __init__(
         self,
@@ -183,8 +183,8 @@ Global___PublishOpen: _TypeAlias = PublishOpen  # noqa: Y015
 
 @_typing.final
 class PartChunk(_message.Message):
-    """PartChunk carries rows of a part: at most 1 MiB of ids and values. The ids of a shard ascend over the
-    whole part, not only inside a chunk.
+    """PartChunk carries at most 1 MiB of ids and values of one shard. The ids of a shard ascend over the whole part, deleted
+    rows by themselves.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -195,7 +195,7 @@ class PartChunk(_message.Message):
     """step is the optimizer step after which the rows were read; the same in the whole part."""
     @_builtins.property
     def rows(self) -> _tables_pb2.TableRows:
-        """rows are rows of one shard, current as of the step. Not empty."""
+        """rows are rows of one shard as of the step. Not empty."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ Global___PartChunk: _TypeAlias = PartChunk  # noqa: Y015
 
 @_typing.final
 class PartClose(_message.Message):
-    """PartClose ends a part. A rank without changed rows closes an empty one."""
+    """PartClose ends a part. A rank without changed rows sends only this."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -228,31 +228,31 @@ class PartClose(_message.Message):
     step: _builtins.int
     """step is the optimizer step of the cut."""
     rows: _builtins.int
-    """rows is the number of rows sent in this part's chunks, as a check."""
+    """rows is the number of rows in the chunks of this part, as a check."""
     step_end_unix_ns: _builtins.int
-    """step_end_unix_ns is when the step ended on this rank, nanoseconds since 1970."""
+    """step_end_unix_ns is when the step ended on this rank, in nanoseconds since 1970."""
     full: _builtins.bool
-    """full says that the part holds every row of every shard of the rank. The first cut of a run that
-    does not continue the published history must be full: all of every table it announces. A part that
-    is not, although it must be, is answered with DATA_LOSS; so is one that lacks rows, of a table that is new or
-    has grown, that were never published.
+    """full says that the part has every row of every shard of the rank. Rows of an embedding table or id map that a full
+    part leaves out are deleted once all ranks have sent full parts. The first cut of a run that does not continue the
+    history must be full, and the first cut with a new or larger table must have all rows of it that were never
+    published. Otherwise the service answers DATA_LOSS.
     """
     event_time_unix_ns: _builtins.int
-    """event_time_unix_ns is the time of the newest event that this rank has trained on up to this step, nanoseconds
-    since 1970; 0 where it does not know. That of a cut is the newest of all ranks, and of the run's cuts before.
+    """event_time_unix_ns is the time of the newest event that this rank has trained on, in nanoseconds since 1970; 0 if
+    unknown. The cut gets the newest time of all ranks and of earlier cuts of the run.
     """
     gather_ns: _builtins.int
-    """gather_ns is for how long after that end this rank was reading the rows, nanoseconds; 0 where it does not say."""
+    """gather_ns is how long this rank took after step_end_unix_ns to read the rows, in nanoseconds; 0 if unknown."""
     @_builtins.property
     def deletes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """deletes are the numbers of all requests that this rank has met by now, of those that it was last handed. A request
-        is done with the first cut of which all ranks name it.
+        """deletes are the numbers of the delete requests that this rank has carried out, among those that it last got. A
+        request is done with the first cut in which all ranks name it.
         """
 
     @_builtins.property
     def differing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """differing are the indexes in PublishOpen.tables of those of which other ranks have other rows than this one, which
-        publishes its own.
+        """differing are indexes into PublishOpen.tables of tables that this rank publishes although other ranks hold other
+        values.
         """
 
     def __init__(
@@ -277,25 +277,25 @@ Global___PartClose: _TypeAlias = PartClose  # noqa: Y015
 
 @_typing.final
 class WholePart(_message.Message):
-    """WholePart is a part whose rows fit one message: 1 MiB of ids and values."""
+    """WholePart is a part of at most 1 MiB of ids and values in one message. Small cuts reach replicas sooner this way."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROWS_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def close(self) -> Global___PartClose:
+        """close ends the part. It comes before the rows."""
+
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.TableRows]:
         """rows are what chunks would carry, in the same order. May be empty."""
 
-    @_builtins.property
-    def close(self) -> Global___PartClose:
-        """close ends the part."""
-
     def __init__(
         self,
         *,
-        rows: _abc.Iterable[_tables_pb2.TableRows] | None = ...,
         close: Global___PartClose | None = ...,
+        rows: _abc.Iterable[_tables_pb2.TableRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -307,9 +307,7 @@ Global___WholePart: _TypeAlias = WholePart  # noqa: Y015
 
 @_typing.final
 class PublishGoodbye(_message.Message):
-    """PublishGoodbye says that a rank publishes nothing more, because its training has come to its end. A rank whose stream
-    ends without it counts as lost.
-    """
+    """PublishGoodbye says that training has finished. A rank whose stream ends without it counts as lost."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -343,7 +341,7 @@ class PublishResponse(_message.Message):
 
     @_builtins.property
     def changed(self) -> Global___ChangedRows:
-        """changed follows on opened where that has a since."""
+        """changed follows opened if opened.since is not 0."""
 
     def __init__(
         self,
@@ -375,28 +373,28 @@ class PublishOpened(_message.Message):
     DELETES_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     continues: _builtins.bool
-    """continues says whether this run continues the published history. If not, its next cut must be full. A
-    run that claims a position from the future does not continue.
+    """continues says whether the run continues the published history. If not, its next cut must be full. A run that claims
+    a position after head does not continue.
     """
     reason: _builtins.str
-    """reason says why, in words."""
+    """reason explains continues to people."""
     tables: _builtins.int
-    """tables is how many tables were understood, as a check."""
+    """tables is the number of tables that the service read, as a check."""
     since: _builtins.int
-    """since is the version that the run goes on from where that is not the newest: messages with the rows published after
-    it follow. Only to a rank that takes_changes. The next cut of the run must have all of them, as the run holds them
-    now, with its own changes; a part that lacks some of its rank's shards is answered with DATA_LOSS. 0 if there
-    are none to be had.
+    """since is the version from which the run continues, if that is not the newest; otherwise 0. ChangedRows follow. The
+    next cut must have all of these rows as the run holds them now, deletes included, and its own changes. If a part lacks
+    some, the service answers DATA_LOSS. If another version was sealed meanwhile, it answers ABORTED: open again. Only for
+    a rank with takes_changes.
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
-        """head is the last sealed position. A run that holds it, by its seal, may go on from there although it claimed a later
-        one, which the service has lost.
+        """head is the last sealed position. If the service lost the later position that the run claimed, but the run also holds
+        head, by its seal, the run may open again with that.
         """
 
     @_builtins.property
     def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeleteRequest]:
-        """deletes are rows to be deleted: as CutSealed.deletes."""
+        """deletes are as in CutSealed."""
 
     def __init__(
         self,
@@ -418,17 +416,17 @@ Global___PublishOpened: _TypeAlias = PublishOpened  # noqa: Y015
 
 @_typing.final
 class ChangedRows(_message.Message):
-    """ChangedRows names rows of this rank's shards that were published after PublishOpened.since: 1 MiB of ids at most."""
+    """ChangedRows names rows of this rank's shards that were published after PublishOpened.since: at most 1 MiB of ids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TABLES_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     last: _builtins.bool
-    """last says that no more follow."""
+    """last marks the last message."""
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableIds]:
-        """tables are some of the tables that have such rows. The ids of a table ascend over all messages."""
+        """tables are tables with such rows. The ids of a table ascend over all messages."""
 
     def __init__(
         self,
@@ -453,9 +451,9 @@ class TableIds(_message.Message):
     TABLE_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     table: _builtins.int
-    """table is the index of the table in PublishOpen.tables."""
+    """table is an index into PublishOpen.tables."""
     ids: _builtins.bytes
-    """ids holds global row ids: int64, little-endian, strictly ascending."""
+    """ids are global row ids: int64, little-endian, strictly ascending."""
     def __init__(
         self,
         *,
@@ -472,7 +470,10 @@ Global___TableIds: _TypeAlias = TableIds  # noqa: Y015
 
 @_typing.final
 class DeleteRequest(_message.Message):
-    """DeleteRequest asks all ranks of a run to delete rows, on request of an operator."""
+    """DeleteRequest is an operator's request to delete rows. All ranks must carry it out after the same step: agree on the
+    largest number that every rank has got, and carry out all requests up to it just before a cut. Send the deleted rows
+    with that cut, and the numbers in PartClose.deletes. A request may come again to a later run; deleting twice is safe.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -480,9 +481,9 @@ class DeleteRequest(_message.Message):
     TABLE_FIELD_NUMBER: _builtins.int
     IDS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """number tells the request from others of the model. A later one has a greater number."""
+    """number identifies the request within the model. Later requests have larger numbers."""
     table: _builtins.int
-    """table is the index of the table in PublishOpen.tables."""
+    """table is an index into PublishOpen.tables."""
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ids are global row ids, strictly ascending. A rank deletes those that it holds."""
@@ -504,7 +505,7 @@ Global___DeleteRequest: _TypeAlias = DeleteRequest  # noqa: Y015
 
 @_typing.final
 class CutSealed(_message.Message):
-    """CutSealed says that a cut is durable. The rank may move its cursor."""
+    """CutSealed says that a cut is durable. The rank may forget the rows of its part."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -515,16 +516,14 @@ class CutSealed(_message.Message):
     step: _builtins.int
     """step is the optimizer step of the cut."""
     quarantine: _builtins.str
-    """quarantine says why the service has paused the model's consumers before this version; empty if it has not."""
+    """quarantine says why the service keeps this version from the model's consumers, which it paused; empty if it does not."""
     @_builtins.property
     def position(self) -> _tables_pb2.Position:
-        """position is the version the cut got, and its history."""
+        """position is the version of the cut and its history."""
 
     @_builtins.property
     def deletes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeleteRequest]:
-        """deletes are the oldest of the requests that are not done, by number: about 1 MiB of ids at most. All ranks must
-        meet the same requests after the same step, at the latest for the cut after the one for which all have them.
-        """
+        """deletes are the oldest unfinished requests, at most about 1 MiB of ids. They replace those of the last answer."""
 
     def __init__(
         self,

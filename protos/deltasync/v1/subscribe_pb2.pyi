@@ -33,7 +33,7 @@ class SubscribeRequest(_message.Message):
 
     @_builtins.property
     def ack(self) -> Global___Ack:
-        """ack returns credit and reports progress. Repeating one is harmless."""
+        """ack returns credit and reports progress. Repeating one is safe."""
 
     def __init__(
         self,
@@ -67,31 +67,31 @@ class SubscribeOpen(_message.Message):
     consumer: _builtins.str
     """consumer is the name of an existing consumer."""
     replica: _builtins.str
-    """replica names this process inside the consumer's fleet: 1 to 128 of letters, digits, '.', '_' and
-    '-'. A newer stream of the same name replaces the older one.
+    """replica names this process within the consumer: 1 to 128 letters, digits, '.', '_' and '-', not starting with '.'. A
+    newer stream of the same name replaces the older one, which gets ABORTED.
     """
     max_outstanding_bytes: _builtins.int
-    """max_outstanding_bytes bounds the row bytes sent and not yet returned by Ack.received_bytes.
-    0 means 16 MiB. A single chunk is sent whatever the bound once nothing is outstanding.
+    """max_outstanding_bytes is the most row bytes that the service sends before Ack.received_bytes returns them. 0 means
+    16 MiB. If nothing is outstanding, the service sends one chunk of any size.
     """
     instance: _builtins.str
-    """instance tells this replica, as long as it lives, from any other of its name: a random text, the same on all of its
-    streams; empty where it has none. Where a newer stream of the same name is of another instance, the older one ends
-    with FAILED_PRECONDITION: two replicas have one name, and would take each other's place for ever.
+    """instance is a random text that identifies this process on all of its streams; may be empty. If a newer stream has the
+    same name but another instance, the older one ends with FAILED_PRECONDITION: two processes use one name.
     """
     guest: _builtins.bool
-    """guest says that nobody waits for this replica once its stream has ended, however that came: it is forgotten then, as
-    if it had said goodbye. While it is there it is listed, and counts neither in its consumer's offset, lag and state nor
-    among its replicas.
+    """guest says that the service may forget this replica as soon as its stream ends. The service lists a guest while it is
+    connected, but does not count it in offset, lag, state and number of replicas.
     """
     @_builtins.property
     def held(self) -> _tables_pb2.Position:
-        """held is the position the replica's tables are at; unset when it holds nothing."""
+        """held is the position of the replica's tables, with its seal. Unset if it holds nothing. Store it with the tables if
+        they outlive the process, and never claim more than the tables have.
+        """
 
     @_builtins.property
     def version(self) -> _tables_pb2.Position:
-        """version is the position, in the model's history, of what held was made of, as the service said it with its seal;
-        unset where the replica does not know it.
+        """version is the model's version of the last release or progress, with its version_seal. Unset if unknown. It tells a
+        service that lost versions what this replica got of them.
         """
 
     def __init__(
@@ -115,7 +115,7 @@ Global___SubscribeOpen: _TypeAlias = SubscribeOpen  # noqa: Y015
 
 @_typing.final
 class Ack(_message.Message):
-    """Ack reports what a replica has taken."""
+    """Ack reports what a replica has received and applied."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -129,42 +129,44 @@ class Ack(_message.Message):
     GOODBYE_FIELD_NUMBER: _builtins.int
     STOPPED_FIELD_NUMBER: _builtins.int
     received_bytes: _builtins.int
-    """received_bytes is the total of ids and values bytes taken from this stream so far."""
+    """received_bytes is the total of ids and values received on this stream. Return them early: a chunk of 1 MB must still
+    fit into max_outstanding_bytes, or both sides wait for each other. Acknowledging every chunk is always right.
+    """
     token: _builtins.int
-    """token is the time at which the replica sends this, by a clock of its own that nobody sets; 0 if it has none. The
-    service looks at none of its bits, and gives the newest one back: see ReleaseEnd.token.
+    """token is the time of this ack by a steady clock of the replica; 0 if it has none. The service does not interpret it,
+    and returns the newest one: see ReleaseEnd.token.
     """
     read_again: _builtins.int
-    """read_again is that of the Progress which this answers; 0 where it answers none. `sums` are then of rows that were all
-    read again since it was first asked, but for `rows_left`.
+    """read_again is the number of the Progress that this ack answers, or 0. `sums` are then of rows that the replica has all
+    read again since that question, except for `rows_left`.
     """
     rows_left: _builtins.int
-    """rows_left is how many rows are still to be read: the service asks again, with the same number."""
+    """rows_left is how many rows the replica still has to read. The service asks again with the same number."""
     goodbye: _builtins.bool
-    """goodbye says that this replica ends for good, just before it closes its side of the stream: it is forgotten, and no
-    lag counts it any more.
+    """goodbye says that this replica ends for good. It comes just before the replica closes its side. The service forgets
+    the replica.
     """
     stopped: _builtins.str
-    """stopped says why this replica stops, which it cannot mend itself, just before it closes its side of the stream: one
-    line of at most 400 characters, for operators. It counts as away, with that as the reason. May be empty.
+    """stopped says why the replica stops on an error that it cannot fix, in one line of at most 400 characters. It comes
+    just before the replica closes its side. The replica then counts as away, for that reason. May be empty.
     """
     @_builtins.property
     def applied(self) -> _tables_pb2.Position:
-        """applied is the position the replica's tables are at; unset while nothing new was applied. Who does not say so gets
-        four releases, and then no more.
-        It belongs to the last release of that position whose bytes are within received_bytes.
+        """applied is the position of the replica's tables; unset if nothing new was applied. It means the last release of that
+        position within received_bytes, since a repair has the position of the release that it repairs. Without it, the
+        service sends four releases and then waits.
         """
 
     @_builtins.property
     def sums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
-        """sums are the checksums of the replica's tables at `applied`, of as many as it can tell. Where one differs from
-        what the service expects, the position does not count as applied, and a release with the whole table follows.
-        A table without a checksum, where others have one, is one that the replica does not hold.
+        """sums are the checksums of the replica's tables at `applied`. If one differs from the service's, the position does not
+        count, and the service sends the whole table again. If a repair does not help, each next one waits 5 seconds longer. If
+        some tables have a sum, those without one count as not held.
         """
 
     @_builtins.property
     def unbound(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """unbound are the slots of the tables that the replica does not hold, and does not follow."""
+        """unbound are the slots of tables that the replica does not hold."""
 
     def __init__(
         self,
@@ -196,27 +198,27 @@ class SubscribeResponse(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
     RELEASE_END_FIELD_NUMBER: _builtins.int
-    PROGRESS_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___SubscribeOpened:
         """opened answers the open."""
 
     @_builtins.property
     def chunk(self) -> Global___ReleaseChunk:
-        """chunk carries rows of the release under way."""
+        """chunk carries rows of the current release."""
 
     @_builtins.property
     def release_end(self) -> Global___ReleaseEnd:
-        """release_end ends the release under way, which may then be applied."""
+        """release_end ends the current release. Apply it now."""
+
+    @_builtins.property
+    def release(self) -> Global___WholeRelease:
+        """release is a whole release in one message."""
 
     @_builtins.property
     def progress(self) -> Global___Progress:
         """progress shows that the stream is alive while there is nothing to send."""
-
-    @_builtins.property
-    def release(self) -> Global___WholeRelease:
-        """release is a whole release: chunks and their end in one message."""
 
     def __init__(
         self,
@@ -224,14 +226,14 @@ class SubscribeResponse(_message.Message):
         opened: Global___SubscribeOpened | None = ...,
         chunk: Global___ReleaseChunk | None = ...,
         release_end: Global___ReleaseEnd | None = ...,
-        progress: Global___Progress | None = ...,
         release: Global___WholeRelease | None = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "message", b"message", "opened", b"opened", "progress", b"progress", "release", b"release", "release_end", b"release_end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "message", b"message", "opened", b"opened", "progress", b"progress", "release", b"release", "release_end", b"release_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "chunk", "release_end", "progress", "release"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["opened", "chunk", "release_end", "release", "progress"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -254,20 +256,21 @@ class SubscribeOpened(_message.Message):
     model: _builtins.str
     """model is the consumer's model."""
     resync: _builtins.bool
-    """resync says that the position held cannot be continued: the next release holds everything, and
-    the replica must reset its tables to zero when it applies it.
+    """resync says that the replica cannot continue from `held`: the next release has every row. Set all tables to zero when
+    you apply it.
     """
     reason: _builtins.str
-    """reason says why, in words."""
+    """reason explains resync to people."""
     mode: _tables_pb2.Mode.ValueType
-    """mode says what the rows hold."""
+    """mode says what the rows contain."""
     model_history: _builtins.str
-    """model_history is the id of the model's history, to which versions belong; that of `head` where the consumer has
+    """model_history is the id of the model's history, which versions belong to. It equals head.history if the consumer has
     no policy.
     """
     ready_within_seconds: _builtins.float
-    """ready_within_seconds is the consumer's limit: a replica is ready while what it holds was the newest no longer ago.
-    0 means none. When it changes, the stream of a replica that sends tokens ends with ABORTED.
+    """ready_within_seconds is the consumer's limit; 0 means none. A replica is ready if its rows were the newest at most this
+    long ago; without a limit, once it has held the newest. If the limit changes, the service ends the streams of replicas
+    that send tokens with ABORTED.
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
@@ -275,7 +278,9 @@ class SubscribeOpened(_message.Message):
 
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Table]:
-        """tables describes the tables; TableRows.slot is an index into it."""
+        """tables describes the tables; TableRows.slot is an index into them. A table that the replica does not have yet starts
+        with zeros, and so do rows that were added to a table.
+        """
 
     def __init__(
         self,
@@ -299,15 +304,15 @@ Global___SubscribeOpened: _TypeAlias = SubscribeOpened  # noqa: Y015
 
 @_typing.final
 class ReleaseChunk(_message.Message):
-    """ReleaseChunk carries rows of a release. Releases are applied whole or not at all."""
+    """ReleaseChunk carries rows of a release, in the same field as PartChunk. Apply a release whole or not at all."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rows(self) -> _tables_pb2.TableRows:
-        """rows are rows of one table. A row may come several times in a large release, also deleted once and there again: the
-        last one counts. Until the release ends, rows are of any versions up to that of the release.
+        """rows are rows of one table. In a large release a row may come several times, also deleted and then again: the last one
+        counts. Before the release ends, rows may be of different versions.
         """
 
     def __init__(
@@ -343,39 +348,38 @@ class ReleaseEnd(_message.Message):
     step: _builtins.int
     """step is the trainer's optimizer step of that version."""
     step_end_unix_ns: _builtins.int
-    """step_end_unix_ns is when that step ended on the last of the ranks, nanoseconds since 1970."""
+    """step_end_unix_ns is when that step ended on the last rank, in nanoseconds since 1970."""
     rows: _builtins.int
-    """rows is the number of rows in this release's chunks, as a check: a row that comes twice counts twice."""
+    """rows is the number of rows in the chunks of this release, as a check. A row that comes twice counts twice."""
     version: _builtins.int
-    """version is the model's version that the release was made of."""
+    """version is the model's version of this release."""
     event_time_unix_ns: _builtins.int
-    """event_time_unix_ns is the time of the newest event that the model had been trained on at `version`, nanoseconds
-    since 1970; 0 where no rank has said one.
+    """event_time_unix_ns is the time of the newest event that the model had been trained on at `version`, in nanoseconds
+    since 1970; 0 if no rank gave one.
     """
     token: _builtins.int
-    """token is that of the newest ack of this stream which had one and was read before this message was made; 0 if there
-    was none.
+    """token is the newest Ack.token that the service had read on this stream when it made this message; 0 if none. Until one
+    comes back, use the time at which you opened the stream.
     """
     behind_ns: _builtins.int
-    """behind_ns is for how long, when this message was made, `position` had not been the newest any more, nanoseconds; 0 if
-    it was, or 2^62 and more if nobody knows. Who holds it knows that it was the newest at `token` less `behind_ns`.
+    """behind_ns is how long `position` had not been the newest when the service made this message, in nanoseconds. 0 if it was
+    the newest; 2^62 or more if unknown. A replica that holds `position` knows that it was the newest at
+    token - behind_ns, or later.
     """
     version_seal: _builtins.int
-    """version_seal is the checksum of the seal of that version; 0 where it is not known."""
+    """version_seal is the checksum of the seal of `version`; 0 if unknown."""
     @_builtins.property
     def position(self) -> _tables_pb2.Position:
-        """position is what the replica holds once it has applied the release."""
+        """position is what the replica holds after this release."""
 
     @_builtins.property
     def whole(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """whole are the slots of the tables that this release holds all rows of: the replica resets them to zero before
-        it applies it.
-        """
+        """whole are the slots of tables whose rows are all in this release. Set these tables to zero before you apply it."""
 
     @_builtins.property
     def sums(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.Checksum]:
-        """sums are the checksums of all tables once the release is applied. The first release of a stream may have no rows,
-        and the position held: it asks the replica to show by its checksums that it holds that.
+        """sums are the checksums of all tables after this release. The first release of a stream may have no rows and the
+        position held: it asks the replica to prove by its checksums that it holds it.
         """
 
     def __init__(
@@ -403,25 +407,25 @@ Global___ReleaseEnd: _TypeAlias = ReleaseEnd  # noqa: Y015
 
 @_typing.final
 class WholeRelease(_message.Message):
-    """WholeRelease is a release whose rows fit one message: 990,000 bytes of ids and values."""
+    """WholeRelease is a release of at most 990,000 bytes of ids and values in one message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROWS_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.TableRows]:
-        """rows are what chunks would carry. The field has the number that it has in a chunk."""
-
+    ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def end(self) -> Global___ReleaseEnd:
-        """end ends the release."""
+        """end ends the release. It comes before the rows."""
+
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.TableRows]:
+        """rows are what chunks would carry."""
 
     def __init__(
         self,
         *,
-        rows: _abc.Iterable[_tables_pb2.TableRows] | None = ...,
         end: Global___ReleaseEnd | None = ...,
+        rows: _abc.Iterable[_tables_pb2.TableRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -433,7 +437,7 @@ Global___WholeRelease: _TypeAlias = WholeRelease  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """Progress is sent while there is nothing to release, or the replica has enough to apply."""
+    """Progress comes every 5 seconds while there is nothing to send, and four times within a shorter ready_within_seconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -445,29 +449,26 @@ class Progress(_message.Message):
     VERSION_SEAL_FIELD_NUMBER: _builtins.int
     READ_AGAIN_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """version is the model's version that who holds `head` is at: later than that of the last release where nothing
-    has changed since that the consumer follows.
+    """version is the model's version that a replica at `head` holds. It is later than that of the last release if nothing
+    that the consumer follows has changed since.
     """
     event_time_unix_ns: _builtins.int
-    """event_time_unix_ns is the time of the newest event that the model had been trained on at `version`, as in
-    ReleaseEnd.
-    """
+    """event_time_unix_ns is as in ReleaseEnd."""
     token: _builtins.int
     """token is as in ReleaseEnd."""
     behind_ns: _builtins.int
-    """behind_ns is as in ReleaseEnd, of `head`: above 0 where a later release is due and not made yet."""
+    """behind_ns is as in ReleaseEnd, for `head`. It is above 0 while a later release is due."""
     version_seal: _builtins.int
-    """version_seal is the checksum of the seal of that version; 0 where it is not known."""
+    """version_seal is the checksum of the seal of `version`; 0 if unknown."""
     read_again: _builtins.int
-    """read_again asks the replica, if it is not 0, to read all rows that it holds again, and to answer with an ack of the
-    same read_again. So that what else comes is not late, it may answer before it has read all, with what is left. Another
-    number begins anew, and so does a new stream: the number of a question does not come again for a later one, whichever
-    process asks it.
+    """read_again, if not 0, asks the replica to read all of its rows again and to answer with an ack of the same number. To
+    take releases meanwhile, it may answer early, with rows_left. Another number or a new stream starts anew. Numbers are
+    never reused.
     """
     @_builtins.property
     def head(self) -> _tables_pb2.Position:
-        """head is what was sent last, or the newest position where a release of it cannot be made yet; its history is empty
-        while the model has no tables yet.
+        """head is the last position that was sent, or the newest one while its release is not ready. Its history is empty while
+        the model has no tables.
         """
 
     def __init__(
@@ -491,7 +492,7 @@ Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class LeaveRequest(_message.Message):
-    """LeaveRequest names the replica that has ended."""
+    """LeaveRequest names a replica that has ended."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -503,7 +504,7 @@ class LeaveRequest(_message.Message):
     replica: _builtins.str
     """replica is its name."""
     instance: _builtins.str
-    """instance is that of its streams."""
+    """instance is the instance of its streams."""
     def __init__(
         self,
         *,
@@ -521,7 +522,7 @@ Global___LeaveRequest: _TypeAlias = LeaveRequest  # noqa: Y015
 
 @_typing.final
 class LeaveResponse(_message.Message):
-    """LeaveResponse says that the service has read it."""
+    """LeaveResponse says that the service has read the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

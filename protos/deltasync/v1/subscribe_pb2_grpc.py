@@ -52,16 +52,16 @@ class SubscribeServiceServicer:
     """
 
     def Subscribe(self, request_iterator, context):
-        """Subscribe carries releases to one replica and its acks back. The first request is an open.
-        The service answers with an opened message, then with releases and, while idle, progress.
+        """Subscribe carries releases to one replica and its acks back. The first request is an open. The service answers with
+        opened, then with releases, and with progress while there is nothing to send.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """Leave is the goodbye of a replica that ends while it has no stream, as Ack.goodbye is of one that has. It changes
-        nothing where another replica of that name has come. Repeating it is harmless.
+        """Leave says goodbye for a replica without a stream, like Ack.goodbye. It changes nothing if another instance has taken
+        the name. Repeating it is safe.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,12 +34,12 @@ class SubscribeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SubscribeServiceAsyncStub: ...
     Subscribe: _grpc.StreamStreamMultiCallable[_subscribe_pb2.SubscribeRequest, _subscribe_pb2.SubscribeResponse]
-    """Subscribe carries releases to one replica and its acks back. The first request is an open.
-    The service answers with an opened message, then with releases and, while idle, progress.
+    """Subscribe carries releases to one replica and its acks back. The first request is an open. The service answers with
+    opened, then with releases, and with progress while there is nothing to send.
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_subscribe_pb2.LeaveRequest, _subscribe_pb2.LeaveResponse]
-    """Leave is the goodbye of a replica that ends while it has no stream, as Ack.goodbye is of one that has. It changes
-    nothing where another replica of that name has come. Repeating it is harmless.
+    """Leave says goodbye for a replica without a stream, like Ack.goodbye. It changes nothing if another instance has taken
+    the name. Repeating it is safe.
     """
 
 @_typing.type_check_only
@@ -48,12 +48,12 @@ class SubscribeServiceAsyncStub(SubscribeServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Subscribe: _aio.StreamStreamMultiCallable[_subscribe_pb2.SubscribeRequest, _subscribe_pb2.SubscribeResponse]  # type: ignore[assignment]
-    """Subscribe carries releases to one replica and its acks back. The first request is an open.
-    The service answers with an opened message, then with releases and, while idle, progress.
+    """Subscribe carries releases to one replica and its acks back. The first request is an open. The service answers with
+    opened, then with releases, and with progress while there is nothing to send.
     """
     Leave: _aio.UnaryUnaryMultiCallable[_subscribe_pb2.LeaveRequest, _subscribe_pb2.LeaveResponse]  # type: ignore[assignment]
-    """Leave is the goodbye of a replica that ends while it has no stream, as Ack.goodbye is of one that has. It changes
-    nothing where another replica of that name has come. Repeating it is harmless.
+    """Leave says goodbye for a replica without a stream, like Ack.goodbye. It changes nothing if another instance has taken
+    the name. Repeating it is safe.
     """
 
 class SubscribeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -65,8 +65,8 @@ class SubscribeServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_subscribe_pb2.SubscribeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_subscribe_pb2.SubscribeResponse], _abc.AsyncIterator[_subscribe_pb2.SubscribeResponse]]:
-        """Subscribe carries releases to one replica and its acks back. The first request is an open.
-        The service answers with an opened message, then with releases and, while idle, progress.
+        """Subscribe carries releases to one replica and its acks back. The first request is an open. The service answers with
+        opened, then with releases, and with progress while there is nothing to send.
         """
 
     @_abc_1.abstractmethod
@@ -75,8 +75,8 @@ class SubscribeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _subscribe_pb2.LeaveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_subscribe_pb2.LeaveResponse, _abc.Awaitable[_subscribe_pb2.LeaveResponse]]:
-        """Leave is the goodbye of a replica that ends while it has no stream, as Ack.goodbye is of one that has. It changes
-        nothing where another replica of that name has come. Repeating it is harmless.
+        """Leave says goodbye for a replica without a stream, like Ack.goodbye. It changes nothing if another instance has taken
+        the name. Repeating it is safe.
         """
 
 def add_SubscribeServiceServicer_to_server(servicer: SubscribeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,1 +1,1 @@
-"""Who may do what, and how much: roles, TLS, limits and the audit log."""
+"""Access control: roles, TLS, limits and the audit log."""

@@ -1,4 +1,4 @@
-"""Who did what: one line for every admin call, every takeover and every refusal, in a log of its own."""
+"""The audit log: one line for each admin call, takeover and refusal."""
 
 import asyncio
 import logging
@@ -19,21 +19,19 @@ _LONGEST_LINE = 800
 _TAKEN_OVER = frozenset({EventKind.RUN_SUPERSEDED, EventKind.REPLICA_TAKEN_OVER})
 
 
-# The audit logs the first refusal of each of this many kinds in this many seconds, and counts the others.
+# Kinds of refusals to log per period, in seconds. The audit logs the first of each kind and counts the others.
 _REFUSAL_KINDS, _REFUSAL_SECONDS = 100, 60.0
 
 
-# So many refusals are among the recent events: they must not crowd out other events.
+# Refusals per period to show as events, as more would crowd out other events.
 _SHOWN_REFUSALS = 10
 
 
 class Audit:
-    """Logs who did what: every admin call, every takeover and every refusal. Listens to events, in the event
-    loop.
-    """
+    """Logs each admin call, takeover and refusal. For the event loop."""
 
     def __init__(self, events: Events, seconds: float = _REFUSAL_SECONDS) -> None:
-        """Listen to `events`, and emit refusals there, which counts them."""
+        """Listen to `events` and emit refusals there, which counts them."""
         self._events = events
         self._seconds = seconds
         self._refused = Counter[tuple[str, ...]]()
@@ -41,7 +39,7 @@ class Audit:
         events.listen(self)
 
     def __call__(self, event: Event) -> None:
-        """Note a change that a call has made."""
+        """Record a change made by the current call."""
         call = CALL.get()
         if call is None:
             return
@@ -51,7 +49,7 @@ class Audit:
             call.changes.append(event_line(event))
 
     def note(self, call: Call) -> None:
-        """Log a call that has ended, if it was refused or needed role admin."""
+        """Log the end of a call if it was refused or required role admin."""
         if isinstance(call.error, NotPermitted):
             self.refused(call, call.error)
         elif call.role is Role.ADMIN and call.error:
@@ -59,13 +57,11 @@ class Audit:
             text = error_text(error) if isinstance(error, Exception) else f"cancelled {error}"
             _write_line(logging.WARNING, "failed", call, text)
         elif call.role is Role.ADMIN:
-            changes = "; ".join(call.changes) or "no consumer, model or table has changed"
+            changes = "; ".join(call.changes) or "no consumer, model or table changed"
             _write_line(logging.INFO, "done", call, changes)
 
     def refused(self, call: Call, error: NotPermitted) -> None:
-        """Log a refusal. Of similar ones within a minute it logs the first, and how many more there were, because
-        a flood of them must not fill the disk.
-        """
+        """Log a refusal. Similar ones in the same minute are only counted: a flood must not fill the disk."""
         if not self._refused:
             asyncio.get_running_loop().call_later(self._seconds, self._sum_up)
         kind = call.identity.address.rpartition(":")[0], call.identity.name, call.role.value if call.role else ""

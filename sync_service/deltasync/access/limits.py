@@ -1,4 +1,4 @@
-"""What peers may take of a service: the limits, and how many streams there are and how often one is opened."""
+"""Limits on what peers may use, with counts of their streams and opens."""
 
 import ipaddress
 import time
@@ -18,9 +18,7 @@ def _limit(most: int, what: str, *, fixed: bool = False) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """The limits. Each field's metadata says of `what` it is the largest number, and whether it is `fixed` while
-    the service runs.
-    """
+    """The limits. A field's metadata has `what` it limits, and whether it is `fixed` while the service runs."""
 
     models: int = _limit(1_000, "models")
     tables_per_model: int = _limit(10_000, "tables of a model")
@@ -29,67 +27,70 @@ class LimitOptions:
     consumers: int = _limit(2_000, "consumers")
     replicas_per_consumer: int = _limit(5_000, "replicas of a consumer")
     rows_per_table: int = _limit(1 << 40, "rows of a table")
-    shards_per_open: int = _limit(100_000, "shards of one open")
-    opens_per_second: int = _limit(500, "streams opened in a second")
-    opens_per_second_per_peer: int = _limit(250, "streams opened in a second by a peer")
+    shards_per_open: int = _limit(100_000, "shards in one open")
+    opens_per_second: int = _limit(500, "streams opened per second")
+    opens_per_second_per_peer: int = _limit(250, "streams opened per second by one peer")
     streams: int = _limit(1_000, "streams")
-    streams_per_peer: int = _limit(400, "streams of a peer")
-    streams_without_role: int = _limit(100, "streams of all peers that have no role")
+    streams_per_peer: int = _limit(400, "streams of one peer")
+    streams_without_role: int = _limit(100, "streams of all peers without a role")
     message_bytes: int = _limit(4 << 20, "bytes of a message", fixed=True)
-    outstanding_bytes: int = _limit(64 << 20, "bytes sent to a replica that it has not acknowledged")
-    grpc_connections: int = _limit(2_000, "connections of gRPC", fixed=True)
-    http_connections: int = _limit(512, "connections of HTTP")
-    http_connections_per_peer: int = _limit(256, "connections of HTTP from one address")
-    http_idle_seconds: int = _limit(30, "seconds that a connection of HTTP may wait for its peer")
-    grpc_idle_seconds: int = _limit(300, "seconds that a connection of gRPC may have no call", fixed=True)
-    log_queue_bytes: int = _limit(128 << 20, "bytes that wait to be written to the log")
+    outstanding_bytes: int = _limit(64 << 20, "bytes sent to a replica and not yet acknowledged")
+    grpc_connections: int = _limit(2_000, "gRPC connections", fixed=True)
+    http_connections: int = _limit(512, "HTTP connections")
+    http_connections_per_peer: int = _limit(256, "HTTP connections from one address")
+    http_idle_seconds: int = _limit(30, "seconds that an HTTP connection may wait for its peer")
+    grpc_idle_seconds: int = _limit(300, "seconds that a gRPC connection may be without a call", fixed=True)
+    log_queue_bytes: int = _limit(128 << 20, "bytes waiting to be written to the log")
 
     def __post_init__(self) -> None:
         for name, most in vars(self).items():
             if type(most) is not int or most < 1:
-                raise InvalidInput(f"limit {name}: {most!r}, expected a whole number from 1 on")
+                raise InvalidInput(f"limit {name}: {most!r}, expected a whole number of at least 1")
 
     @classmethod
     def described(cls, settings: object) -> "LimitOptions":
-        """The limits that a table of a configuration describes; those that it leaves out have their defaults.
+        """The limits from a table of a configuration; a missing one has its default.
 
         Raises:
-            InvalidInput: a limit that there is not, or that is no number.
+            InvalidInput: a limit does not exist or is not a number.
         """
         if not isinstance(settings, Mapping):
             raise InvalidInput("limits: expected a table of limits by name")
-        known = [each.name for each in fields(cls)]
-        if unknown := sorted(settings.keys() - set(known)):
-            raise InvalidInput(f"unknown limit {unknown[0]!r}; limits: {', '.join(known)}")
+        names = [each.name for each in fields(cls)]
+        if unknown := sorted(settings.keys() - set(names)):
+            raise InvalidInput(f"unknown limit {unknown[0]!r}; limits: {', '.join(names)}")
         return cls(**settings)
 
     def within(self, files: int) -> "LimitOptions":
-        """These, with no more connections than a process can have that may have so many `files` open: a quarter is
-        for its own. Both kinds are lowered by the same share.
+        """These limits, with fewer connections if the process may not open enough `files`.
+
+        A quarter of the files is for the process itself. Both kinds of connections shrink by the same factor.
         """
-        most, wanted = files * 3 // 4, self.http_connections + self.grpc_connections
-        if wanted <= most:
+        most, connections = files * 3 // 4, self.http_connections + self.grpc_connections
+        if connections <= most:
             return self
-        http, grpc = (max(1, each * most // wanted) for each in (self.http_connections, self.grpc_connections))
+        http, grpc = (
+            max(1, each * most // connections) for each in (self.http_connections, self.grpc_connections)
+        )
         return replace(self, http_connections=http, grpc_connections=grpc)
 
     @property
     def by_name(self) -> dict[str, int]:
-        """Each by name, and what follows from them."""
+        """Each limit, and those derived from them, by name."""
         return vars(self) | {"receive_bytes": self.receive_bytes}
 
     @property
     def receive_bytes(self) -> int:
-        """The most memory that messages take while they come in: each stream may have one under way."""
+        """The most memory for incoming messages, at one per stream."""
         return self.streams * self.message_bytes
 
 
 class Limits:
-    """The limits, and the one place that knows how much there is of what they limit. Used in the event loop.
+    """The limits and the current use of each. For the event loop.
 
     Attributes:
-        options: the limits; replaced when the configuration is read again, which takes nothing from who has it.
-        refused: how often a limit was reached since the start, by its name.
+        options: the limits. A reload replaces them, but takes nothing from a peer that is over a new one.
+        refused: number of refusals since the start, by limit.
     """
 
     def __init__(self, options: LimitOptions | None = None) -> None:
@@ -99,27 +100,27 @@ class Limits:
         self.refused = Counter[str]()
 
     def count(self, name: str, count: Callable[[], int]) -> None:
-        """Ask `count` how much there is of what a limit limits, beside what was added here."""
+        """Register `count` as the current use of a limit, on top of `add`."""
         self._counts[name] = count
 
     def number(self, name: str) -> int:
-        """How much there is of what a limit limits."""
+        """The current use of a limit."""
         return self._added[name] + (self._counts[name]() if name in self._counts else 0)
 
     @property
     def numbers(self) -> dict[str, int]:
-        """How much there is of everything that has a limit and is counted, by the limit's name."""
-        found = {name: self.number(name) for name in {*self._added, *self._counts}}
-        return found | {"receive_bytes": self.number("streams") * self.options.message_bytes}
+        """The current use of every counted limit, by name."""
+        used = {name: self.number(name) for name in {*self._added, *self._counts}}
+        return used | {"receive_bytes": self.number("streams") * self.options.message_bytes}
 
     def copy(self) -> "Limits":
-        """The same, which does not change any more."""
+        """A snapshot."""
         copy = Limits(self.options)
         copy._added, copy.refused = Counter(self.numbers), Counter(self.refused)
         return copy
 
     def take(self, options: LimitOptions) -> str:
-        """Take over other limits but for those that are fixed; what has changed, in words."""
+        """Switch to other limits, except fixed ones; return the changes in words."""
         before, after = vars(self.options), vars(options)
         fixed = {each.name for each in fields(LimitOptions) if each.metadata["fixed"]}
         self.options = replace(options, **{name: before[name] for name in fixed})
@@ -129,10 +130,10 @@ class Limits:
         return "; ".join(words + later)
 
     def check(self, name: str, number: int) -> None:
-        """Check that there may be so many of what a limit is of.
+        """Check a number against a limit.
 
         Raises:
-            LimitReached: there may not; the message names the limit.
+            LimitReached: the number is too large; the message names the limit.
         """
         most = getattr(self.options, name)
         if number > most:
@@ -141,24 +142,24 @@ class Limits:
             raise LimitReached(text, detail=f"; these would be {number}")
 
     def check_more(self, name: str, more: int = 1) -> None:
-        """Check that there may be some more of what a limit limits.
+        """Check that a limit allows `more` on top of its current use.
 
         Raises:
-            LimitReached: there may not; the message names the limit.
+            LimitReached: it does not; the message names the limit.
         """
-        if more > 0:  # A limit that has become lower takes nothing from those who have it.
+        if more > 0:  # A lowered limit takes nothing from its current users.
             self.check(name, self.number(name) + more)
 
     def add(self, name: str, number: int = 1) -> None:
-        """Count some more of what a limit limits, or less, until it is taken back."""
+        """Add to the current use of a limit; a negative number takes it back."""
         self._added[name] += number
 
     @contextmanager
     def taking(self, name: str, number: int = 1) -> Iterator[None]:
-        """Count some more of what a limit limits while the block runs.
+        """Add to the current use of a limit while the block runs.
 
         Raises:
-            LimitReached: there would be too many.
+            LimitReached: the limit does not allow it.
         """
         self.check_more(name, number)
         self.add(name, number)
@@ -174,43 +175,43 @@ def _what(name: str) -> str:
 
 @dataclass(frozen=True)
 class TokenBucket:
-    """What is left of one: `tokens`, at the time `seconds` of a clock that is never set back."""
+    """A token bucket with `tokens` left at the time `seconds` of a monotonic clock."""
 
     tokens: float
     seconds: float
 
     @classmethod
     def full(cls, rate: int, now: float) -> "TokenBucket":
-        """One from which nothing was taken."""
+        """A full bucket."""
         return cls(float(rate), now)
 
     def take(self, rate: int, now: float) -> "TokenBucket | None":
-        """What is left once one token is taken; None where there is none, and nothing is taken.
+        """The bucket after taking one token; None if it has none.
 
         Args:
-            rate: tokens that come in a second, and the most that it holds.
-            now: the time, not before that of this one.
+            rate: new tokens per second, and the capacity.
+            now: the current time of the clock.
         """
         tokens = min(float(rate), self.tokens + (now - self.seconds) * rate)
         return TokenBucket(tokens - 1, now) if tokens >= 1 else None
 
     def is_full(self, rate: int, now: float) -> bool:
-        """Whether it is as one from which nothing was taken."""
+        """Whether the bucket is full."""
         return self.tokens + (now - self.seconds) * rate >= rate
 
 
-# Of all peers. No peer is called that.
+# The key for all peers together; no peer has this name.
 _ALL = ""
-# So many peers are remembered that may have opened none for a while.
+# Most buckets to keep before full ones are dropped.
 _MOST_REMEMBERED = 1_000
 
 
 class StreamLimits:
-    """The streams that there are, by peer. Used in the event loop.
+    """The open streams by peer. For the event loop.
 
     Args:
-        limits: what peers may take.
-        now: the time in seconds, of a clock that is never set back.
+        limits: the limits on streams.
+        now: a monotonic clock in seconds.
     """
 
     def __init__(self, limits: Limits, now: Callable[[], float] = time.monotonic) -> None:
@@ -221,13 +222,15 @@ class StreamLimits:
 
     @contextmanager
     def taking(self, peer: str, *, without_role: bool = False) -> Iterator[None]:
-        """Have one stream of a peer more, while the block runs. Of peers `without_role`, who may ask whether the
-        service is healthy, all together have few: else they took those of all others.
+        """Count a stream of a peer while the block runs.
+
+        Peers `without_role` may only ask for the service's health. They share a small limit, or they could use up
+        the streams of all others.
 
         Raises:
-            LimitReached: there would be too many, or they come too fast.
+            LimitReached: there are too many streams, or they come too fast.
         """
-        self._note_open(peer, "opens_per_second_per_peer")  # First: what one is refused, the others do not lack.
+        self._note_open(peer, "opens_per_second_per_peer")  # First, so that a refusal costs other peers nothing.
         self._note_open(_ALL, "opens_per_second")
         self._limits.check("streams_per_peer", self._streams[peer] + 1)
         with self._limits.taking("streams_without_role", int(without_role)), self._limits.taking("streams"):
@@ -250,13 +253,13 @@ class StreamLimits:
 
 
 def peer_of(identity: Identity) -> str:
-    """What counts as one peer: a name, where it has shown one, at an address."""
+    """The peer of a caller: its address, and its identity if authenticated."""
     host, _, port = identity.address.rpartition(":")
     return f"{identity.name} {network_of(host if port else identity.address)}"
 
 
 def network_of(host: str) -> str:
-    """What counts as one address; of IPv6 a network of 64 bits, all of whose addresses one machine may have."""
+    """The address; for IPv6 its /64, as one machine may have all addresses in it."""
     host = host.strip("[]").partition("%")[0]
     try:
         address = ipaddress.ip_address(host)

@@ -1,4 +1,4 @@
-"""What callers may do: the role that each call needs, whether the caller has it, and the audit of who did what."""
+"""Access control: the role for each call, and the check of its caller."""
 
 import asyncio
 import logging
@@ -20,22 +20,21 @@ from deltasync.base.words import counted
 
 @dataclass(frozen=True)
 class Need:
-    """What a call or a route needs.
+    """The role that a call or route requires.
 
     Attributes:
-        role: the role; None = anyone may make the call.
-        of: the field of its first message with the name of the model or consumer that the role is for; empty if
-            there is none.
+        role: the role; None = open to anyone.
+        of: the field of the first message that names the model or consumer for the role; empty without one.
     """
 
     role: Role | None
     of: str = ""
 
     def name(self, message: Any) -> str | None:
-        """The name in a first message; None if it has none."""
+        """The model or consumer that a first message names; None without one."""
         *outer, last = self.of.split(".")
         for each in outer:
-            if not isinstance(message, Message) or not message.HasField(each):  # Rows name nothing.
+            if not isinstance(message, Message) or not message.HasField(each):  # A message with rows has no name.
                 return None
             message = getattr(message, each)
         return str(getattr(message, last)) if last else None
@@ -100,21 +99,22 @@ ROUTES: Mapping[tuple[str, str], Need] = {
 
 
 def need_of_call(method: str) -> Need:
-    """What a gRPC call needs, by its full name: `/deltasync.v1.PublishService/Publish`."""
+    """The requirement of a gRPC call, such as `/deltasync.v1.PublishService/Publish`."""
     return CALLS.get(method, _ADMIN)
 
 
 def need_of_request(method: str, path: str) -> Need:
-    """What an HTTP request needs, by the path that it asks for, encoded."""
-    # Browsers and probes send these for routes of GET.
+    """The requirement of an HTTP request, by its encoded path."""
+    # Browsers and probes send these methods to GET routes.
     method = "GET" if method in ("HEAD", "OPTIONS") else method
     parts = path.split("/")
     return next((need for (kind, route), need in ROUTES.items() if kind == method and _fits(parts, route)), _ADMIN)
 
 
 def _fits(parts: list[str], route: str) -> bool:
-    """Whether the parts of a path fit a route. A name in braces fits any part that is not empty; `{name:path}`,
-    the last one, also fits several parts.
+    """Whether a path matches a route.
+
+    A name in braces matches any part that is not empty. A final `{name:path}` also matches several parts.
     """
     names = route.split("/")
     if names[-1].endswith(":path}") and len(parts) > len(names):
@@ -124,26 +124,26 @@ def _fits(parts: list[str], route: str) -> bool:
     )
 
 
-# Without a roles file, anyone who reaches the service may do everything that does not need role admin.
+# Without a roles file, everyone has all roles except admin.
 _WITHOUT_ROLES = (Grant(Role.PUBLISH), Grant(Role.SUBSCRIBE), Grant(Role.READ))
 
 
-# Metadata of gRPC, a header of HTTP.
+# gRPC metadata and HTTP header with the caller's own name.
 _BY = "deltasync-by"
 _LONGEST_BY = 128
-# Of a model or a consumer. Patterns are never compared with a longer name.
+# Longest name of a model or consumer to compare with patterns.
 _LONGEST_NAME = 128
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a call shows of its caller.
+    """The credentials of a caller.
 
     Attributes:
-        digest: digest of its token; empty without a token.
-        certificate_names: the names in its certificate; empty without a certificate.
-        address: where it comes from.
-        says: the name that the caller gives, which proves nothing.
+        digest: digest of the token; empty without one.
+        certificate_names: names in the certificate; empty without one.
+        address: network address of the caller.
+        says: the caller's own name for itself, unverified.
     """
 
     digest: bytes = b""
@@ -153,7 +153,7 @@ class Credentials:
 
     @classmethod
     def of(cls, sent: Mapping[str, str | bytes], names: tuple[str, ...], address: str) -> "Credentials":
-        """The credentials of a call with this metadata, or of a request with these headers."""
+        """The credentials in gRPC metadata or HTTP headers."""
         scheme, _, token = str(sent.get("authorization", "")).partition(" ")
         digest = token_digest(token) if scheme == "Bearer" else b""
         return cls(digest, names, address, str(sent.get(_BY, "")))
@@ -161,7 +161,7 @@ class Credentials:
 
 @dataclass(eq=False)
 class OpenCall:
-    """A call under way, and what it needs: its rights may be revoked meanwhile."""
+    """A running call and its requirement. A change of roles can revoke it."""
 
     call: Call
     credentials: Credentials
@@ -172,17 +172,17 @@ class OpenCall:
 
 
 class Access:
-    """Identifies callers, and knows the calls under way. Used in the event loop.
+    """Identifies callers and tracks running calls. For the event loop.
 
     Args:
-        admin_token: a token with role admin, beside those of the roles; None or empty = no such token.
-        roles: who has which roles; None = anyone has all roles but admin.
-        audit: logs who did what.
+        admin_token: a token with role admin besides the roles; None or empty = no such token.
+        roles: the roles file; None = everyone has all roles except admin.
+        audit: the audit log.
 
     Attributes:
-        roles: who has which roles, without the admin token.
-        exposure: a warning if others reach the service although it lets in anybody; empty otherwise.
-        trouble: what is wrong with the roles file; empty if nothing is.
+        roles: the current roles, without the admin token.
+        exposure: a warning if other machines can reach a service without access control; otherwise empty.
+        trouble: the error in the roles file; empty without one.
     """
 
     def __init__(self, admin_token: str | None, roles: Roles | None, audit: Audit) -> None:
@@ -196,11 +196,11 @@ class Access:
 
     @property
     def troubles(self) -> list[str]:
-        """What operators should know about access, in words."""
+        """Warnings about access for operators."""
         return [each for each in (self.exposure, self.trouble) if each]
 
     def take(self, roles: Roles) -> None:
-        """Use other roles from now on. Calls under way end if their caller lacks the role that they need."""
+        """Switch to other roles, and end running calls whose caller lost the required role."""
         self.roles = roles
         for each in self._open:
             identity = self.identify(each.credentials)
@@ -208,11 +208,11 @@ class Access:
             if missing and each.task and not each.revoked:
                 each.revoked = each.call.error = NotPermitted(f"revoked: {missing}")
                 each.task.cancel()
-            # The audit keeps the name by which the call was let in.
+            # The audit keeps the name under which the call began.
             each.call.identity = replace(identity, name=identity.name or each.call.identity.name)
 
     def identify(self, credentials: Credentials) -> Identity:
-        """Who makes a call: the holder of its token or, if the service does not know that, of its certificate."""
+        """The caller: the owner of the token or, if the token is unknown, of the certificate."""
         tokens = Roles((*self.roles.tokens, *self._admin))
         if token := tokens.of_token(credentials.digest):
             return Identity(token.name, token.grants + self._anyone, credentials.address)
@@ -221,9 +221,7 @@ class Access:
 
     @contextmanager
     def call(self, name: str, need: Need, credentials: Credentials) -> Iterator[OpenCall]:
-        """The context in which a call is answered, which `check` then lets in. Its caller is the current one, and
-        the audit gets its result.
-        """
+        """Run a call: its caller is current in the block, and the audit gets the result. See `check`."""
         call = Call(name, self.identify(credentials), role=need.role)
         opened = OpenCall(call, credentials, need, asyncio.current_task())
         self._open.add(opened)
@@ -237,15 +235,15 @@ class Access:
             CALL.reset(before)
             self._open.discard(opened)
             self._audit.note(call)
-            call.error = None  # Its traceback would keep the call's objects alive: a release, with its memory.
+            call.error = None  # The traceback would keep a release in memory.
 
 
 def check(opened: OpenCall) -> None:
-    """Check that the caller has the role that the call needs, and that the name it gives can be logged.
+    """Check that the caller has the required role, and that its own name for itself can be logged.
 
     Raises:
         NotPermitted: the role is missing.
-        InvalidInput: the name is too long, or not printable.
+        InvalidInput: the name is too long or not printable.
     """
     _check(opened)
     says = opened.credentials.says
@@ -255,7 +253,7 @@ def check(opened: OpenCall) -> None:
 
 
 def check_name(opened: OpenCall, message: object) -> None:
-    """Check that the caller has the role for the model or consumer that the first message names.
+    """Check the caller's role for the model or consumer in the first message.
 
     Raises:
         NotPermitted: the role is missing.
@@ -264,7 +262,7 @@ def check_name(opened: OpenCall, message: object) -> None:
     name = opened.need.name(message)
     if name and len(name) > _LONGEST_NAME:
         raise InvalidInput(
-            f"{opened.need.of}: a name of {len(name)} characters, at most {_LONGEST_NAME} are allowed"
+            f"{opened.need.of}: the name has {len(name)} characters; at most {_LONGEST_NAME} are allowed"
         )
     opened.name = name
     _check(opened)
@@ -276,7 +274,7 @@ def _check(opened: OpenCall) -> None:
 
 
 def _missing(identity: Identity, need: Need, name: str | None) -> str:
-    """What an identity lacks; empty if nothing."""
+    """The missing role, in words; empty if nothing is missing."""
     if need.role is None:
         return ""
     decision = identity.may(need.role, name)
@@ -287,13 +285,13 @@ logger = logging.getLogger(__name__)
 
 
 class RolesFile:
-    """The roles file, read at the start and whenever it has changed. Used in the event loop.
+    """The roles file, reloaded when it changes. For the event loop.
 
     Attributes:
         roles: its newest valid content.
 
     Raises:
-        InvalidInput: it cannot be read, or is wrong.
+        InvalidInput: the file is unreadable or wrong.
     """
 
     def __init__(self, path: Path) -> None:
@@ -302,18 +300,18 @@ class RolesFile:
         self.roles = _read(path)
 
     async def follow(self, access: Access, events: Events) -> None:
-        """Pass changes of the file on to `access`, until cancelled."""
+        """Apply changes of the file to `access`, until cancelled."""
         while True:
             await self._watch.changed()
             await self.reload(access, events)
 
     async def reload(self, access: Access, events: Events) -> None:
-        """Read the file again for `access`. If it is wrong, nothing changes."""
+        """Reload the file for `access`. A wrong file changes nothing."""
         try:
             roles = await asyncio.to_thread(_read, self._path)
         except DeltasyncError as error:
-            access.trouble = f"the roles are those of before: {error}"
-            events.emit(EventKind.ROLES_REFUSED, "those of before hold", error)
+            access.trouble = f"the previous roles stay in use: {error}"
+            events.emit(EventKind.ROLES_REFUSED, "the previous roles stay in use", error)
             return
         access.trouble = ""
         if roles != self.roles:
@@ -327,5 +325,5 @@ def _read(path: Path) -> Roles:
     """Read a roles file; blocks. Warn if every user of the machine may read it."""
     roles = read_roles(path)
     if readable_by_all(path):
-        logger.warning("%s can be read by every user of this machine: take that right from them", path)
+        logger.warning("%s can be read by every user of this machine: chmod o-r it", path)
     return roles

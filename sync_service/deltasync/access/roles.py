@@ -1,7 +1,7 @@
-"""Roles: what they grant, who makes the call that is being answered, and the roles file.
+"""Roles and their grants, the identity of the current caller, and the roles file.
 
 [tokens.trainer]
-sha256 = "9f86d0..."            # of the token, in hexadecimal digits: the token itself is kept nowhere
+sha256 = "9f86d0..."            # hexadecimal digest of the token; the token itself is not stored
 roles = ["publish:clicks*"]
 created = 2026-01-31T12:00:00Z  # optional, for people
 
@@ -28,7 +28,7 @@ from deltasync.base.errors import InvalidInput
 
 
 class Role(Enum):
-    """What a caller needs for a call or a route; the value is its name in files and on the command line."""
+    """A role; the value is its name in files and on the command line."""
 
     PUBLISH = "publish"
     SUBSCRIBE = "subscribe"
@@ -37,23 +37,23 @@ class Role(Enum):
 
     @property
     def of(self) -> str:
-        """What the pattern of its grants names, in words; empty if its grants have no pattern."""
+        """What the pattern of a grant selects, model or consumer; empty for a role without patterns."""
         return {Role.PUBLISH: "model", Role.SUBSCRIBE: "consumer"}.get(self, "")
 
 
 @dataclass(frozen=True)
 class Grant:
-    """A role, for the models or consumers whose names a pattern matches (`*`, `?`, `[a-z]`)."""
+    """A role for the models or consumers that match a pattern (`*`, `?`, `[a-z]`)."""
 
     role: Role
     pattern: str = "*"
 
     @classmethod
     def parse(cls, text: str) -> "Grant":
-        """The grant that a text describes: `read`, `admin`, `publish:clicks`, `subscribe:mobile-*`.
+        """Parse a grant such as `read`, `admin`, `publish:clicks` or `subscribe:mobile-*`.
 
         Raises:
-            InvalidInput: it describes no grant.
+            InvalidInput: the text is not a grant.
         """
         name, colon, pattern = text.partition(":")
         roles = {role.value: role for role in Role}
@@ -61,38 +61,38 @@ class Grant:
         if role is None:
             raise InvalidInput(f"role {name!r}: expected one of {', '.join(roles)}")
         if colon and not role.of:
-            raise InvalidInput(f"role {text!r}: {name} is of everything, and takes no pattern")
+            raise InvalidInput(f"role {text!r}: {name} covers everything and takes no pattern")
         if colon and not pattern:
-            raise InvalidInput(f"role {text!r}: expected the pattern of a {role.of} after the colon")
+            raise InvalidInput(f"role {text!r}: expected a {role.of} pattern after the colon")
         return cls(role, pattern or "*")
 
     def __str__(self) -> str:
         return f"{self.role.value}:{self.pattern}" if self.role.of else self.role.value
 
     def covers(self, role: Role, name: str | None) -> bool:
-        """Whether it grants a role for a name; None = for at least one name. Role admin includes read."""
+        """Whether this grants a role for a name; None = for at least one name. Role admin includes read."""
         if self.role is Role.ADMIN and role is Role.READ:
             return True
         return self.role is role and (name is None or fnmatchcase(name, self.pattern))
 
 
 def grants(texts: Iterable[str]) -> tuple[Grant, ...]:
-    """The grants that texts describe.
+    """Parse several grants.
 
     Raises:
-        InvalidInput: a text describes no grant.
+        InvalidInput: a text is not a grant.
     """
     return tuple(Grant.parse(text) for text in texts)
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The caller of a call, as far as it has proved who it is.
+    """The verified identity of a caller.
 
     Attributes:
-        name: of its token or its certificate; empty if it has shown neither.
-        grants: what it may do.
-        address: where the call came from.
+        name: name of the token or certificate; empty without one.
+        grants: the caller's grants.
+        address: network address of the caller.
     """
 
     name: str = ""
@@ -103,28 +103,26 @@ class Identity:
         return f"{self.name or 'nobody'} ({self.address})" if self.address else self.name or "nobody"
 
     def may(self, role: Role, name: str | None = None) -> Decision:
-        """Whether it has a role for a model or a consumer; None = for at least one. The reason names only what is
-        missing.
-        """
+        """Whether it has a role for a model or consumer; None = for any. The reason names only what is missing."""
         if any(grant.covers(role, name) for grant in self.grants):
             return Decision(True, f"{self.name or 'anyone'} has role {role.value}")
         need = f"role {role.value}" + (f" for {role.of} {name!r}" if role.of and name is not None else "")
         if not self.name:
-            return Decision(False, f"no token and no certificate that the service knows: {need} is needed")
+            return Decision(False, f"no valid token or certificate: {need} is required")
         return Decision(False, f"{self.name!r} has no {need}")
 
 
 @dataclass
 class Call:
-    """A call, or a request, under way.
+    """A running gRPC call or HTTP request.
 
     Attributes:
-        name: what is called: `Publish` for gRPC, `DELETE /models/clicks` for HTTP.
-        identity: its caller.
-        says: the name that the caller gives, in `deltasync-by`; it proves nothing.
-        role: the role that it needs; None = nothing.
-        changes: what it has changed, in words.
-        error: the error that ended it; None if it succeeded.
+        name: such as `Publish` for gRPC, `DELETE /models/clicks` for HTTP.
+        identity: the caller.
+        says: the caller's own name for itself in `deltasync-by`, unverified.
+        role: the required role; None = none.
+        changes: the changes it made, in words.
+        error: the error that ended it; None after success.
     """
 
     name: str = ""
@@ -140,7 +138,7 @@ CALL: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 def current_call() -> Call:
-    """The call that is being answered; a call of nobody for what the service does by itself."""
+    """The call being answered; an empty one for the service's own work."""
     return CALL.get() or Call()
 
 
@@ -150,7 +148,7 @@ def caller() -> Identity:
 
 
 def author() -> str:
-    """The author of a change: the name that the caller gives, and its identity: `anna as ops (10.0.0.7:4711)`."""
+    """The author of a change: the caller's own name and its identity, `anna as ops (10.0.0.7:4711)`."""
     call = current_call()
     return f"{call.says} as {call.identity}" if call.says else str(call.identity)
 
@@ -165,7 +163,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class TokenRoles:
-    """The name and the digest of a token, and what it grants."""
+    """The name, digest and grants of a token."""
 
     name: str
     digest: bytes
@@ -174,18 +172,18 @@ class TokenRoles:
 
 @dataclass(frozen=True)
 class Roles:
-    """Who has which roles.
+    """The content of a roles file.
 
     Attributes:
-        tokens: of tokens.
-        certificates: of certificates, by a name that is in them.
+        tokens: the tokens with their grants.
+        certificates: the grants of certificates, by a name in the certificate.
     """
 
     tokens: tuple[TokenRoles, ...] = ()
     certificates: Mapping[str, tuple[Grant, ...]] = field(default_factory=dict)
 
     def of_token(self, digest: bytes) -> TokenRoles | None:
-        """The token with that digest. The comparison takes the same time for every digest: it reveals nothing."""
+        """The token with this digest, compared in constant time."""
         match = None
         for each in self.tokens:
             if hmac.compare_digest(each.digest, digest):
@@ -193,7 +191,7 @@ class Roles:
         return match
 
     def of_certificate(self, names: Iterable[str]) -> tuple[str, tuple[Grant, ...]] | None:
-        """The first of a certificate's names that has roles, and what they grant."""
+        """The first of a certificate's names with roles, and its grants."""
         return next(((name, self.certificates[name]) for name in names if name in self.certificates), None)
 
 
@@ -201,12 +199,12 @@ def read_roles(path: Path) -> Roles:
     """Read a roles file; blocks.
 
     Raises:
-        InvalidInput: it cannot be read, or is wrong.
+        InvalidInput: the file is unreadable or wrong.
     """
     try:
         return roles_of(tomllib.loads(path.read_text()))
     except FileNotFoundError as error:
-        raise InvalidInput(f"{path}: there is no such roles file: `deltasync tokens` makes one") from error
+        raise InvalidInput(f"{path}: no such roles file; create one with `deltasync tokens`") from error
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{path}: {error}") from error
 
@@ -223,7 +221,7 @@ def roles_of(described: Mapping[str, Any]) -> Roles:
     digests = [each.digest for each in tokens]
     if twice := [each.name for each in tokens if digests.count(each.digest) > 1]:
         raise InvalidInput(
-            f"[tokens.{twice[-1]}] has the same token as [tokens.{twice[0]}]: make it one of its own"
+            f"[tokens.{twice[-1]}] has the same token as [tokens.{twice[0]}]; create a separate one"
         )
     return Roles(tuple(tokens), certificates)
 
@@ -232,10 +230,10 @@ _LONGEST_NAME = 256
 
 
 def checked_token(where: str, token: str) -> str:
-    """A token without blanks, line breaks or a byte order mark around it.
+    """Strip blanks, line breaks and a byte order mark from a token.
 
     Raises:
-        InvalidInput: it could not be sent. The message says where the token is from, but shows nothing of it.
+        InvalidInput: the token cannot be sent. The message names its source, and shows none of its characters.
     """
     stripped = token.strip().strip("\ufeff").strip()
     if not stripped or not (stripped.isascii() and stripped.isprintable()):
@@ -244,7 +242,7 @@ def checked_token(where: str, token: str) -> str:
 
 
 def token_digest(token: str) -> bytes:
-    """The SHA-256 of a token, which is stored instead of it. A token is 256 random bits: nobody can guess it."""
+    """The SHA-256 of a token, stored in its place. It needs no salt, as a token is 256 random bits."""
     return hashlib.sha256(token.encode()).digest()
 
 
@@ -285,6 +283,6 @@ def _roles(where: str, described: Mapping[str, Any]) -> tuple[Grant, ...]:
         raise InvalidInput(f"{where}: {error}") from error
 
 
-def _check_keys(where: str, described: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := sorted(described.keys() - known):
-        raise InvalidInput(f"{where}: unknown key {unknown[0]!r}; keys: {', '.join(sorted(known))}")
+def _check_keys(where: str, described: Mapping[str, Any], keys: set[str]) -> None:
+    if unknown := sorted(described.keys() - keys):
+        raise InvalidInput(f"{where}: unknown key {unknown[0]!r}; keys: {', '.join(sorted(keys))}")

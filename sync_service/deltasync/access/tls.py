@@ -1,4 +1,4 @@
-"""The service's certificate, its key and the CAs of its clients, also after the files change."""
+"""The service's certificate, key and client CAs, reloaded when the files change."""
 
 import asyncio
 import ssl
@@ -19,13 +19,13 @@ from deltasync.base.words import utc
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
-    """The files that the service speaks TLS with, on both ports. They are read again when they change.
+    """The TLS files of both ports. The service reloads them when they change.
 
     Attributes:
-        cert: PEM file of the service's certificate, followed by those between it and its CA.
+        cert: PEM file of the service's certificate, followed by any intermediate ones.
         key: PEM file of its key, without a passphrase.
-        client_ca: PEM file of the CAs of clients. gRPC then needs a certificate of theirs; HTTP asks for one, and
-            does without it. None = no client is asked for one.
+        client_ca: PEM file of the CAs of clients. gRPC then requires a client certificate, and HTTP accepts one.
+            None = no client certificates.
     """
 
     cert: Path
@@ -34,54 +34,54 @@ class TlsOptions:
 
     @classmethod
     def of_settings(cls, cert: Path | None, key: Path | None, client_ca: Path | None) -> "TlsOptions | None":
-        """The options that settings describe; None where they name no file: then there is no TLS.
+        """The options from settings; None without any file, which means no TLS.
 
         Raises:
-            InvalidInput: a certificate without its key, a key without its certificate, or only CAs of clients.
+            InvalidInput: the certificate or its key is missing.
         """
         if cert and key:
             return cls(cert=cert, key=key, client_ca=client_ca)
         if cert or key or client_ca:
             missing = [name for name, path in (("--tls-cert", cert), ("--tls-key", key)) if not path]
-            raise InvalidInput(f"TLS needs a certificate and its key: give {' and '.join(missing)} too")
+            raise InvalidInput(f"TLS needs a certificate and its key: also give {' and '.join(missing)}")
         return None
 
     @property
     def files(self) -> list[Path]:
-        """All of them."""
+        """All files."""
         return [path for path in (self.cert, self.key, self.client_ca) if path]
 
     @property
     def exposure(self) -> str:
-        """How the key is open to others on this machine, in words; empty if it is not.
+        """A warning if all users of this machine can read the key; otherwise empty.
 
         Raises:
-            InvalidInput: it is not there: just now it was.
+            InvalidInput: the file has disappeared.
         """
         if readable_by_all(self.key):
             return f"{self.key} can be read by every user of this machine: chmod o-rwx {self.key}"
         return ""
 
 
-# Between two looks whether they have changed.
+# Interval between checks for changed files.
 LOOK_SECONDS = 1.0
-# Who connects and then does not get to the end of the handshake is hung up on after so long.
+# The service closes a connection whose handshake takes longer.
 HANDSHAKE_SECONDS = 10.0
-# A file that is written in the middle of being read is read again, so often.
+# Attempts to read files that change during the read.
 _TRIES = 3
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """What was found in the files, at one moment.
+    """The certificates at one moment.
 
     Attributes:
-        contents: of each file.
-        http: for HTTP.
-        grpc: for gRPC.
-        validity: from when to when the certificates of a file are all valid, seconds since 1970, by the name of
-            the option with the file.
-        exposure: how the key is open to others, in words; empty if it is not.
+        contents: content of each file.
+        http: the TLS context for HTTP.
+        grpc: the TLS configuration for gRPC.
+        validity: first and last moment at which all certificates of a file are valid, seconds since 1970, by the
+            option that names the file.
+        exposure: a warning if all users of this machine can read the key; otherwise empty.
     """
 
     contents: Mapping[Path, bytes]
@@ -95,19 +95,21 @@ class Certificates:
         """Read the files. Blocks.
 
         Raises:
-            InvalidInput: one cannot be read, is no PEM, or the key is not that of the certificate.
+            InvalidInput: a file is unreadable or not PEM, or the key does not fit the certificate.
         """
         for _ in range(_TRIES):
             contents = _contents(options)
             try:
-                found = cls._of(options, contents)
-            except InvalidInput:  # Also for one file as it was before a change, and another as it was after it.
+                certificates = cls._of(options, contents)
+            except InvalidInput:  # Perhaps one file is from before a change, and another from after.
                 if _contents(options) == contents:
                     raise
             else:
                 if _contents(options) == contents:
-                    return found
-        raise InvalidInput(f"{', '.join(map(str, options.files))}: they change all the time")
+                    return certificates
+        raise InvalidInput(
+            f"{', '.join(map(str, options.files))}: the files keep changing; replace them less often"
+        )
 
     @classmethod
     def _of(cls, options: TlsOptions, contents: Mapping[Path, bytes]) -> "Certificates":
@@ -125,24 +127,24 @@ class Certificates:
         )
 
     def doubts(self, now: float) -> list[str]:
-        """What keeps peers from accepting some of them, in words.
+        """The reasons why peers refuse a certificate, in words.
 
         Args:
             now: seconds since 1970.
         """
-        found = []
+        doubts = []
         for name, (begins, ends) in self.validity.items():
             if not begins <= now <= ends:
                 word, limit = ("has expired", ends) if now > ends else ("is not valid yet", begins)
-                found.append(f"a certificate of {name} {word} ({utc(int(limit) * 10**9)}): peers refuse it")
-        return found
+                doubts.append(f"a certificate of {name} {word} ({utc(int(limit) * 10**9)}): peers refuse it")
+        return doubts
 
 
 class CertificateFiles:
-    """The files, and what was last found in them that is sound. Used in the event loop, but for what TLS asks for.
+    """The newest valid certificates in the files. For the event loop, except the callbacks of TLS.
 
     Attributes:
-        newest: what was last found.
+        newest: the newest valid certificates.
     """
 
     def __init__(self, options: TlsOptions) -> None:
@@ -156,38 +158,38 @@ class CertificateFiles:
         self.newest = Certificates.read(options)
         self._handed = self.newest
 
-    def http_context(self) -> ssl.SSLContext:
-        """What connections to HTTP are made with: each with the newest certificates."""
-        # In the whole process: uvicorn has no setting for it.
+    def http_context(self, *_: object) -> ssl.SSLContext:
+        """Make the TLS context for HTTP, which uses the newest certificates. uvicorn passes two arguments."""
+        # uvicorn has no setting for this, so it applies to the whole process.
         constants.SSL_HANDSHAKE_TIMEOUT = HANDSHAKE_SECONDS
         return _NewestContext(self)
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """What connections to gRPC are made with, likewise."""
+        """Make the credentials for gRPC, which use the newest certificates."""
         mutual, first = self._options.client_ca is not None, self._handed.grpc
         return grpc.dynamic_ssl_server_credentials(first, self._changed, mutual)  # type: ignore[arg-type]
 
     async def follow(self, events: Events, expiries: dict[str, float]) -> None:
-        """Read the files whenever they change, until cancelled; what is not sound is not taken over.
+        """Reload the files whenever they change, until cancelled. Invalid files change nothing.
 
         Args:
-            events: where it is said.
-            expiries: set to when each certificate expires, seconds since 1970, by the name of its file.
+            events: gets an event for each reload, refusal and warning.
+            expiries: updated with the expiry of each file, seconds since 1970, by the option that names it.
         """
-        self._tell(events, expiries)
+        self._report(events, expiries)
         while True:
             await self._watch.changed()
             try:
-                found = await asyncio.to_thread(Certificates.read, self._options)
+                certificates = await asyncio.to_thread(Certificates.read, self._options)
             except InvalidInput as error:
-                events.emit(EventKind.CERTIFICATE_REFUSED, "the one before stays in use", error)
+                events.emit(EventKind.CERTIFICATE_REFUSED, "the previous one stays in use", error)
                 continue
-            if found.contents != self.newest.contents:
-                self.newest = found
-                events.emit(EventKind.CERTIFICATE_RELOADED, _expiries(found))
-            self._tell(events, expiries)
+            if certificates.contents != self.newest.contents:
+                self.newest = certificates
+                events.emit(EventKind.CERTIFICATE_RELOADED, _expiries(certificates))
+            self._report(events, expiries)
 
-    def _tell(self, events: Events, expiries: dict[str, float]) -> None:
+    def _report(self, events: Events, expiries: dict[str, float]) -> None:
         expiries |= {name: ends for name, (_, ends) in self.newest.validity.items()}
         for text in self.newest.doubts(time.time()):
             events.emit(EventKind.CERTIFICATE_EXPIRED, text)
@@ -195,7 +197,7 @@ class CertificateFiles:
             events.emit(EventKind.KEY_EXPOSED, self.newest.exposure)
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What gRPC is to use from here on; None: what it has. Called by its threads, one connection at a time."""
+        """The new configuration for gRPC, or None to keep the current one. gRPC calls it for each connection."""
         newest = self.newest
         if newest is self._handed:
             return None
@@ -204,7 +206,7 @@ class CertificateFiles:
 
 
 class _NewestContext(ssl.SSLContext):
-    """Has each connection made by the newest context that there is."""
+    """A context that opens each connection with the newest certificates."""
 
     def __new__(cls, _files: CertificateFiles) -> "_NewestContext":
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
@@ -213,7 +215,7 @@ class _NewestContext(ssl.SSLContext):
         self._files = files
 
     def wrap_bio(self, *arguments: Any, **named: Any) -> ssl.SSLObject:
-        """See `ssl.SSLContext`: what asyncio begins each connection with."""
+        """See `ssl.SSLContext`; asyncio calls it for each connection."""
         return self._files.newest.http.wrap_bio(*arguments, **named)
 
 
@@ -225,14 +227,14 @@ def _contents(options: TlsOptions) -> dict[Path, bytes]:
 
 
 def _validity(path: Path, pem: bytes) -> tuple[float, float]:
-    from cryptography import x509  # Not before: a service without TLS does without it.
+    from cryptography import x509  # Imported late, as a service without TLS does not need it.
 
     try:
-        found = x509.load_pem_x509_certificates(pem)
+        certificates = x509.load_pem_x509_certificates(pem)
     except ValueError as error:
-        raise InvalidInput(f"{path}: no certificates in PEM ({error})") from error
-    begins = max(each.not_valid_before_utc.timestamp() for each in found)
-    return begins, min(each.not_valid_after_utc.timestamp() for each in found)
+        raise InvalidInput(f"{path}: expected certificates in PEM ({error})") from error
+    begins = max(each.not_valid_before_utc.timestamp() for each in certificates)
+    return begins, min(each.not_valid_after_utc.timestamp() for each in certificates)
 
 
 def _http_context(options: TlsOptions, clients: bytes | None) -> ssl.SSLContext:
@@ -254,20 +256,20 @@ def _unfit(options: TlsOptions, error: Exception) -> str:
     if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
         return f"{options.key} is not the key of the certificate in {options.cert}"
     if isinstance(error, ssl.SSLError):
-        return f"{options.key}, {options.cert}: no key in PEM without a passphrase, or no certificate ({error})"
+        return f"{options.key}, {options.cert}: expected a PEM key without passphrase and a certificate ({error})"
     return f"{error}"
 
 
-def _expiries(found: Certificates) -> str:
-    return "; ".join(f"{name} until {utc(int(ends) * 10**9)}" for name, (_, ends) in found.validity.items())
+def _expiries(certificates: Certificates) -> str:
+    return "; ".join(f"{name} until {utc(int(ends) * 10**9)}" for name, (_, ends) in certificates.validity.items())
 
 
-# Kinds of subject alternative names, as `ssl` calls them; an address says where a peer is, not who it is.
+# Kinds of subject alternative names that identify a peer, as `ssl` spells them. An address does not.
 _KINDS = ("DNS", "URI", "email")
 
 
 def names_of_certificate(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The names in a certificate that a TLS handshake has verified.
+    """The names in a certificate verified by a TLS handshake.
 
     Args:
         certificate: as `ssl.SSLObject.getpeercert` returns it; None or empty without one.
@@ -284,15 +286,15 @@ def names_of_certificate(certificate: Mapping[str, Any] | None) -> tuple[str, ..
 
 
 def names_of_auth_context(context: Mapping[str, Sequence[bytes]]) -> tuple[str, ...]:
-    """The same of a gRPC call.
+    """The names in the verified certificate of a gRPC call.
 
     Args:
         context: `grpc.aio.ServicerContext.auth_context()`; empty without TLS.
     """
     addresses = set(context.get("x509_ip", ()))
     keys = ("x509_subject_alternative_name", "x509_common_name")
-    found = [name for key in keys for name in context.get(key, ()) if name not in addresses]
-    return _unique([name.decode(errors="replace") for name in found])
+    names = [name for key in keys for name in context.get(key, ()) if name not in addresses]
+    return _unique([name.decode(errors="replace") for name in names])
 
 
 def _unique(names: Sequence[str]) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""The service's process, and its gRPC and HTTP sides. Internal."""
+"""The service process and its gRPC and HTTP servers. Internal."""

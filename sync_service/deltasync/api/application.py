@@ -1,4 +1,4 @@
-"""The HTTP side, for operators and their tools: the application, its page and its middlewares."""
+"""The HTTP application for operators: its routes, page and middlewares."""
 
 import asyncio
 import re
@@ -23,84 +23,59 @@ from deltasync.base.errors import NotFound, NotPermitted
 from deltasync.base.process import built_version
 from deltasync.cluster.owners import Owners
 from deltasync.service.models import Models
-from deltasync.service.service import Service
 from deltasync.status.answers import Sampler
-from deltasync.status.sources import ProcessState, Sources
 
 _DESCRIPTION = """
-How far every consumer is behind, why, and what to do about it.
+Shows how far every consumer is behind and why, and lets operators act on it.
 
-Answers are JSON, with the names that `deltasync ... --json` has. Times are seconds unless the name says otherwise.
-Every error is `{"error": NAME, "message": WORDS}`. Of several processes each answers for its own models: a request
-about the model of another one is answered 307 with its address, lists are of the process that is asked, and
-`/processes` names all. With roles, `GET` needs `read`, and what changes something
-`admin`; `/livez` and `/readyz` need nothing.
+Answers are JSON with the same names as `deltasync ... --json`. Times are in seconds unless the name has another
+unit. Every error is `{"error": NAME, "message": WORDS}`.
+
+With several processes, each answers for its own models. It redirects a request for another process's model with
+status 307, and its lists contain only its own models. `/processes` lists all processes.
+
+With roles, `GET` needs `read` and every change needs `admin`, while `/livez` and `/readyz` are open to anyone.
 """
 
 
-def create_app(service: Service, access: Access, sampler: Sampler) -> FastAPI:
-    """The application; it shares the service's event loop. `sampler` looks for those who watch, while it runs."""
-    models, removals = service.models, service.removals
+def create_app(on: Collaborators, access: Access, sampler: Sampler) -> FastAPI:
+    """Create the application, for the service's event loop. `sampler` serves its status streams."""
+    models, removals = on.models, on.removals
     app = FastAPI(
         title="deltasync",
         version=built_version() or "unknown",
         description=_DESCRIPTION,
         openapi_url=None,
-        docs_url=None,  # It would be fetched from elsewhere.
+        docs_url=None,  # FastAPI's page loads scripts from other hosts.
         redoc_url=None,
-        redirect_slashes=False,  # Which would send who asks, and their token, to the host that they have named.
+        redirect_slashes=False,  # A redirect would send the token to whatever host the client named.
     )
     app.add_middleware(AccessMiddleware, access=access)
     app.add_middleware(LenientMiddleware)
     app.add_middleware(EncodedPathMiddleware)
-    # Last, so it sees a request first: browsers ask without a token whether they may send one.
+    # Added last to see requests first, as browsers send their preflight without a token.
     app.add_middleware(OriginsMiddleware, models=models)
     answer_errors(app)
     routers = (
         overview_routes(sampler, access),
-        consumer_routes(models, service.registry, service.consumers, service.brake, removals),
+        consumer_routes(models, on.registry, on.consumers, on.brake, removals),
         lag_routes(sampler),
         table_routes(models, sampler.answers),
         model_routes(models, removals),
         trainer_routes(models),
-        event_routes(service.recent_events, service.draining),
+        event_routes(on.recent_events, on.draining),
         delete_routes(models, removals),
         process_routes(models),
-        checkpoint_routes(models, service.checkpoints),
-        log_routes(service.events),
-        operation_routes(
-            Collaborators(
-                models=models,
-                registry=service.registry,
-                views=service.views,
-                checkpoints=service.checkpoints,
-                data_dir=service.options.data_dir,
-                events=service.events,
-                draining=service.draining,
-            )
-        ),
+        checkpoint_routes(models, on.checkpoints),
+        log_routes(on.events),
+        operation_routes(on),
     )
-    # Included, each route would be made twice.
+    # `include_router` would make each route twice.
     app.router.routes += [route for router in routers for route in router.routes]
     app.router.routes += page_routes(models)
     app.router.routes += documentation_routes(app)
     take_inputs(app.router.routes)
     return app
-
-
-def sources_of(service: Service, process: ProcessState) -> Sources:
-    """What status reads of a service."""
-    return Sources(
-        models=service.models,
-        registry=service.registry,
-        consumers=service.consumers,
-        checkpoints=service.checkpoints,
-        volumes=service.volumes,
-        limits=service.limits,
-        event_counts=service.event_counts,
-        recent_events=service.recent_events,
-        process=process,
-    )
 
 
 _PORTS = {"http": 80, "https": 443}
@@ -120,15 +95,15 @@ _MAY = {
 
 
 class OriginsMiddleware:
-    """Decides what pages of other origins may ask for, as browsers enforce it (CORS).
+    """Limits the requests of pages from other origins (CORS, enforced by browsers).
 
-    The page of one process may ask all other processes of the service. A browser shows an answer to a page of
-    another origin only if the answer names that origin. We name the origins of the service's own processes, at the
-    addresses that they advertise, and no others. Their pages may only read: no method but GET, no header but the
-    token, no cookies and no certificates.
+    The page of one process may read from all other processes of the service. A browser shows an answer to a page
+    of another origin only if the answer names that origin. The service names only the origins of its own
+    processes, at their advertised addresses. Their pages may use only GET, without cookies, certificates, and
+    headers other than the token.
 
-    A browser also sends requests that change something, with the operator's certificate, for a page that may not
-    read the answer. The service refuses them unless the page is its own.
+    For any page, a browser also sends requests that change something, with the operator's certificate, even if the
+    page cannot read the answer. The service refuses them unless the page is its own.
     """
 
     def __init__(self, app: ASGIApp, models: Models) -> None:
@@ -141,13 +116,13 @@ class OriginsMiddleware:
             await self._app(scope, receive, send)
             return
         if scope["method"] not in _READS and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
-            error = NotPermitted("a page of another origin may change nothing here")
+            error = NotPermitted("a page of another origin may not change anything")
             await error_response(error)(scope, receive, send)
             return
-        known = {"Access-Control-Allow-Origin": origin} if origin in origins(self._models.owners) else {}
+        allowed = {"Access-Control-Allow-Origin": origin} if origin in origins(self._models.owners) else {}
         asked = headers.get("access-control-request-method") if scope["method"] == "OPTIONS" else None
-        if known and asked == "GET":
-            await Response(status_code=204, headers=known | _MAY | {"Vary": "Origin"})(scope, receive, send)
+        if allowed and asked == "GET":
+            await Response(status_code=204, headers=allowed | _MAY | {"Vary": "Origin"})(scope, receive, send)
             return
 
         async def send_named(message: Message) -> None:
@@ -155,15 +130,15 @@ class OriginsMiddleware:
                 answer = MutableHeaders(scope=message)
                 answer.add_vary_header("Origin")
                 if scope["method"] == "GET":
-                    answer.update(known)
+                    answer.update(allowed)
             await send(message)
 
         await self._app(scope, receive, send_named)
 
 
 def origins(owners: Owners) -> set[str]:
-    """The origins of the service's processes that are alive, as browsers write them. In the event loop."""
-    return {found for each in owners.processes() if (found := origin_of(each.http))}
+    """The origins of the service's running processes, as browsers write them. For the event loop."""
+    return {origin for each in owners.processes() if (origin := origin_of(each.http))}
 
 
 def origin_of(url: str) -> str:
@@ -179,14 +154,14 @@ def origin_of(url: str) -> str:
     return f"{parts.scheme}://{name}" + ("" if port in (None, _PORTS[parts.scheme]) else f":{port}")
 
 
-# What a part of a path has unencoded: RFC 3986, "pchar".
+# Characters that stay unencoded in a part of a path: RFC 3986, "pchar".
 _PLAIN = "-._~!$&'()*+,;=:@"
 
 
 class EncodedPathMiddleware:
-    """Matches routes against the path as it is encoded.
+    """Matches routes against the encoded path.
 
-    A decoded name may contain a slash or a line break, which a route would take for its own or not match at all.
+    A decoded name can contain a slash or a line break, which would confuse the match.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -203,8 +178,8 @@ class EncodedPathMiddleware:
 class LenientMiddleware:
     """Serves HEAD as GET without the body, and ignores a trailing slash in both.
 
-    A redirect would make the client send its token to whatever host it named. Requests that change something keep
-    their slash: a missing name after it is an error.
+    A redirect instead would make the client send its token to whatever host it named. Requests that change
+    something keep their slash, as a missing name after it is an error.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -223,13 +198,13 @@ class LenientMiddleware:
         answered = asyncio.Event()
 
         async def receive_until_answered() -> Message:
-            """Pass the request on. After the answer, report a disconnect, which ends an event stream."""
-            coming, over = asyncio.ensure_future(receive()), asyncio.ensure_future(answered.wait())
+            """Pass the request on. After the answer, report a disconnect to end an event stream."""
+            incoming, over = asyncio.ensure_future(receive()), asyncio.ensure_future(answered.wait())
             try:
-                await asyncio.wait({coming, over}, return_when=asyncio.FIRST_COMPLETED)
-                return coming.result() if coming.done() else {"type": "http.disconnect"}
+                await asyncio.wait({incoming, over}, return_when=asyncio.FIRST_COMPLETED)
+                return incoming.result() if incoming.done() else {"type": "http.disconnect"}
             finally:
-                coming.cancel()
+                incoming.cancel()
                 over.cancel()
 
         async def send_head(message: Message) -> None:
@@ -277,7 +252,7 @@ def page_routes(models: Models) -> list[Route]:
 
 
 def _policy(owners: Owners) -> str:
-    """The page runs no code but its own, asks only the service's processes, and nobody shows it in a frame."""
+    """Allow the page only its own code and requests to the service's processes, and no frames around it."""
     asked = " ".join(["'self'", *sorted(origins(owners))])
     rest = "img-src data:; base-uri 'none'; frame-ancestors 'none'"
     return f"default-src 'self'; connect-src {asked}; {rest}"

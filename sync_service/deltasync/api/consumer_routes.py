@@ -1,4 +1,4 @@
-"""Consumers over HTTP: list, make, change, pause and delete them."""
+"""Consumers over HTTP: list, create, change, pause and delete them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from deltasync.service.operators import Brake, Removals
 
 @dataclass(frozen=True)
 class ConsumerLine:
-    """A consumer, in a list. `paused` says since when, by whom and why it is paused; empty if it is not."""
+    """A consumer in a list. `paused` has the time, author and reason of a pause, and is empty without one."""
 
     consumer: str
     model: str
@@ -29,7 +29,7 @@ class ConsumerLine:
     paused: str
 
 
-_MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "description": "It was made."}}
+_MADE: dict[int | str, dict[str, Any]] = {201: {"model": ConsumerLine, "description": "The consumer was created."}}
 
 
 def consumer_routes(
@@ -52,9 +52,7 @@ def consumer_routes(
 
     @routes.post("", openapi_extra={"requestBody": NEW_BODY}, responses=_MADE)
     async def create(request: Request, response: Response) -> ConsumerLine:
-        """Make a consumer. One that is there already stays as it is: 409 where it has another model or policy.
-        Needs role admin.
-        """
+        """Create a consumer. Answers 409 if it exists with another model or policy. Needs role admin."""
         by = author()
         name, model, policy = await new_consumer(request)
         response.status_code = 200 if name in registry.consumers else 201
@@ -62,7 +60,7 @@ def consumer_routes(
 
     @routes.put("/{name}", openapi_extra={"requestBody": BODY}, responses=_MADE)
     async def put(name: str, request: Request, response: Response) -> ConsumerLine:
-        """Make a consumer, or give the one there is this policy. Needs role admin."""
+        """Create a consumer, or give an existing one this policy. Needs role admin."""
         by = author()
         options = await consumer_of(name, request)
         response.status_code = 200 if name in registry.consumers else 201
@@ -70,29 +68,29 @@ def consumer_routes(
 
     @routes.put("/{name}/policy", openapi_extra={"requestBody": POLICY_BODY})
     async def update(name: str, request: Request) -> ConsumerLine:
-        """Replace a consumer's policy as a whole; its replicas keep their place. Needs role admin."""
+        """Replace the whole policy of a consumer. Its replicas keep their offsets. Needs role admin."""
         by = author()
         return _line(await consumers.update(name, await policy_of(request), by))
 
     @routes.delete("/{name}", status_code=204)
     async def delete(name: str) -> None:
-        """Forget a consumer and its offsets. Needs role admin."""
+        """Delete a consumer and its offsets. Needs role admin."""
         await consumers.delete(name, author())
 
     @routes.put("/{name}/pause", openapi_extra={"requestBody": PAUSE_BODY})
     async def pause(name: str, request: Request) -> ConsumerLine:
-        """Hold its replicas at what they have, whatever is published. Needs role admin."""
+        """Pause a consumer: its replicas get no new rows. Needs role admin."""
         by = author()
         return _line(await brake.pull(name, await reason_of(request), by))
 
     @routes.delete("/{name}/pause")
     async def resume(name: str) -> ConsumerLine:
-        """Let a paused consumer go on, with all that its replicas lack. Needs role admin."""
+        """Resume a paused consumer. Its replicas get the current rows. Needs role admin."""
         return _line(await brake.release(name, author()))
 
     @routes.delete("/{name}/replicas/{replica}", status_code=204)
     async def forget_replica(name: str, replica: str) -> None:
-        """Forget a replica that is away: no lag counts it any more. Needs role admin."""
+        """Forget a replica that is away; the lag stops counting it. Needs role admin."""
         await removals.forget_replica(name, replica, author())
 
     return routes
@@ -115,10 +113,10 @@ def _is_owned(owners: Owners, model: str) -> bool:
 
 
 async def new_consumer(request: Request) -> tuple[str, str, Policy]:
-    """Name, model and policy of the consumer in a body; without a policy, the default one.
+    """Parse name, model and policy of a consumer from a body; the policy is optional.
 
     Raises:
-        InvalidInput: the body describes no consumer.
+        InvalidInput: the body is wrong.
     """
     described = await json_object(request, ("name", "model", "policy"))
     options = ConsumerOptions.described(
@@ -128,29 +126,29 @@ async def new_consumer(request: Request) -> tuple[str, str, Policy]:
 
 
 async def consumer_of(name: str, request: Request) -> ConsumerOptions:
-    """The consumer in a body `{"model": ..., "policy": {...}}`; without a policy, with the default one.
+    """Parse a consumer from a body `{"model": ..., "policy": {...}}`; the policy is optional.
 
     Raises:
-        InvalidInput: the body describes no consumer.
+        InvalidInput: the body is wrong.
     """
     described = await json_object(request, ("model", "policy"))
     return ConsumerOptions.described(name, described.get("model"), described.get("policy", {}))
 
 
 async def policy_of(request: Request) -> Policy:
-    """The policy in a body.
+    """Parse a policy from a body.
 
     Raises:
-        InvalidInput: the body describes no policy.
+        InvalidInput: the body is wrong.
     """
     return Policy.from_dict(await json_object(request, tuple(field.name for field in FIELDS)))
 
 
 async def reason_of(request: Request) -> str:
-    """The reason in a body `{"reason": ...}`; empty for an empty body.
+    """Parse the reason from a body `{"reason": ...}`; empty for an empty body.
 
     Raises:
-        InvalidInput: the body has something else.
+        InvalidInput: the body is wrong.
     """
     return text_of(await json_object(request, ("reason",), optional=True), "reason", "")
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the HTTP API, and the page that shows it: nothing is fetched from elsewhere."""
+"""The OpenAPI document of the HTTP API, and a self-contained page that shows it."""
 
 import asyncio
 import json
@@ -19,9 +19,9 @@ from deltasync.wire.errors import http_errors
 
 
 def documentation_routes(app: FastAPI) -> list[Route]:
-    """The routes of the OpenAPI document of an application and of the page that shows it.
+    """The routes of an application's OpenAPI document and of the page that shows it.
 
-    Both are made on request, in a thread, because that takes as long as the rest of the service's start.
+    Both are built on request, in a thread, as this takes as long as the rest of the service's start.
     """
     document = app.openapi = _documented(app)  # type: ignore[method-assign]
 
@@ -39,27 +39,27 @@ def documentation_routes(app: FastAPI) -> list[Route]:
 
 def _documented(app: FastAPI) -> Callable[[], dict[str, Any]]:
     build, lock = app.openapi, threading.Lock()
-    made = cache(lambda: document_errors(build()))
+    built = cache(lambda: document_errors(build()))
 
     def document() -> dict[str, Any]:
         with lock:
-            return made()
+            return built()
 
     return document
 
 
 @dataclass(frozen=True)
 class ErrorBody:
-    """An error: its name, and what is wrong and what to do, in words."""
+    """An error: its name, and a message with the problem and the remedy."""
 
     error: str
     message: str
 
 
 def document_errors(document: dict[str, Any]) -> dict[str, Any]:
-    """Add our errors to an OpenAPI document, in JSON even where the answer is not, and remove FastAPI's own.
+    """Replace FastAPI's errors in an OpenAPI document by ours, which are always JSON.
 
-    If FastAPI knew the errors of each route, it would make models of them, which take most of the service's start.
+    They are added here because FastAPI would spend most of the service's start on models for them.
     """
     schemas, errors = document["components"]["schemas"], _errors()
     schemas["ErrorBody"] = TypeAdapter(ErrorBody).json_schema()
@@ -75,7 +75,7 @@ def document_errors(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _errors() -> dict[str, Any]:
-    """The errors that any route may answer, by status."""
+    """The errors of every route, by status."""
     named = {405: [OF_ROUTES[405]]} | http_errors()
     body = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
     return {str(status): {"description": " or ".join(names), "content": body} for status, names in named.items()}
@@ -101,7 +101,7 @@ _METHODS = ("get", "put", "post", "delete")
 
 
 def documentation_page(document: Mapping[str, Any]) -> str:
-    """An OpenAPI document as HTML."""
+    """Render an OpenAPI document as HTML."""
     info = document["info"]
     title = f"{escape(info['title'])} {escape(info['version'])}"
     return "".join(
@@ -110,10 +110,10 @@ def documentation_page(document: Mapping[str, Any]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
             f"<style>{_STYLE}</style></head>",
             f"<body><main><h1>{title}: HTTP API</h1>{_text(info.get('description', ''))}",
-            '<p>The same for programs: <a href="/openapi.json">openapi.json</a></p>',
+            '<p>For programs: <a href="/openapi.json">openapi.json</a></p>',
             f"<nav aria-label='Routes'><ul>{''.join(_links(document))}</ul></nav>",
             *(_operation(*each) for each in _operations(document)),
-            "<h2>What answers are made of</h2>",
+            "<h2>Types of answers</h2>",
             *(_schema(name, each) for name, each in document["components"]["schemas"].items()),
             "</main></body></html>",
         ]
@@ -150,8 +150,8 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> str:
 
 
 def _body(body: Mapping[str, Any]) -> str:
-    """The body of a request; fields of schemas without a name are described here."""
-    need = "Needed." if body.get("required") else "May be left out."
+    """Describe the body of a request, with the fields of unnamed schemas."""
+    need = "Required." if body.get("required") else "Optional."
     kinds = "".join(f"{_type(each['schema'])}{_fields(each['schema'])}" for each in body["content"].values())
     examples = (escape(json.dumps(each["example"])) for each in body["content"].values() if "example" in each)
     shown = "".join(f"<p>For example <code>{each}</code></p>" for each in examples)
@@ -174,14 +174,14 @@ def _fields(schema: Mapping[str, Any]) -> str:
 
 
 def _named(schema: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The fields of an object, and of the objects in it that have no name."""
+    """The fields of an object and of its unnamed inner objects."""
     for name, each in schema.get("properties", {}).items():
         yield f"{within}{name}", each
         yield from _named(each, f"{within}{name}.")
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A type in words, with links to schemas."""
+    """Describe a type, with links to schemas."""
     if reference := schema.get("$ref"):
         name = escape(reference.rpartition("/")[2])
         return f'<a href="#schema-{name}">{name}</a>'
@@ -197,7 +197,7 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def _row(name: str, *cells: str) -> str:
-    """A row of a table: its cells are HTML, the last one is text."""
+    """A table row; its cells are HTML, except the last, which is text."""
     *marked, text = cells
     shown = "".join(f"<td>{each}</td>" for each in marked)
     return f"<tr><th scope='row'><code>{escape(name)}</code></th>{shown}<td>{escape(text)}</td></tr>"

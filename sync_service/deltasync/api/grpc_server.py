@@ -1,4 +1,4 @@
-"""The gRPC side, for trainers and replicas: its port, its services, and what gRPC itself sees to."""
+"""The gRPC server for trainers and replicas."""
 
 import errno
 import socket
@@ -10,7 +10,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from deltasync.access.limits import LimitOptions
+from deltasync.access.limits import LimitOptions, Limits
 from deltasync.access.rights import Access
 from deltasync.access.tls import HANDSHAKE_SECONDS, CertificateFiles
 from deltasync.api.errors import ErrorInterceptor, abort, as_stream
@@ -20,7 +20,6 @@ from deltasync.api.subscribe import SubscribeServicer
 from deltasync.base.addresses import with_port
 from deltasync.base.errors import DeltasyncError, ServiceUnavailable
 from deltasync.base.waiting import Signal
-from deltasync.service.service import Service
 from deltasync.v1 import (
     publish_pb2,
     publish_pb2_grpc,
@@ -32,43 +31,43 @@ from deltasync.wire.row_messages import read_request, serialized
 
 
 def not_bound(option: str, host: str, port: int, error: OSError | None = None) -> str:
-    """The message for a port that cannot be listened on: why, and what to do."""
+    """The message for a failure to listen on a port, with the remedy."""
     if error and (isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL):
-        return f"cannot listen on {host}: {error.strerror}: choose a --host that is an address of this machine"
-    return f"cannot listen on {host}:{port}: choose another {option}, or 0 for any free one"
+        return f"cannot listen on {host}: {error.strerror}; choose a --host that is an address of this machine"
+    return f"cannot listen on {host}:{port}; choose another {option}, or 0 for any free port"
 
 
 _PUBLISH = f"/{publish_pb2.DESCRIPTOR.services_by_name['PublishService'].full_name}/Publish"
 
 
 class RowMessages(grpc.aio.ServerInterceptor):
-    """Lets handlers answer with messages that are bytes already, and take rows as views of the bytes received."""
+    """Lets handlers answer with encoded messages, and receive rows as views of the bytes."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of a call, with other functions between messages and bytes."""
+        """Replace the decoder and encoder of a handler."""
         handler = await continuation(handler_call_details)
         if handler and handler_call_details.method == _PUBLISH:
             handler = handler._replace(request_deserializer=read_request)
         return handler and handler._replace(response_serializer=serialized)
 
 
-# Health checks and reflection have a protocol of their own.
+# Prefix of our methods; health checks and reflection have their own protocol.
 _METHODS = "/deltasync."
 
 
 class ProtocolInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call begin only if its client speaks the protocol of this service."""
+    """Refuses a call whose client uses another version of the protocol."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler of a call, or one that refuses it."""
+        """Return the handler of a call, or one that refuses it."""
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(_METHODS):
             return handler
@@ -83,7 +82,7 @@ def _refusing(handler: Any, error: DeltasyncError) -> Any:
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await abort(context, error)
 
-    # It asks for no message: one that this service cannot read must not be answered in other words.
+    # It reads no message, as an undecodable one would change the error.
     return as_stream(handler, refuse)
 
 
@@ -91,40 +90,39 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
-    """Tells whether services serve: all of them, or none.
+    """Answers health checks; all services serve, or none.
 
-    With gRPC's own servicer all watchers wait for each other: one that reads no answers keeps the others from
-    theirs, and the process from ending.
+    In gRPC's own servicer, a watcher that reads no answers blocks all others and the shutdown.
     """
 
     def __init__(self, services: tuple[str, ...]) -> None:
-        """Begin with services that do not serve yet."""
+        """Begin with services that are not serving."""
         self._services = frozenset({"", *services})
         self._serving = False
         self._signal = Signal()
 
     def note(self, *, serving: bool) -> None:
-        """Note whether they serve, and tell all watchers."""
+        """Set whether the services serve, and notify all watchers."""
         self._serving = serving
         self._signal.wake()
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: _Context
     ) -> health_pb2.HealthCheckResponse:
-        """Tell it once."""
+        """Answer once."""
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return self._answer(request.service)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
-        """Tell it now, and whenever it changes."""
-        told = None
+        """Answer now and after every change."""
+        last = None
         while True:
             answer = self._answer(request.service)
-            if answer == told:
+            if answer == last:
                 await self._signal.changed()
                 continue
-            told = answer
+            last = answer
             await context.write(answer)
 
     def _answer(self, service: str) -> health_pb2.HealthCheckResponse:
@@ -144,19 +142,19 @@ _SERVICES = tuple(
     )
 )
 
-# Of a call: its token, and what gRPC itself says of it.
+# Most metadata of a call: its token, and gRPC's own.
 _METADATA_BYTES = 16 << 10
-# More than a peer may have are let begin, so that the next one is told why it is not.
+# gRPC admits this many streams beyond a peer's limit, so that the service can refuse them with a reason.
 _REFUSED_STREAMS = 16
 
 
 @dataclass(frozen=True)
 class GrpcServer:
-    """A server that has its port.
+    """A server bound to a port.
 
     Attributes:
-        server: serves once it is started.
-        health: what it says to health checks: that it does not serve, until it is told that it does.
+        server: the server, not started yet.
+        health: its answers to health checks, not serving at first.
         port: the port.
     """
 
@@ -166,23 +164,29 @@ class GrpcServer:
 
 
 def bind_grpc(
-    service: Service, host: str, port: int, access: Access, certificates: CertificateFiles | None
+    publisher: PublishServicer,
+    subscriber: SubscribeServicer,
+    limits: Limits,
+    host: str,
+    port: int,
+    access: Access,
+    certificates: CertificateFiles | None,
 ) -> GrpcServer:
-    """Take the port.
+    """Bind the server to its port.
 
     Raises:
-        ServiceUnavailable: it is in use.
+        ServiceUnavailable: the port is in use.
     """
     server = grpc.aio.server(
         interceptors=[
-            AccessInterceptor(access, service.limits),
+            AccessInterceptor(access, limits),
             ProtocolInterceptor(),
             ErrorInterceptor(),
             RowMessages(),
         ],
         options=[
-            *_limit_options(service.limits.options),
-            # Otherwise a second service on the same port would take half of the streams.
+            *_limit_options(limits.options),
+            # Otherwise a second service on the same port would get half of the streams.
             ("grpc.so_reuseport", 0),
             # Below the client's keepalive interval, or clients are refused for pinging too often.
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
@@ -193,8 +197,8 @@ def bind_grpc(
             ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
         ],
     )
-    publish_pb2_grpc.add_PublishServiceServicer_to_server(PublishServicer(service), server)
-    subscribe_pb2_grpc.add_SubscribeServiceServicer_to_server(SubscribeServicer(service), server)
+    publish_pb2_grpc.add_PublishServiceServicer_to_server(publisher, server)
+    subscribe_pb2_grpc.add_SubscribeServiceServicer_to_server(subscriber, server)
     healthy = Health(_SERVICES)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -210,7 +214,7 @@ def bind_grpc(
 
 
 def _limit_options(limits: LimitOptions) -> list[tuple[str, int]]:
-    """What gRPC itself sees to, from the start on."""
+    """The limits that gRPC itself enforces, fixed at the start."""
     return [
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_concurrent_streams", limits.streams_per_peer + _REFUSED_STREAMS),

@@ -1,4 +1,4 @@
-"""HTTP connections: how they begin, how many there may be, and when a silent one ends."""
+"""HTTP connections: accepting, limiting and closing idle ones."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import h11
@@ -18,15 +19,12 @@ from deltasync.access.limits import Limits, network_of
 from deltasync.access.tls import names_of_certificate
 from deltasync.base.errors import LimitReached
 
-# Key, in the `state` of each request's scope, of the names in the peer's certificate: a tuple of texts, empty
-# without a certificate.
+# Key in the `state` of a request's scope: a tuple of the names in the peer's certificate, empty without one.
 CERTIFICATE_NAMES = "certificate_names"
 
 
 class HttpProtocol(H11Protocol):
-    """Passes the names in the client's certificate to the application, and knows how long the client has been
-    silent.
-    """
+    """Passes the names in the client's certificate to the application, and measures the client's silence."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -34,23 +32,24 @@ class HttpProtocol(H11Protocol):
         self._turn_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin a connection, after the handshake if there is one."""
+        """Begin a connection, after any TLS handshake."""
         super().connection_made(transport)
         self.app_state: dict[str, Any] = {**self.app_state, CERTIFICATE_NAMES: _names(transport)}
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP. The application can no longer answer their request."""
+        """Refuse bytes that are not HTTP, and end their request."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
-        else:  # An answer was begun.
+        else:  # The answer has begun.
             self.transport.close()
         if self.cycle and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
     def silent_seconds(self, now: float) -> float:
-        """Seconds for which the peer has neither sent the rest of a request nor read an answer; 0 while it is the
-        service's turn. `now` is of `time.monotonic`.
+        """Seconds for which the service has waited for a request or for the peer to read the answer.
+
+        `now` is of `time.monotonic`.
         """
         cycle = self.cycle
         to_send = cycle is None or cycle.response_complete or cycle.more_body
@@ -65,23 +64,24 @@ def _names(transport: asyncio.BaseTransport) -> tuple[str, ...]:
     return names_of_certificate(tls.getpeercert()) if tls else ()
 
 
-# After this many refusals in a row, other tasks have their turn.
+# Refusals in a row before other tasks get their turn.
 _REFUSALS_AT_ONCE = 64
 _WATCH_SECONDS = 1.0
-# Seconds of silence before the kernel probes a peer, seconds between probes, and how many may fail.
+# Seconds of silence before the kernel probes a peer, seconds between probes, and failures to tolerate.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 class HttpListener(socket.socket):
-    """A socket that accepts as many connections as the limits allow, in all and per peer. It closes others at
-    once, and those for which there is no descriptor, and counts them.
+    """A listening socket that enforces the limits, in total and per peer.
+
+    It closes and counts connections beyond a limit, or beyond the process's file descriptors.
     """
 
     def __init__(self, listener: socket.socket, limits: Limits) -> None:
         """Take over a listening socket."""
         super().__init__(fileno=listener.detach())
-        # Connections inherit this: a request may take hours, and its client may vanish without a word.
+        # Connections inherit this. A request can take hours, and its client may vanish silently.
         self.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             self.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -95,17 +95,17 @@ class HttpListener(socket.socket):
         self._give_spare()
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection within the limits, and its peer's address.
+        """Accept the next connection within the limits; return it with its peer's address.
 
         Raises:
-            BlockingIOError: no such connection waits.
+            BlockingIOError: no such connection is waiting.
         """
         for _ in range(_REFUSALS_AT_ONCE):
-            accepted, address = self._take()
+            connection, address = self._take()
             try:
-                return self._counted(accepted, network_of(str(address[0]))), address
+                return self._counted(connection, network_of(str(address[0]))), address
             except LimitReached:
-                accepted.close()
+                connection.close()
         raise BlockingIOError
 
     def _take(self) -> tuple[socket.socket, Any]:
@@ -118,7 +118,7 @@ class HttpListener(socket.socket):
         raise BlockingIOError
 
     def _refuse_one(self) -> None:
-        """Close a connection without a descriptor: otherwise it would wait, and wake the loop again and again."""
+        """Close one connection with the spare descriptor, as it would otherwise wake the loop for ever."""
         self._limits.refused["http_connections"] += 1
         self._give_spare()
         with contextlib.suppress(OSError):
@@ -131,12 +131,12 @@ class HttpListener(socket.socket):
             os.close(self._spare)
         self._spare = None
 
-    def _counted(self, accepted: socket.socket, peer: str) -> socket.socket:
+    def _counted(self, connection: socket.socket, peer: str) -> socket.socket:
         self._limits.check_more("http_connections")
         self._limits.check("http_connections_per_peer", self._of_peer[peer] + 1)
         self._limits.add("http_connections")
         self._of_peer[peer] += 1
-        return _Connection(accepted, lambda: self._forget(peer))
+        return _Connection(connection, partial(self._forget, peer))
 
     def _forget(self, peer: str) -> None:
         self._limits.add("http_connections", -1)
@@ -160,8 +160,9 @@ class _Connection(socket.socket):
 
 
 async def end_silent(connections: Iterable[Any], limits: Limits) -> None:
-    """Close, until cancelled, connections whose peers neither send a whole request nor read the answer for longer
-    than the limit of idle seconds; however many bytes of it they send.
+    """Close idle connections, until cancelled.
+
+    A connection is idle if its peer completes no request, or reads no answer, for the limit of idle seconds.
     """
     while True:
         await asyncio.sleep(_WATCH_SECONDS)

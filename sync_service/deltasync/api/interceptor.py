@@ -1,4 +1,4 @@
-"""Checks the rights of gRPC calls and HTTP requests before it receives their messages or bodies."""
+"""Access checks of gRPC calls and HTTP requests, before their messages or bodies are read."""
 
 import asyncio
 import inspect
@@ -27,8 +27,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call begin only if its caller has the role that it needs and does not have too many calls, and ends
-    it when the role is revoked. Calls that need role admin are not counted.
+    """Admits calls by role and limits, and ends them when the role is revoked.
+
+    Calls that require role admin do not count towards the limits.
     """
 
     def __init__(self, access: Access, limits: Limits) -> None:
@@ -40,8 +41,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Put a check before the handler of a call. gRPC takes every call for one of streams; it would receive the
-        message of other calls before it calls the handler.
+        """Put a check before the handler of a call.
+
+        All handlers become streaming ones: for others gRPC would read the message before the check.
         """
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None:
@@ -61,11 +63,11 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
                 await _let_in(handler, _Requests(context, opened), context)
         except DeltasyncError as error:
             await abort(context, error)
-        except grpc.aio.BaseError:  # This includes a call that was aborted, above or by its handler.
+        except grpc.aio.BaseError:  # Includes a call aborted by its handler.
             raise
         except Exception as error:
-            logger.exception("%s has failed", opened.call.name)
-            text = "the service met an error of its own, which its log tells"
+            logger.exception("%s failed", opened.call.name)
+            text = "internal error of the service; its log has the details"
             await abort(context, ServiceFailed(text, detail=f": {error_text(error)}"))
         except asyncio.CancelledError:
             if opened.revoked is None:
@@ -101,8 +103,9 @@ async def _only(requests: "_Requests") -> Any:
 
 
 class _Requests:
-    """A call's messages; the first one names what the role is needed for. gRPC's own iterator would keep each
-    message until the next one comes.
+    """A call's messages, with a check of the model or consumer in the first.
+
+    gRPC's own iterator would keep each message in memory until the next one.
     """
 
     def __init__(self, context: _Context, opened: OpenCall) -> None:
@@ -128,12 +131,12 @@ def _credentials_of_call(context: _Context) -> Credentials:
 
 
 def _address(peer: str) -> str:
-    """The address in what gRPC calls a peer: `127.0.0.1:4711` in `ipv4:127.0.0.1:4711`."""
+    """The address in gRPC's name of a peer: `127.0.0.1:4711` in `ipv4:127.0.0.1:4711`."""
     return unquote(peer.partition(":")[2] or peer)
 
 
 class AccessMiddleware:
-    """Lets a request in only if its caller has the role that the route needs, and ends it when that is revoked."""
+    """Admits requests by role, and ends them when the role is revoked."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Models, tables, trainers and deletes of rows over HTTP."""
+"""Models, tables, trainers and pending deletes over HTTP."""
 
 import asyncio
 from collections.abc import Iterable
@@ -30,9 +30,9 @@ class RankLine:
     Attributes:
         rank: its number.
         connected: whether it is connected.
-        finished: whether it has said goodbye. A rank that has neither said goodbye nor is connected is lost.
-        since_seconds: seconds since it connected, or left.
-        left: why its last stream ended; empty while it is connected.
+        finished: whether it said goodbye. A rank that is neither connected nor finished is lost.
+        since_seconds: seconds since it connected or left.
+        left: why its last stream ended; empty while connected.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class RankLine:
 
 @dataclass(frozen=True)
 class RefusalLine:
-    """How long ago the last cut was refused for its rows, and why."""
+    """The age and reason of the last refusal of a cut for its rows."""
 
     seconds_ago: float
     reason: str
@@ -52,8 +52,9 @@ class RefusalLine:
 
 @dataclass(frozen=True)
 class ModelLine:
-    """A model, its newest version, and the run that publishes it, with the ranks that have connected since the
-    service started; `run` is empty before the first one.
+    """A model, its newest version, and its run with the ranks that connected since the service started.
+
+    `run` is empty before the first rank.
     """
 
     model: str
@@ -70,13 +71,13 @@ def model_routes(models: Models, removals: Removals) -> APIRouter:
 
     @router.get("/models", name="models")
     async def all_models() -> list[ModelLine]:
-        """The models of this process, and who publishes them."""
+        """The models of this process, and the runs that publish them."""
         models.check_confirmed()
         return [_model_line(each, models.coordinators.get(name)) for name, each in sorted(models.items())]
 
     @router.delete("/models/{name}", status_code=204)
     async def delete_model(name: str) -> None:
-        """Delete a model that nobody publishes and no consumer follows. Needs role admin."""
+        """Delete a model that no rank publishes and no consumer follows. Needs role admin."""
         await removals.delete_model(name, author())
 
     @router.delete("/models/{name}/tables/{table:path}", status_code=204)
@@ -107,11 +108,11 @@ def _refused(refusal: CutRefusal | None) -> RefusalLine | None:
 
 @dataclass(frozen=True)
 class TableLine:
-    """A table, in a list.
+    """A table in a list.
 
-    `bytes` are those of its values. `ranks_differ` is true if ranks of the trainer have different rows of it, for
-    example of a buffer: the service keeps those of the first. `refused` says why the last cut was refused, if that
-    was for rows of this table.
+    `bytes` counts its values. `ranks_differ` is true if ranks of the trainer have different rows, for example in a
+    buffer; the service then keeps the first rank's. `refused` is the reason if the last cut was refused for rows
+    of this table.
     """
 
     model: str
@@ -128,7 +129,7 @@ class TableLine:
 
 @dataclass(frozen=True)
 class FollowedTable:
-    """How far a consumer is behind in a table."""
+    """The lag of a consumer in a table."""
 
     consumer: str
     state: str
@@ -155,13 +156,11 @@ def table_routes(models: Models, answers: Answers) -> APIRouter:
 
     @router.get("/tables/{name:path}")
     async def table(name: str) -> list[TableDetail]:
-        """The tables of that name, one of each of this process's models that has one, and how far consumers are
-        behind in them.
-        """
+        """The tables with this name in all models of this process, and the lag of consumers in them."""
         models.check_confirmed()
         lines = [line for model in sorted(models) for line in _lines(models, model, name)]
         if not lines:
-            raise NotFound(f"no table {name!r}", detail=" in this process; GET /tables names its tables")
+            raise NotFound(f"no table {name!r}", detail=" in this process; GET /tables lists its tables")
         lags = await answers.lags({line.model for line in lines})
         return await asyncio.to_thread(lambda: [TableDetail(line, _followed(line, lags)) for line in lines])
 
@@ -169,7 +168,7 @@ def table_routes(models: Models, answers: Answers) -> APIRouter:
 
 
 def _lines(models: Models, name: str, table: str | None = None) -> Iterable[TableLine]:
-    """The tables of a model, or the one of a name."""
+    """The tables of a model, or the one with a name."""
     model, coordinator = models[name], models.coordinators.get(name)
     differing, reasons = set[str](), list[str]()
     if coordinator:
@@ -203,10 +202,10 @@ def _followed(line: TableLine, lags: Iterable[ConsumerLag]) -> list[FollowedTabl
     ]
 
 
-_Model = Annotated[str | None, Query(description="Only those of this model.")]
+_Model = Annotated[str | None, Query(description="Only this model.")]
 
 
-_Last = Annotated[int, Query(ge=1, le=KEPT_CUTS, description="How many of each model, at most.")]
+_Last = Annotated[int, Query(ge=1, le=KEPT_CUTS, description="Most versions of each model.")]
 
 
 def trainer_routes(models: Models) -> APIRouter:
@@ -215,16 +214,16 @@ def trainer_routes(models: Models) -> APIRouter:
 
     @router.get("/trainers")
     async def trainers() -> list[TrainerLine]:
-        """The ranks that publish this process's models, or have published them since it started."""
+        """The ranks that have published this process's models since it started."""
         models.check_confirmed()
         return trainer_lines(models.coordinators)
 
     @router.get("/versions")
     async def versions(model: _Model = None, last: _Last = 20) -> list[VersionLine]:
-        """The last versions of this process's models, the newest first: since it started, 200 of each at most.
+        """The last versions of this process's models since it started, newest first; at most 200 of each.
 
-        `seconds` says how long each part of the way took: gather (reading the changed rows), send, seal (checks,
-        and waiting for the version before), log (until it was durable), apply, release (until it was sent), ack.
+        `seconds` has the duration of each phase: gather (collecting the changed rows), send, seal (checks, and
+        waiting for the previous version), log (until durable), apply, release (until sent) and ack.
         """
         models.check_confirmed()
         every = [each for _, each in sorted(models.items())] if model is None else [models.model(model)]
@@ -236,7 +235,7 @@ def trainer_routes(models: Models) -> APIRouter:
 
 @dataclass(frozen=True)
 class DeleteLine:
-    """A delete that is not done yet; `asked_unix_ns` tells it from other deletes of its model."""
+    """A pending delete; `asked_unix_ns` distinguishes it from other deletes of its model."""
 
     model: str
     table: str
@@ -251,13 +250,13 @@ def delete_routes(models: Models, removals: Removals) -> APIRouter:
 
     @routes.get("")
     async def deletes() -> list[DeleteLine]:
-        """The deletes of this process's models that are not done, and what each waits for."""
+        """The pending deletes of this process's models, with the reason for each wait."""
         models.check_confirmed()
         return [_delete_line(pending) for pending in removals.pending_deletes()]
 
     @routes.post("", status_code=202, openapi_extra={"requestBody": _BODY})
     async def delete(request: Request) -> DeleteLine:
-        """Ask a model's trainer to delete rows. Needs role admin."""
+        """Request a model's trainer to delete rows. Needs role admin."""
         by = author()
         return _delete_line(await removals.delete_rows(*await _rows_of(request), by))
 
@@ -265,18 +264,18 @@ def delete_routes(models: Models, removals: Removals) -> APIRouter:
 
 
 async def _rows_of(request: Request) -> tuple[str, str, list[int]]:
-    """Model, table and ids that the body `{"model": ..., "table": ..., "ids": [...]}` names.
+    """Parse a body `{"model": ..., "table": ..., "ids": [...]}`.
 
     Raises:
-        InvalidInput: it names none; the message says what is wrong.
+        InvalidInput: the body is wrong.
     """
     body = await json_object(request, tuple(_KEYS), _MAX_BODY_BYTES)
     model, table, ids = (body.get(key) for key in _KEYS)
     if not isinstance(model, str) or not isinstance(table, str):
-        raise InvalidInput("body: expected the names of a model and a table, as texts")
-    # A bool is an int to Python.
+        raise InvalidInput("body: expected the names of a model and a table, as strings")
+    # In Python a bool is an int.
     if not isinstance(ids, list) or any(type(each) is not int or abs(each) > _LARGEST_ID for each in ids):
-        raise InvalidInput("body: expected ids, a list of whole numbers of 64 bits")
+        raise InvalidInput("body: expected ids, a list of 64-bit whole numbers")
     return model, table, ids
 
 

@@ -1,4 +1,4 @@
-"""Long operations over HTTP: checkpoints, backups, verifying, moving models between processes."""
+"""Long operations over HTTP: checkpoints, backups, verification, and moving models between processes."""
 
 import asyncio
 import time
@@ -10,36 +10,41 @@ from fastapi import APIRouter, Request
 
 from deltasync.access.roles import author
 from deltasync.api.requests import json_object, text_of, while_wanted
-from deltasync.base.events import Events
+from deltasync.base.events import Events, RecentEvents
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.verified import VerifiedLine
 from deltasync.model.model import Model
 from deltasync.service.backup import Backups
 from deltasync.service.checkpoints import Checkpoints
+from deltasync.service.consumers import Consumers
 from deltasync.service.fsck import Checked, check_service
 from deltasync.service.hosting import drain_process
 from deltasync.service.models import Models
-from deltasync.service.operators import verify_replica
+from deltasync.service.operators import Brake, Removals, verify_replica
 from deltasync.status.overview import unowned_models
 from deltasync.views.registry import ViewRegistry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collaborators:
-    """What the routes of long operations work on; `draining` is set once the service is to end."""
+    """The parts of the service that routes use; `draining` is set at shutdown."""
 
     models: Models
     registry: ConsumerRegistry
+    consumers: Consumers
     views: ViewRegistry
     checkpoints: Checkpoints
+    removals: Removals
+    brake: Brake
     data_dir: Path
     events: Events
+    recent_events: RecentEvents
     draining: asyncio.Event
 
 
 @dataclass(frozen=True)
 class BackupLine:
-    """A complete backup: its files and bytes."""
+    """The number of files and bytes of a complete backup."""
 
     files: int
     bytes: int
@@ -47,7 +52,7 @@ class BackupLine:
 
 @dataclass(frozen=True)
 class MadeCheckpoint:
-    """A complete checkpoint: its version, its bytes, and those of them that the checkpoint before it lacks."""
+    """A complete checkpoint: its version, its bytes, and the bytes that the previous one lacks."""
 
     version: int
     bytes: int
@@ -56,7 +61,7 @@ class MadeCheckpoint:
 
 @dataclass(frozen=True)
 class VerifiedReplica:
-    """What a replica found when it read its rows again, by table; `version` is the model's that it holds."""
+    """The result of a replica's verification by table, at a `version` of the model."""
 
     version: int
     tables: list[VerifiedLine]
@@ -64,32 +69,32 @@ class VerifiedReplica:
 
 @dataclass(frozen=True)
 class DrainedProcess:
-    """The models that a process has given up."""
+    """The models that a process handed over."""
 
     models: list[str]
 
 
 def operation_routes(on: Collaborators) -> APIRouter:
-    """The routes. A request stays open until the work is done; a client that hangs up cancels it."""
+    """The routes. A request stays open during the work, and a client that hangs up cancels it."""
     router, models, draining = APIRouter(), on.models, on.draining
     backups = Backups(models, on.checkpoints, on.data_dir, on.events, draining)
 
     @router.post("/fsck")
     async def fsck(request: Request) -> list[Checked]:
-        """Read everything that this process keeps, and report what is damaged. Needs role admin."""
+        """Check all data of this process for damage. Needs role admin."""
         checking = check_service(models, on.registry, on.views, on.data_dir, on.events, author())
         return await while_wanted(request, draining, checking)
 
     @router.post("/backup", openapi_extra=_BACKUP)
     async def backup(request: Request) -> BackupLine:
-        """Copy everything that the service keeps to a new or empty folder or URL. Needs role admin."""
+        """Back up the service to a new or empty folder or URL. Needs role admin."""
         url = text_of(await json_object(request, ("url",)), "url")
         made = await while_wanted(request, draining, backups.make(url, author()))
         return BackupLine(made.files, made.bytes)
 
     @router.post("/drain", openapi_extra=_DRAIN)
     async def drain(request: Request) -> DrainedProcess:
-        """Give all models of a process to others. It takes none until it is started again. Needs role admin."""
+        """Move all models of a process to others. Until its restart it takes over none. Needs role admin."""
         process = text_of(await json_object(request, ("process",), optional=True), "process", "")
         return DrainedProcess(await while_wanted(request, draining, drain_process(models, process)))
 
@@ -101,14 +106,14 @@ def operation_routes(on: Collaborators) -> APIRouter:
 
     @router.post("/models/{name}/move", status_code=204, openapi_extra=_MOVE)
     async def move(name: str, request: Request) -> None:
-        """Give a model to another process, after a checkpoint of it. Needs role admin."""
+        """Move a model to another process, after a checkpoint. Needs role admin."""
         process = text_of(await json_object(request, ("process",)), "process")
         models.model(name)
         await while_wanted(request, draining, models.owners.move(name, process))
 
     @router.post("/consumers/{name}/replicas/{replica}/verify")
     async def verify(name: str, replica: str, request: Request) -> VerifiedReplica:
-        """Have a replica read all its rows again, and compare them with what it was sent. Needs role admin."""
+        """Make a replica read all its rows again, and compare their checksums. Needs role admin."""
         verifying = verify_replica(on.registry, on.events, draining, name, replica, author())
         verified = await while_wanted(request, draining, verifying)
         return VerifiedReplica(verified.version, [VerifiedLine.of(each) for each in verified.tables])
@@ -120,10 +125,10 @@ def operation_routes(on: Collaborators) -> APIRouter:
 class CheckpointLine:
     """The newest checkpoint of a model.
 
-    `version` is 0, and `age_seconds` null, where there is none. `behind_versions` counts the versions since.
-    `new_bytes` are those of the files that it does not share with the checkpoint before it. `copied_version` is
-    that of the newest checkpoint at the service's URL, 0 where there is none. `reason` says why the last try to
-    write or copy one has failed; empty if it has not.
+    Without a checkpoint, `version` is 0 and `age_seconds` null. `behind_versions` counts the versions since.
+    `new_bytes` counts the files that the previous checkpoint lacks. `copied_version` is the version of the newest
+    checkpoint at the service's URL, or 0. `reason` is the error of the last attempt to write or copy a checkpoint;
+    empty after success.
     """
 
     model: str
@@ -161,12 +166,12 @@ def _line(model: Model, reason: str) -> CheckpointLine:
 
 @dataclass(frozen=True)
 class ProcessLine:
-    """A process of the service, in a list.
+    """A process of the service in a list.
 
-    `alive` is false if it went silent for longer than the lease without saying goodbye. `models` are the models
-    that it owns. `here` marks the process that answers; its line has in `unowned` the models that no process has.
-    `confirmed` says whether the process that answers may answer for its models. `started_unix_ns` is when the
-    process started, by its own clock, 0 if unknown.
+    `alive` is false if it was silent for longer than the lease without a goodbye. `models` are the models that it
+    owns. `here` marks the answering process, whose `unowned` lists the models without an owner. `confirmed` is
+    whether the answering process may answer for its models. `started_unix_ns` is the start of the process by its
+    own clock, or 0 if unknown.
     """
 
     process: str
@@ -187,14 +192,14 @@ def process_routes(models: Models) -> APIRouter:
 
     @router.get("/processes")
     async def processes() -> list[ProcessLine]:
-        """All processes of the service, where each answers, and the models that each owns."""
+        """The processes of the service, with their addresses and models."""
         return process_lines(models)
 
     return router
 
 
 def process_lines(models: Models) -> list[ProcessLine]:
-    """The processes of the service, as this one sees them: those that are alive first."""
+    """The processes of the service as seen by this one, running ones first."""
     owners = models.owners
     names = sorted({*owners.models(), *models})
     owned = {name: owner.process for name in names if (owner := owners.owner_of(name))}
@@ -217,7 +222,7 @@ def process_lines(models: Models) -> list[ProcessLine]:
 
 
 def _body(key: str, words: str, example: str, *, required: bool) -> dict[str, Any]:
-    """For /docs: a body with one text."""
+    """The OpenAPI description of a body with one string."""
     schema = {
         "type": "object",
         "properties": {key: {"type": "string", "description": words}},
@@ -228,13 +233,13 @@ def _body(key: str, words: str, example: str, *, required: bool) -> dict[str, An
     return {"requestBody": {"required": required, "content": content}}
 
 
-_PLACE = "A folder, as an absolute path on the service's machine, or a URL; new or empty."
+_PLACE = "A new or empty folder, as an absolute path on the service's machine, or URL."
 
 
 _BACKUP = _body("url", _PLACE, "s3://bucket/backups/monday", required=True)
 
 
-_MOVE = _body("process", "The process that is to own the model.", "sync-1", required=True)
+_MOVE = _body("process", "The new owner of the model.", "sync-1", required=True)
 
 
-_DRAIN = _body("process", "The process to drain; this one unless given.", "sync-0", required=False)
+_DRAIN = _body("process", "The process to drain; by default this one.", "sync-0", required=False)

@@ -1,4 +1,4 @@
-"""What the service is, how it is and what has happened, over HTTP: as JSON, or as it happens."""
+"""Status, lag, events and log levels over HTTP, as JSON or as event streams."""
 
 import asyncio
 import json
@@ -31,9 +31,9 @@ from deltasync.wire.errors import PROTOCOL
 
 @dataclass(frozen=True)
 class VersionInfo:
-    """Which deltasync answers, and since when. There is no `commit` where it is not known.
+    """The version of the service and its start time. `commit` is missing if unknown.
 
-    `grpc` is where it answers gRPC, as it knows that itself. `formats` are those that it reads and writes.
+    `grpc` is the process's own gRPC address. `formats` has the versions of the formats that it reads and writes.
     """
 
     version: str
@@ -46,17 +46,17 @@ class VersionInfo:
 
 
 class _Metrics(Response):
-    """Metrics, as Prometheus reads them."""
+    """Metrics in the format of Prometheus."""
 
     media_type = CONTENT_TYPE_LATEST
 
 
-_Verbose = Annotated[bool, Query(description="Say every check by name.")]
+_Verbose = Annotated[bool, Query(description="List every check by name.")]
 
 
 MEDIA_TYPE = "text/event-stream"
 _OVERVIEW_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"description": f"One; or, to whoever accepts {MEDIA_TYPE}, a stream.", "content": {MEDIA_TYPE: {}}}
+    200: {"description": f"A status; a stream if the request accepts {MEDIA_TYPE}.", "content": {MEDIA_TYPE: {}}}
 }
 
 
@@ -66,14 +66,12 @@ def overview_routes(sampler: Sampler, access: Access) -> APIRouter:
 
     @router.get("/status", response_model=Overview, responses=_OVERVIEW_STREAM)
     async def status(request: Request) -> Any:
-        """Everything of this process on one screen, as it is now; or, to whoever accepts text/event-stream, about
-        once a second.
-        """
+        """The status of this process. A request that accepts text/event-stream gets it about once a second."""
         return event_stream(_overview_messages(sampler)) if wants_stream(request) else await sampler.look()
 
     @router.get("/version", response_model_exclude_none=True)
     async def version() -> VersionInfo:
-        """Which deltasync this is, and since when it runs."""
+        """The version of the service and its start time."""
         formats = {"protocol": PROTOCOL, "log": LOG_FORMAT, "checkpoint": CHECKPOINT_FORMAT}
         me, started = sources.models.owners.me, utc(sources.process.started_unix_ns)
         python = platform.python_version()
@@ -81,13 +79,15 @@ def overview_routes(sampler: Sampler, access: Access) -> APIRouter:
 
     @router.get("/livez", response_class=PlainTextResponse)
     async def livez() -> str:
-        """The process answers."""
+        """Whether the process answers."""
         return "ok\n"
 
     @router.get("/readyz", response_class=PlainTextResponse)
     async def readyz(verbose: _Verbose = False) -> Response:
-        """Whether the service accepts streams. After the ok come the problems of single models and consumers, for
-        callers with role read, and, for all, that others reach the service although it lets in anybody.
+        """Whether the service accepts streams.
+
+        After the ok come a warning if other machines can reach a service without access control and, for callers
+        with role read, the problems of single models and consumers.
         """
         every = checks(sources)
         reason = not_ready(every)
@@ -101,7 +101,7 @@ def overview_routes(sampler: Sampler, access: Access) -> APIRouter:
 
     @router.get("/metrics", response_class=_Metrics)
     async def metrics() -> Response:
-        """Everything above as Prometheus metrics."""
+        """The metrics of this process, for Prometheus."""
         return _Metrics(await sampler.answers.metrics())
 
     return router
@@ -115,7 +115,7 @@ _LONGEST_LINE = 2_000
 
 
 def _line(text: str) -> str:
-    """Escape a text that may contain names of tables, because people read it on a terminal."""
+    """Escape a text for a terminal, as it may contain names of tables."""
     return printable(text, _LONGEST_LINE)
 
 
@@ -130,36 +130,36 @@ def lag_routes(sampler: Sampler) -> APIRouter:
 
     @routes.get("/lag")
     async def lags() -> list[ConsumerOverview]:
-        """How far the consumers of this process are behind, each in one line."""
+        """The lag of each consumer of this process."""
         sources.models.check_confirmed()
         return consumer_overviews(sources.models, sources.registry, await answers.lags())
 
     @routes.get("/consumers/{name}/lag")
     async def lag(name: str) -> ConsumerLag:
-        """How far a consumer is behind its model: in versions, rows, bytes, seconds and unsent norm.
+        """The lag of a consumer behind its model, in versions, rows, bytes, seconds and unsent norm.
 
-        Per replica and per table, with one word for the state and the reason for it.
+        It has the lag per replica and per table, and the consumer's state with the reason for it.
         """
         return await answers.lag(name)
 
     @routes.get("/consumers/{name}/history")
     async def history(name: str) -> LagHistory:
-        """How far a consumer has been behind over the last minutes."""
+        """The lag of a consumer over the last minutes."""
         return sampler.histories.of(sources.consumers.get(name).name)
 
     return routes
 
 
 _EVENT_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"description": f"A list; or, to whoever accepts {MEDIA_TYPE}, a stream.", "content": {MEDIA_TYPE: {}}}
+    200: {"description": f"A list; a stream if the request accepts {MEDIA_TYPE}.", "content": {MEDIA_TYPE: {}}}
 }
 
 
-# Digits of the largest number that an event can have.
+# Digits of the largest number of an event.
 _DIGITS = 20
 
 
-_Last = Annotated[int, Query(ge=0, le=KEPT_EVENTS, description="How many of those before are wanted, at most.")]
+_Last = Annotated[int, Query(ge=0, le=KEPT_EVENTS, description="Most earlier events to return.")]
 
 
 def event_routes(recent: RecentEvents, draining: asyncio.Event) -> APIRouter:
@@ -170,15 +170,15 @@ def event_routes(recent: RecentEvents, draining: asyncio.Event) -> APIRouter:
     async def events(request: Request, last: _Last = 100) -> Any:
         """The last events of this process: joins, refusals, repairs, takeovers.
 
-        To whoever accepts text/event-stream it sends them as they happen, after those before; where
-        `Last-Event-ID` says which was the last one seen, after that one. Who is too slow, or comes back too late,
-        is told so by an event `gap`: between the numbers `after` and `before` there were others.
+        A request that accepts text/event-stream gets earlier events and then new ones as they happen. With
+        `Last-Event-ID` it continues after that event. If the client is too slow, or reconnects too late, an event
+        `gap` reports that it missed events between the numbers `after` and `before`.
         """
         if not wants_stream(request):
             return recent.newest(last)
-        named = request.headers.get("last-event-id", "")
-        number = int(named) if named.isascii() and named.isdigit() and len(named) <= _DIGITS else None
-        # A number after the last one comes from a clock that was ahead.
+        last_id = request.headers.get("last-event-id", "")
+        number = int(last_id) if last_id.isascii() and last_id.isdigit() and len(last_id) <= _DIGITS else None
+        # A number beyond the last event comes from a clock that was ahead.
         seen = number if number is not None and number <= recent.last else recent.before(last)
         return event_stream(_event_messages(recent, draining, seen))
 
@@ -186,7 +186,7 @@ def event_routes(recent: RecentEvents, draining: asyncio.Event) -> APIRouter:
 
 
 async def _event_messages(recent: RecentEvents, draining: asyncio.Event, seen: int) -> AsyncIterator[bytes]:
-    """The events after a number, until the service ends."""
+    """Yield the events after a number until shutdown."""
     while not draining.is_set():
         if not (later := recent.after(seen)):
             await first_of(recent.signal.changed(), draining.wait(), seconds=None)
@@ -223,22 +223,21 @@ def log_routes(events: Events) -> APIRouter:
 
     @router.get("/log-levels")
     async def show() -> dict[str, str]:
-        """The levels of those of this process's loggers that have one of their own."""
+        """The loggers of this process with a level of their own."""
         return levels()
 
     @router.put("/log-levels", openapi_extra={"requestBody": _BODY})
     async def change(request: Request) -> dict[str, str]:
-        """Write messages of this process from another level on, until it ends; of one logger, or of all.
-
-        Needs role admin.
-        """
+        """Set the lowest level to log, for one logger or all, until this process ends. Needs role admin."""
         by = author()
         body = await json_object(request, ("logger", "level"), _MAX_BODY_BYTES)
         logger, level = body.get("logger", "deltasync"), body.get("level")
         if not isinstance(level, str) or not isinstance(logger, str) or "," in f"{logger}{level}":
-            raise InvalidInput(f"body: expected a level, one of {', '.join(LEVELS)}, and the name of a logger")
+            raise InvalidInput(
+                f"body: expected level, one of {', '.join(LEVELS)}, and optionally the name of a logger"
+            )
         set_levels(f"{logger}={level}")
-        events.emit(EventKind.LOG_LEVEL_CHANGED, f"from {level} on", name=logger, by=by)
+        events.emit(EventKind.LOG_LEVEL_CHANGED, f"lowest level is {level}", name=logger, by=by)
         return levels()
 
     return router
@@ -247,7 +246,7 @@ def log_routes(events: Events) -> APIRouter:
 MEDIA_TYPE = "text/event-stream"
 
 
-# Where nothing else comes, a comment comes this often: without it, the connection is lost.
+# Interval of comments on a quiet stream. A client that gets none considers the connection lost.
 BEAT_SECONDS = 5.0
 
 
@@ -255,34 +254,34 @@ _BEAT = b": beat\n\n"
 
 
 def wants_stream(request: Request) -> bool:
-    """Whether the client asks for a stream."""
+    """Whether the request accepts a stream."""
     return MEDIA_TYPE in request.headers.get("accept", "")
 
 
 def message(kind: str, data: bytes, number: int | None = None) -> bytes:
-    """One event, whose data are one line."""
+    """Encode a server-sent event with one line of data."""
     head = f"id: {number}\n" if number is not None else ""
     return f"{head}event: {kind}\ndata: ".encode() + data + b"\n\n"
 
 
 def event_stream(messages: AsyncIterator[bytes]) -> StreamingResponse:
-    """An answer that ends with the last message."""
+    """Stream messages as an answer, with beats between them."""
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_with_beats(messages), media_type=MEDIA_TYPE, headers=headers)
 
 
 async def _with_beats(messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield _BEAT  # At once: the client sees that it has a connection.
-    coming = asyncio.ensure_future(anext(messages, None))
+    yield _BEAT  # At once, so that the client notices the connection.
+    upcoming = asyncio.ensure_future(anext(messages, None))
     try:
         while True:
-            await asyncio.wait([coming], timeout=BEAT_SECONDS)
-            if not coming.done():
+            await asyncio.wait([upcoming], timeout=BEAT_SECONDS)
+            if not upcoming.done():
                 yield _BEAT
                 continue
-            if (data := coming.result()) is None:
+            if (data := upcoming.result()) is None:
                 return
             yield data
-            coming = asyncio.ensure_future(anext(messages, None))
+            upcoming = asyncio.ensure_future(anext(messages, None))
     finally:
-        coming.cancel()
+        upcoming.cancel()

@@ -1,4 +1,4 @@
-"""The service's process: gRPC and HTTP in one event loop, from recovery to drain."""
+"""The service process: gRPC and HTTP in one event loop, from recovery to shutdown."""
 
 import asyncio
 import contextlib
@@ -15,17 +15,20 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
-import numba  # noqa: F401  # kernels would import it later than garbage collection is told what to pass over
+import numba  # noqa: F401  # must be imported before garbage collection is told what to skip
 import uvicorn
 from fastapi import FastAPI
 
 from deltasync.access.audit import Audit
 from deltasync.access.rights import Access, RolesFile
 from deltasync.access.tls import CertificateFiles, TlsOptions
-from deltasync.api.application import create_app, sources_of
+from deltasync.api.application import create_app
 from deltasync.api.grpc_server import bind_grpc, not_bound
 from deltasync.api.http_server import HttpListener, HttpProtocol, end_silent
+from deltasync.api.operation_routes import Collaborators
+from deltasync.api.publish import PublishServicer
 from deltasync.api.reload import Reader, Reload, Reloaded
+from deltasync.api.subscribe import StreamCollaborators, SubscribeServicer
 from deltasync.base.addresses import listening_host, may_listen, with_port
 from deltasync.base.arguments import check_name
 from deltasync.base.errors import InvalidInput, ServiceUnavailable
@@ -39,7 +42,7 @@ from deltasync.base.process import (
     write_no_core,
 )
 from deltasync.base.progress import Progress
-from deltasync.cluster.member import Member, OwnershipOptions
+from deltasync.cluster.member import ClusterOptions, Member
 from deltasync.cluster.owners import Alone
 from deltasync.cluster.shared_owners import SharedOwners
 from deltasync.consumers.consumer import ConsumerOptions
@@ -51,67 +54,67 @@ from deltasync.service.options import ServiceOptions
 from deltasync.service.self_test import ProbeStatus, probe_of
 from deltasync.service.service import Service
 from deltasync.status.answers import Sampler
-from deltasync.status.sources import ProcessState
+from deltasync.status.sources import ProcessState, Sources
 
 logger = logging.getLogger(__name__)
 
 # The author of the consumers that the service starts with.
 _SETTINGS = "the service's settings"
-# Most models recover within this time: it listens later, and need not refuse streams.
+# Most models recover in this time. Listening only then avoids refused streams.
 _SOON_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedLogOptions:
-    """The brokers that keep the logs of several processes, and how the others see this process.
+    """The brokers with the shared log, and this process's identity among the others.
 
     Attributes:
         brokers: the brokers.
-        process: name of this process among the processes of the service.
-        grpc: where others reach it by gRPC, HOST:PORT; empty = where it listens.
-        http: where others reach it by HTTP, a URL; empty = where it listens.
-        ownership: how it takes part in owning models.
-        accept_risk: serve although brokers could lose what they have acknowledged.
+        process: name of this process, unique in the service.
+        grpc: gRPC address for others, HOST:PORT; empty = where it listens.
+        http: HTTP address for others, a URL; empty = where it listens.
+        ownership: settings for the ownership of models.
+        accept_risk: serve even if the brokers could lose acknowledged data.
     """
 
     brokers: BrokerOptions
     process: str
     grpc: str = ""
     http: str = ""
-    ownership: OwnershipOptions = field(default_factory=OwnershipOptions)
+    ownership: ClusterOptions = field(default_factory=ClusterOptions)
     accept_risk: bool = False
 
     def __post_init__(self) -> None:
         check_name("process", self.process)
         if self.http and not self.http.startswith(("http://", "https://")):
-            raise InvalidInput(f"--advertise-http: {self.http!r} is no URL")
+            raise InvalidInput(f"--advertise-http: {self.http!r}: expected a URL, http://HOST:PORT")
 
 
 class Closable(Protocol):
     """Something that runs until it is closed."""
 
     def close(self) -> None:
-        """End it; blocks."""
+        """Stop; blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where the service listens, and what it starts with.
+    """The settings of a service process.
 
     Attributes:
-        service: what it keeps, and where.
+        service: settings for data, storage and limits.
         host: address to listen on.
-        grpc_port: port for trainers and replicas; 0 = any free one.
-        http_port: port for operators; 0 = any free one.
-        consumers: consumers to make at the start if missing; those that exist get these policies.
-        admin_token: token with role admin, beside those of `roles`; None or empty = no such token.
+        grpc_port: port for trainers and replicas; 0 = any free port.
+        http_port: port for operators; 0 = any free port.
+        consumers: consumers to create at the start if missing; existing ones get these policies.
+        admin_token: token with role admin besides those of `roles`; None or empty = no such token.
         roles: roles file, see `access.roles`; None = anyone may publish, subscribe and read.
-        insecure: listen on an address that others reach, even without protection.
-        drain_seconds: seconds that open cuts may take to finish on SIGTERM.
-        read_settings: reads the part of the configuration that may change, on SIGHUP; None = there is no file.
-        tls: files for TLS on both ports; None = plain text.
-        shared: brokers that keep the log for several processes; None = this process has a log of its own.
-        probe: starts a probe, given the gRPC address and what it keeps up to date; None = no probe.
+        insecure: listen on an address that other machines can reach even without protection.
+        drain_seconds: seconds for open cuts to finish on SIGTERM.
+        read_settings: reads the reloadable settings on SIGHUP; None = no configuration file.
+        tls: TLS files for both ports; None = plain text.
+        shared: brokers of a log shared by several processes; None = a private log.
+        probe: starts a probe, given the gRPC address and the status to update; None = no probe.
     """
 
     service: ServiceOptions
@@ -131,22 +134,19 @@ class ServerOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", listening_host(self.host))
         if self.shared and not self.service.checkpoints:
-            raise InvalidInput(
-                "--log: give --checkpoints too, where another process finds a model that it takes over"
-            )
+            raise InvalidInput("--log: also give --checkpoints, from which others take over a model")
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the service listens: HOST:PORT of gRPC, a URL of HTTP."""
+    """Where the service listens: HOST:PORT for gRPC, a URL for HTTP."""
 
     grpc: str
     http: str
 
 
 async def serve(options: ServerOptions) -> None:
-    """Run the service until SIGTERM or SIGINT; on SIGHUP, read the consumers and limits of its configuration
-    again.
+    """Run the service until SIGTERM or SIGINT, and reload consumers and limits on SIGHUP.
 
     Raises:
         StorageFailed: the data directory is damaged or in use.
@@ -166,8 +166,9 @@ async def serve(options: ServerOptions) -> None:
 
 
 def _on_hangup(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
-    """Do something in the loop on SIGHUP. After the end of the loop the signal does nothing; a handler of the loop
-    would be gone then, and the signal would end the process.
+    """Call a function in the loop on SIGHUP.
+
+    Unlike a handler of the loop, this one survives the loop, so that a late signal does not end the process.
     """
 
     def hang_up(*_: object) -> None:
@@ -178,15 +179,15 @@ def _on_hangup(loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
 
 
 def _within(options: ServerOptions, files: int) -> ServerOptions:
-    """The options, also when they are read again, with no more connections than this process has descriptors for.
+    """Limit connections to the process's file descriptors, now and after each reload.
 
-    Otherwise a peer that connects often enough would take the descriptors of the service's own files.
+    Otherwise a peer with many connections could use up the descriptors for the service's own files.
     """
     limits, read = options.service.limits.within(files), options.read_settings
     if limits != options.service.limits:
         logger.warning(
-            "this process may have %d files open: limits http_connections and grpc_connections are lowered to %d "
-            "and %d; raise that (ulimit -n)",
+            "this process may open only %d files, so http_connections and grpc_connections become %d and %d; "
+            "raise the number of files (ulimit -n)",
             files,
             limits.http_connections,
             limits.grpc_connections,
@@ -204,13 +205,13 @@ def _read_within(read: Reader, files: int) -> Reloaded:
 
 
 async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asyncio.Event | None = None) -> None:
-    """Run the service until `stopping` is set, in a process that may have other things to do.
+    """Run the service until `stopping` is set; the process may also do other work.
 
-    Whenever `reloading` is set, it reads the consumers and limits of the configuration again.
+    Whenever `reloading` is set, reload consumers and limits from the configuration.
 
     Raises:
-        InvalidInput: others reach the address and nothing protects it, the roles file is wrong, or the files for
-            TLS are missing or do not fit each other.
+        InvalidInput: other machines can reach an unprotected address, the roles file is wrong, or the TLS files
+            are missing or do not match.
         StorageFailed: the data directory is damaged or in use.
         ServiceUnavailable: a port is in use.
     """
@@ -222,31 +223,34 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
         service = Service(options.service, tasks, logs)
         process = ProcessState(draining=service.draining)
         keep_in(options.service.data_dir / "kernels")
-        recovery = asyncio.create_task(service.recovery.all())
-        await service.consumers.configure(options.consumers, _SETTINGS)
-        await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
-        if recovery.done():  # If it has failed, there is no need to listen.
-            await recovery
-        access = _access(options, service, roles, exposure)
-        also = [tasks.create_task(service.run()), tasks.create_task(service.checkpoints.run())]
-        if roles:
-            also.append(tasks.create_task(roles.follow(access, service.events)))
-        if certificates:
-            also.append(tasks.create_task(certificates.follow(service.events, process.certificates_expire)))
-        reload_roles = partial(roles.reload, access, service.events) if roles else None
-        hung_up = reloading or asyncio.Event()
-        reload = Reload(service.consumers, service.registry, service.limits, service.events)
-        also.append(tasks.create_task(reload.run(hung_up, options.read_settings, reload_roles)))
-        await _listen(service, process, options, tasks, stopping, recovery, access, certificates)
-        for each in also:
-            each.cancel()
-        await asyncio.wait(also)  # Their threads may still write files of the data directory.
-        await service.drain()
+        recovery, also = asyncio.create_task(service.recovery.all()), list[asyncio.Task[None]]()
+        try:
+            await service.consumers.configure(options.consumers, _SETTINGS)
+            await asyncio.wait({recovery}, timeout=_SOON_SECONDS)
+            if recovery.done():  # Raise a failure before listening.
+                await recovery
+            access = _access(options, service, roles, exposure)
+            also += [tasks.create_task(service.run()), tasks.create_task(service.checkpoints.run())]
+            if roles:
+                also.append(tasks.create_task(roles.follow(access, service.events)))
+            if certificates:
+                also.append(tasks.create_task(certificates.follow(service.events, process.certificates_expire)))
+            reload_roles = partial(roles.reload, access, service.events) if roles else None
+            hung_up = reloading or asyncio.Event()
+            reload = Reload(service.consumers, service.registry, service.limits, service.events)
+            also.append(tasks.create_task(reload.run(hung_up, options.read_settings, reload_roles)))
+            await _listen(service, process, options, tasks, stopping, recovery, access, certificates)
+        finally:
+            service.draining.set()
+            for each in (recovery, *also):
+                each.cancel()
+            await asyncio.wait([recovery, *also])  # Their threads may still write to the data directory.
+            await service.drain()
     logger.info("stopped")
 
 
 def _checked_exposure(options: ServerOptions) -> str:
-    """A warning about where the service listens; empty if there is none."""
+    """Log and return a warning about the listening address; empty if it is safe."""
     roles, insecure = options.roles is not None, options.insecure
     decision = may_listen(options.host, tls=options.tls is not None, roles=roles, insecure=insecure)
     if not decision.yes:
@@ -257,23 +261,23 @@ def _checked_exposure(options: ServerOptions) -> str:
 
 
 async def open_logs(options: SharedLogOptions, data_dir: Path) -> JetStreamLogs:
-    """Open the logs, after checking whether brokers could lose what they have acknowledged.
+    """Open the shared logs, and check whether the brokers could lose acknowledged data.
 
     Raises:
-        InvalidInput: they could, and the options do not accept that; or the data directory has a log of its own,
-            whose checkpoints would be removed as those of models that others own.
-        StorageFailed: no broker can be used.
+        InvalidInput: they could, and the options do not accept it; or the data directory belongs to a service
+            with a private log, whose checkpoints this process would remove.
+        StorageFailed: no broker is usable.
     """
     if (own := data_dir / "log" / "data.mdb").exists():
         raise InvalidInput(
-            f"{data_dir} is the data directory of a service with a log of its own, {own}: a process whose log is "
-            "among brokers removes checkpoints there of models that it does not own: give it another --data-dir"
+            f"{data_dir} belongs to a service with a private log, {own}; with a shared log, checkpoints of models "
+            "that the process does not own would be removed there; give another --data-dir"
         )
     logs = await asyncio.to_thread(JetStreamLogs, options.brokers, options.process)
     try:
         logs.accepted_risks = await asyncio.to_thread(logs.risks)
         if logs.accepted_risks and not options.accept_risk:
-            raise InvalidInput(f"{'; '.join(logs.accepted_risks)}: mend it, or accept it with --accept-log-risk")
+            raise InvalidInput(f"{'; '.join(logs.accepted_risks)}; fix this, or accept it with --accept-log-risk")
     except BaseException:
         await asyncio.to_thread(logs.close)
         raise
@@ -288,6 +292,51 @@ def _access(options: ServerOptions, service: Service, roles: RolesFile | None, e
     return access
 
 
+def sources_of(service: Service, process: ProcessState) -> Sources:
+    """The parts of a service that status reads."""
+    return Sources(
+        models=service.models,
+        registry=service.registry,
+        consumers=service.consumers,
+        checkpoints=service.checkpoints,
+        volumes=service.volumes,
+        limits=service.limits,
+        event_counts=service.event_counts,
+        recent_events=service.recent_events,
+        process=process,
+    )
+
+
+def routes_of(service: Service) -> Collaborators:
+    """The parts of a service that its routes use."""
+    return Collaborators(
+        models=service.models,
+        registry=service.registry,
+        consumers=service.consumers,
+        views=service.views,
+        checkpoints=service.checkpoints,
+        removals=service.removals,
+        brake=service.brake,
+        data_dir=service.options.data_dir,
+        events=service.events,
+        recent_events=service.recent_events,
+        draining=service.draining,
+    )
+
+
+def streams_of(service: Service) -> StreamCollaborators:
+    """The parts of a service that replicas' streams use."""
+    return StreamCollaborators(
+        models=service.models,
+        registry=service.registry,
+        consumers=service.consumers,
+        limits=service.limits,
+        volumes=service.volumes,
+        events=service.events,
+        draining=service.draining,
+    )
+
+
 async def _listen(
     service: Service,
     process: ProcessState,
@@ -299,42 +348,48 @@ async def _listen(
     certificates: CertificateFiles | None,
 ) -> None:
     listener = HttpListener(_bind(options.host, options.http_port), service.limits)
-    server = bind_grpc(service, options.host, options.grpc_port, access, certificates)
+    publisher = PublishServicer(service.publishing, service.limits, service.events)
+    subscriber = SubscribeServicer(streams_of(service))
+    server = bind_grpc(
+        publisher, subscriber, service.limits, options.host, options.grpc_port, access, certificates
+    )
     endpoints = EndpointsFile(options.service.data_dir, service.events)
     sampler = Sampler(sources_of(service, process), service.events, access)
     sampling = tasks.create_task(sampler.run())
-    await asyncio.to_thread(built_commit)  # Now, since a checkout may move on while the service runs.
-    app = create_app(service, access, sampler)
+    await asyncio.to_thread(built_commit)  # Read now, as a checkout may change while the service runs.
+    app = create_app(routes_of(service), access, sampler)
     http = _Http(_http_config(app, certificates))
     http_task = tasks.create_task(http.serve(sockets=[listener]))
     silence = tasks.create_task(end_silent(http.server_state.connections, service.limits))
-    await _compile(process, stopping)
-    await server.server.start()
-    scheme = "https" if certificates else "http"
-    http_address = with_port(options.host, listener.getsockname()[1])
-    where = Addresses(with_port(options.host, server.port), f"{scheme}://{http_address}")
-    if isinstance(service.models.owners, Alone):
-        service.models.owners.me = Member("", where.grpc, where.http)
-    logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.service.data_dir)
-    stopped = asyncio.create_task(stopping.wait())
-    await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
-    if recovery.done() and not recovery.exception():
-        async with _among_others(service, options, where):
-            server.health.note(serving=True)
-            await endpoints.announce(where, stopped)
-            async with _probing(service, process, options, where):
-                await stopped
-                server.health.note(serving=False)
-    logger.info("shutting down")
-    server.health.note(serving=False)
-    service.draining.set()
-    await service.wait_idle(options.drain_seconds)
-    await server.server.stop(grace=1.0)
-    http.should_exit = True
-    await http_task
-    silence.cancel()
-    sampling.cancel()
-    endpoints.withdraw()
+    try:
+        await _compile(process, stopping)
+        await server.server.start()
+        scheme = "https" if certificates else "http"
+        http_address = with_port(options.host, listener.getsockname()[1])
+        where = Addresses(with_port(options.host, server.port), f"{scheme}://{http_address}")
+        if isinstance(service.models.owners, Alone):
+            service.models.owners.me = Member("", where.grpc, where.http)
+        logger.info("listening: grpc=%s http=%s data=%s", where.grpc, where.http, options.service.data_dir)
+        stopped = asyncio.create_task(stopping.wait())
+        await asyncio.wait({stopped, recovery}, return_when=asyncio.FIRST_COMPLETED)
+        if recovery.done() and not recovery.exception():
+            async with _among_others(service, options, where):
+                server.health.note(serving=True)
+                await endpoints.announce(where, stopped)
+                async with _probing(service, process, options, where):
+                    await stopped
+                    server.health.note(serving=False)
+    finally:
+        logger.info("shutting down")
+        server.health.note(serving=False)
+        service.draining.set()
+        await service.wait_idle(options.drain_seconds)
+        await server.server.stop(grace=1.0)
+        http.should_exit = True
+        await asyncio.wait([http_task])
+        silence.cancel()
+        sampling.cancel()
+        endpoints.withdraw()
     await recovery
 
 
@@ -354,7 +409,7 @@ def _http_config(app: FastAPI, certificates: CertificateFiles | None) -> uvicorn
         access_log=False,
         lifespan="off",
         ws="none",
-        ssl_context_factory=(lambda *_: certificates.http_context()) if certificates else None,
+        ssl_context_factory=certificates.http_context if certificates else None,
     )
 
 
@@ -366,7 +421,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 async def _compile(process: ProcessState, stopping: asyncio.Event) -> None:
-    """Compile all kernels, because cuts must not wait for a compiler. Stop early if the service is to end."""
+    """Compile all kernels in advance, as cuts must not wait for a compiler. Stops early at shutdown."""
     kernels = imported_kernels()
     progress = Progress("compiling for this machine, once", len(kernels), "kernels")
     process.compiling = True
@@ -379,19 +434,19 @@ async def _compile(process: ProcessState, stopping: asyncio.Event) -> None:
 
 # The format of endpoints.json.
 _FORMAT = 1
-# Pause before the next try to write it.
+# Pause between attempts to write it.
 _AGAIN_SECONDS = 1.0
 
 
 class EndpointsFile:
-    """`endpoints.json` of a data directory, there while the service listens."""
+    """`endpoints.json` in a data directory, present while the service listens."""
 
     def __init__(self, data_dir: Path, events: Events) -> None:
         self._path = data_dir / "endpoints.json"
         self._events = events
 
     async def announce(self, where: Addresses, stopped: asyncio.Task[Literal[True]]) -> None:
-        """Write where the service listens. If the disk is full, try again; the service goes on meanwhile."""
+        """Write the addresses. If this fails, keep trying while the service runs."""
         refusal = None
         while not stopped.done():
             try:
@@ -405,7 +460,7 @@ class EndpointsFile:
             await asyncio.wait({stopped}, timeout=_AGAIN_SECONDS)
 
     def withdraw(self) -> None:
-        """Remove the file; on a volume that refuses writes it stays until the next start."""
+        """Remove the file. On a volume that refuses writes it stays until the next start."""
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
@@ -415,7 +470,7 @@ class EndpointsFile:
     def _write(self, where: Addresses) -> None:
         """Write the file atomically."""
         endpoints = {"format": _FORMAT, "pid": os.getpid(), "grpc": where.grpc, "http": where.http}
-        self._path.unlink(missing_ok=True)  # A process that was killed has left it.
+        self._path.unlink(missing_ok=True)  # Left by a killed process.
         new = self._path.with_suffix(".new")
         try:
             new.write_text(json.dumps(endpoints))
@@ -429,7 +484,7 @@ class EndpointsFile:
 async def _probing(
     service: Service, process: ProcessState, options: ServerOptions, where: Addresses
 ) -> AsyncIterator[None]:
-    """Run the probe, if there is one, while the block runs."""
+    """Run the probe, if any, during the block."""
     if options.probe is None:
         yield
         return
@@ -445,11 +500,10 @@ async def _probing(
 
 @contextlib.asynccontextmanager
 async def _among_others(service: Service, options: ServerOptions, where: Addresses) -> AsyncIterator[None]:
-    """While the block runs, this process owns models together with those that share its log, if any do. At the end
-    the others get its models.
+    """With a shared log, own models among the other processes during the block, and hand them over at the end.
 
     Raises:
-        StorageFailed, ServiceUnavailable: brokers cannot be used.
+        StorageFailed, ServiceUnavailable: the brokers are unusable.
     """
     shared, logs = options.shared, service.logs
     if shared is None or not isinstance(logs, JetStreamLogs):
@@ -479,5 +533,5 @@ async def _among_others(service: Service, options: ServerOptions, where: Address
             looking.cancel()
             await owners.close()
     finally:
-        with contextlib.suppress(OSError, asyncio.TimeoutError):  # The brokers may have gone before.
+        with contextlib.suppress(OSError, asyncio.TimeoutError):  # The brokers may already be gone.
             await client.close()

@@ -1,4 +1,4 @@
-"""The gRPC side of publishing."""
+"""The gRPC service for trainers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -6,34 +6,37 @@ from typing import Any
 
 import grpc.aio
 
+from deltasync.access.limits import Limits
 from deltasync.access.roles import caller, current_call
 from deltasync.api.errors import abort, answer
 from deltasync.base.errors import DeltasyncError, InvalidInput
-from deltasync.base.events import EventKind
+from deltasync.base.events import EventKind, Events
 from deltasync.core.position import Position
 from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.cuts.session import PublishSession, check_counts, check_open, open_session
-from deltasync.service.service import Service
+from deltasync.service.models import Publishing
 from deltasync.v1 import publish_pb2, publish_pb2_grpc
 from deltasync.wire.messages import changed_to_messages, position_to_message
 from deltasync.wire.row_messages import PublishRequest, ReceivedRows
 
-_ORDER = "a stream begins with one open message; chunks, parts and a goodbye follow"
+_ORDER = "expected one open message, then chunks, parts and a goodbye"
 
 
 class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
-    """Takes cuts from the ranks of a run."""
+    """Receives cuts from the ranks of a run."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, publishing: Publishing, limits: Limits, events: Events) -> None:
+        self._publishing = publishing
+        self._limits = limits
+        self._events = events
 
-    async def Publish(  # type: ignore[override]  # gRPC takes this kind of handler, too
+    async def Publish(  # type: ignore[override]  # gRPC also accepts this kind of handler
         self,
         request_iterator: AsyncIterator[PublishRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """Answer one rank's stream."""
-        stream, refusal = _RankStream(self._service), None
+        """Serve the stream of one rank."""
+        stream, refusal = _RankStream(self._publishing, self._limits, self._events), None
         try:
             await answer(context, stream.answers(request_iterator))
         except DeltasyncError as error:
@@ -46,8 +49,10 @@ class PublishServicer(publish_pb2_grpc.PublishServiceServicer):
 class _RankStream:
     """One rank's stream, from its open to its end."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, publishing: Publishing, limits: Limits, events: Events) -> None:
+        self._publishing = publishing
+        self._limits = limits
+        self._events = events
         self._coordinator: CutCoordinator | None = None
         self._session: PublishSession | None = None
         self._model = ""
@@ -55,14 +60,14 @@ class _RankStream:
     async def answers(
         self, requests: AsyncIterator[PublishRequest]
     ) -> AsyncGenerator[publish_pb2.PublishResponse, None]:
-        """What there is to answer."""
+        """Yield the answers to a rank's messages."""
         first = await anext(requests, None)
         if first is None:
             return
         if isinstance(first, ReceivedRows) or not first.HasField("open"):
             raise InvalidInput(_ORDER)
         session = await self._open(first.open)
-        del first  # It may be large, and the stream long.
+        del first  # It may be large, and the stream lives long.
         yield _opened(session)
         for message in _changed(session):
             yield message
@@ -77,23 +82,23 @@ class _RankStream:
                 return
             else:
                 raise InvalidInput(_ORDER)
-            del request  # Or it would stay until the next one has come.
+            del request  # Otherwise its memory would stay in use until the next one.
 
     def end(self, refusal: DeltasyncError | None) -> None:
-        """Tell that the rank has left, or was refused; whoever went before it was let in was neither."""
+        """Report the end or refusal of a rank that has sent its open message."""
         if self._coordinator:
-            self._service.publishing.leave(self._coordinator)
+            self._publishing.leave(self._coordinator)
         if self._session:
             self._session.end(str(refusal or current_call().error or ""), refusal)
         elif refusal:
-            self._service.events.emit(EventKind.PUBLISHER_REFUSED, error=refusal, model=self._model)
+            self._events.emit(EventKind.PUBLISHER_REFUSED, error=refusal, model=self._model)
 
     async def _open(self, message: publish_pb2.PublishOpen) -> PublishSession:
         self._model = message.model
-        check_counts(message, self._service.limits)
+        check_counts(message, self._limits)
         opening = await asyncio.to_thread(check_open, message, caller().name)
-        self._service.limits.check("rows_per_table", max(table.rows for table in opening.tables))
-        self._coordinator = await self._service.publishing.open(message.model)
+        self._limits.check("rows_per_table", max(table.rows for table in opening.tables))
+        self._coordinator = await self._publishing.open(message.model)
         self._session = await open_session(self._coordinator, opening)
         return self._session
 

@@ -1,4 +1,4 @@
-"""Reading the roles, consumers and limits of a configuration again on SIGHUP, while the service runs."""
+"""Reload roles, consumers and limits on SIGHUP."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,24 +15,24 @@ from deltasync.service.consumers import Consumers
 
 @dataclass(frozen=True)
 class Reloaded:
-    """The part of a configuration that may change while the service runs."""
+    """The reloadable part of a configuration."""
 
     consumers: tuple[ConsumerOptions, ...]
     limits: LimitOptions
 
 
-# Reads the configuration; blocks, and raises InvalidInput if it is wrong.
+# Reads the configuration. Blocks, and raises InvalidInput if it is wrong.
 Reader = Callable[[], Reloaded]
-# Reads the roles file again; raises nothing.
+# Reloads the roles file. Raises nothing.
 RolesReload = Callable[[], Awaitable[None]]
-# Model and policy, by the consumer's name.
+# Model and policy by consumer.
 Policies = Mapping[str, tuple[str, Policy]]
 
 _BY = "SIGHUP"
 
 
 class Reload:
-    """Takes a configuration that has changed. Used in the event loop."""
+    """Applies a changed configuration. For the event loop."""
 
     def __init__(self, consumers: Consumers, registry: ConsumerRegistry, limits: Limits, events: Events) -> None:
         self._consumers, self._registry, self._limits, self._events = consumers, registry, limits, events
@@ -40,26 +40,22 @@ class Reload:
     async def run(
         self, hung_up: asyncio.Event, read: Reader | None, reload_roles: RolesReload | None = None
     ) -> None:
-        """Read the roles and the configuration again whenever `hung_up` is set, until cancelled. No error ends
-        this.
-        """
+        """Reload roles and configuration whenever `hung_up` is set, until cancelled. Survives all errors."""
         while True:
             await hung_up.wait()
             hung_up.clear()
             if reload_roles:
                 await reload_roles()
             if read is None:
-                text = (
-                    "there is no file: start the service with --config to have its consumers and limits read again"
-                )
+                text = "no configuration file; start the service with --config to reload consumers and limits"
                 self._events.emit(EventKind.CONFIGURATION_RELOADED, text)
                 continue
             try:
                 reloaded = await asyncio.to_thread(read)
             except DeltasyncError as error:
-                self._events.emit(EventKind.CONFIGURATION_REFUSED, "nothing has changed", error)
-            except Exception as error:  # noqa: BLE001  # it must not end the service
-                self._events.emit(EventKind.FAILED, "the configuration could not be read", error)
+                self._events.emit(EventKind.CONFIGURATION_REFUSED, "nothing changed", error)
+            except Exception as error:  # noqa: BLE001  # must not end the service
+                self._events.emit(EventKind.FAILED, "cannot read the configuration", error)
             else:
                 limits = self._limits.take(reloaded.limits)
                 await self._configure(reloaded.consumers, limits)
@@ -68,12 +64,12 @@ class Reload:
         before, failure = self._policies(), None
         try:
             await self._consumers.configure(options, _BY)
-        except Exception as error:  # noqa: BLE001  # it must not end the service
+        except Exception as error:  # noqa: BLE001  # must not end the service
             failure = error
         consumers = outcome(before, self._policies(), options, self._consumers.shortcomings)
         text = "; ".join(filter(None, [limits, consumers]))
         if failure:
-            self._events.emit(EventKind.FAILED, f"the configuration is taken over in part: {text}", failure)
+            self._events.emit(EventKind.FAILED, f"only part of the configuration was applied: {text}", failure)
         else:
             self._events.emit(EventKind.CONFIGURATION_RELOADED, text)
 
@@ -84,21 +80,21 @@ class Reload:
 def outcome(
     before: Policies, after: Policies, configured: Sequence[ConsumerOptions], refused: Mapping[str, str]
 ) -> str:
-    """What a configuration has changed, in words.
+    """Describe the changes made by a configuration.
 
     Args:
         before: the consumers before.
         after: the consumers now.
         configured: the consumers of the configuration.
-        refused: why some of these are not as it says, by name.
+        refused: reasons for refused changes, by consumer.
     """
     names = [each.name for each in configured]
     names_by_outcome = {
-        "made": [name for name in names if name in after and name not in before],
+        "created": [name for name in names if name in after and name not in before],
         "changed": [name for name in names if name in before and after.get(name) != before[name]],
-        "as before": [name for name in names if after.get(name) == before.get(name) and name not in refused],
+        "unchanged": [name for name in names if after.get(name) == before.get(name) and name not in refused],
         "refused": [name for name in names if name in refused],
-        "not in it, and left as they are": sorted(after.keys() - names),
+        "not in it and unchanged": sorted(after.keys() - names),
     }
     words = "; ".join(f"{what}: {', '.join(some)}" for what, some in names_by_outcome.items() if some)
-    return f"{words or 'no consumers'}; other settings are read at the next start"
+    return f"{words or 'no consumers'}; other settings apply at the next start"

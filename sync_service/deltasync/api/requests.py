@@ -1,4 +1,4 @@
-"""Inputs of HTTP requests: path, query and body; and requests that take long."""
+"""Inputs of HTTP requests: path, query and body; and long-running requests."""
 
 import asyncio
 import json
@@ -19,9 +19,9 @@ from deltasync.base.words import listed
 
 
 def take_inputs(routes: Iterable[BaseRoute]) -> None:
-    """Decode the names in the path of each route, and refuse query parameters that the route does not have.
+    """Decode the names in the path of each route, and refuse unknown query parameters.
 
-    Routes that anyone may ask accept any: monitors add some to a probe, links to a page.
+    Public routes accept any, as monitors and links often add some.
     """
     for route in routes:
         if isinstance(route, Route):
@@ -29,47 +29,47 @@ def take_inputs(routes: Iterable[BaseRoute]) -> None:
 
 
 class _Inputs:
-    """The application of a route, behind its inputs."""
+    """Wraps the application of a route."""
 
     def __init__(self, route: Route) -> None:
         self._app, self._path = route.app, route.path_format
         needs = [need_of_request(method, route.path_format) for method in route.methods or ()]
         self._takes_any = all(need.role is None for need in needs)
         fields = route.dependant.query_params if isinstance(route, APIRoute) else ()
-        self._known = {each.alias for each in fields}
+        self._parameters = {each.alias for each in fields}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request.
 
         Raises:
-            InvalidInput: it has a query parameter that the route does not have.
+            InvalidInput: the route does not have a query parameter.
         """
-        unknown = sorted(QueryParams(scope["query_string"]).keys() - self._known)
+        unknown = sorted(QueryParams(scope["query_string"]).keys() - self._parameters)
         if unknown and not self._takes_any:
-            takes = f"{scope['method']} {self._path} takes {listed(self._known) or 'none'}"
+            takes = f"{scope['method']} {self._path} takes {listed(self._parameters) or 'none'}"
             raise InvalidInput(f"unknown query parameter {unknown[0]!r}: {takes}")
         names = {name: unquote(value) for name, value in scope["path_params"].items()}
         await self._app({**scope, "path_params": names}, receive, send)
 
 
 MOST_BYTES = 64 << 10
-# Characters that an error shows on each side of a bad one.
+# Characters to show in an error on each side of a bad one.
 _SHOWN = 40
 
 
 async def json_object(
     request: Request, keys: tuple[str, ...], most_bytes: int = MOST_BYTES, *, optional: bool = False
 ) -> dict[str, Any]:
-    """Read a request's body, which is a JSON object, whatever content type the request names.
+    """Read a request's body as a JSON object, whatever its content type.
 
     Args:
         request: the request.
-        keys: the keys that the object may have.
-        most_bytes: the largest body to take.
-        optional: take an empty body for an empty object.
+        keys: the allowed keys.
+        most_bytes: largest body to accept.
+        optional: treat an empty body as an empty object.
 
     Raises:
-        InvalidInput: it is no object, has other keys, or is larger than `most_bytes`.
+        InvalidInput: the body is not an object, has other keys, or is too large.
     """
     body = await _body(request, most_bytes)
     if optional and not body:
@@ -83,14 +83,14 @@ async def json_object(
 
 
 def text_of(described: dict[str, Any], key: str, default: str | None = None) -> str:
-    """The text under a key of a body, or the default.
+    """The string at a key of a body, or the default.
 
     Raises:
-        InvalidInput: the key is missing and there is no default, or its value is no text.
+        InvalidInput: the key is missing without a default, or its value is not a string.
     """
     text = described.get(key, default)
     if not isinstance(text, str):
-        raise InvalidInput(f"body: expected {key}, as a text")
+        raise InvalidInput(f"body: expected {key} as a string")
     return text
 
 
@@ -100,9 +100,9 @@ async def _body(request: Request, most_bytes: int) -> bytes:
         async for chunk in request.stream():
             body += chunk
             if len(body) > most_bytes:
-                raise InvalidInput(f"body: more than {most_bytes} bytes")
+                raise InvalidInput(f"body: expected at most {most_bytes} bytes")
     except ClientDisconnect as error:
-        raise InvalidInput("body: it ends in the middle") from error
+        raise InvalidInput("body: it is incomplete") from error
     return bytes(body)
 
 
@@ -111,11 +111,11 @@ def _parsed(body: bytes) -> Any:
         parsed = json.loads(body.decode("utf-8-sig"))
         if b"\\ud" in body.lower():
             json.dumps(parsed, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # JSON can name half of a character, which nothing could store or send.
+    except UnicodeEncodeError as error:  # JSON can escape a lone surrogate, which cannot be stored.
         around = error.object[max(0, error.start - _SHOWN) : error.end + _SHOWN]
-        raise InvalidInput(f"body: {around!r} has half of a character, a lone surrogate") from error
+        raise InvalidInput(f"body: {around!r} contains a lone surrogate, half of a character") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"body: no JSON in UTF-8: {error}") from error
+        raise InvalidInput(f"body: expected JSON in UTF-8: {error}") from error
     return parsed
 
 
@@ -123,10 +123,10 @@ T = TypeVar("T")
 
 
 async def while_wanted(request: Request, draining: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work of a request whose body was read. Cancel it if the client hangs up or `draining` is set.
+    """Run the work of a request after reading its body. Cancel it if the client hangs up or `draining` is set.
 
     Raises:
-        ServiceUnavailable: one of both has happened.
+        ServiceUnavailable: the work was cancelled.
     """
     working = asyncio.create_task(work)
     gone, ending = asyncio.create_task(_gone(request)), asyncio.create_task(draining.wait())
@@ -139,7 +139,7 @@ async def while_wanted(request: Request, draining: asyncio.Event, work: Coroutin
         for each in (working, gone, ending):
             each.cancel()
         await asyncio.gather(working, return_exceptions=True)
-    raise ServiceUnavailable("the client has hung up" if left else "the service is shutting down; ask again")
+    raise ServiceUnavailable("the client hung up" if left else "the service is shutting down; ask again")
 
 
 async def _gone(request: Request) -> None:

@@ -1,1 +1,1 @@
-"""Errors, events, clocks, threads and words: the base of everything else."""
+"""Errors, events, clocks, threads and wording, used by everything else."""

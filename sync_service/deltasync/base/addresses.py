@@ -16,7 +16,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """The host, without brackets, and the port of HOST:PORT.
 
     Raises:
-        InvalidInput: it has another form; the message says which form is expected.
+        InvalidInput: it has another form; the message shows the expected one.
     """
     text = address.strip()
     scheme, separator, rest = text.rpartition("://")
@@ -31,12 +31,12 @@ def host_and_port(address: str) -> tuple[str, int]:
         raise InvalidInput(f"{text!r}: expected HOST:PORT, and IPv6 in brackets: [{host}]:{port}")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else ""
     if not (_is_ipv6(bare) or _NAME.fullmatch(host)):
-        raise InvalidInput(f"{text!r}: expected HOST:PORT, where {host!r} is no name and no address")
+        raise InvalidInput(f"{text!r}: expected HOST:PORT, where {host!r} is neither a name nor an IP address")
     return bare or host, int(port)
 
 
 def listening_host(host: str) -> str:
-    """The host of `--host` as all servers need it: an IPv6 address without brackets, 127.0.0.1 for `localhost`.
+    """The host of `--host` in the form that all servers need: IPv6 without brackets, 127.0.0.1 for `localhost`.
 
     Servers resolve `localhost` differently: only some listen on ::1.
     """
@@ -47,16 +47,16 @@ def listening_host(host: str) -> str:
 
 
 def with_port(host: str, port: int) -> str:
-    """A host and a port: `127.0.0.1:8080`, or `[::1]:8080` of IPv6."""
+    """Join host and port: `127.0.0.1:8080`, or `[::1]:8080` for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_url(address: str) -> bool:
-    """Whether an address is a URL of HTTP: http://HOST:PORT or https://HOST:PORT."""
+    """Whether an address is an HTTP URL: http://HOST:PORT or https://HOST:PORT."""
     try:
         url = urllib.parse.urlsplit(address)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and not url.username
-    except ValueError:  # For example, one bracket of IPv6, or a port that is no number.
+    except ValueError:  # For example, one bracket of an IPv6 address is missing, or the port is not a number.
         return False
 
 
@@ -70,7 +70,7 @@ def _is_ipv6(host: str) -> bool:
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address: 127.0.0.0/8, ::1 and `localhost`.
 
-    Other names may lead elsewhere tomorrow.
+    Other names are not, because they may resolve elsewhere later.
     """
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -79,25 +79,23 @@ def is_loopback(host: str) -> bool:
 
 
 def may_listen(host: str, *, tls: bool, roles: bool, insecure: bool) -> Decision:
-    """Whether a service may listen on an address. The reason of a yes is a warning, if there is one.
+    """Decide whether a service may listen on an address. The reason of a yes is a warning or empty.
 
     Args:
         host: the address.
-        tls: whether connections are encrypted, and the service shows a certificate.
-        roles: whether callers have to show their rights.
+        tls: whether connections are encrypted with the service's certificate.
+        roles: whether callers must prove their rights.
         insecure: whether the operator allows it without TLS and roles.
     """
     lacks = " and without ".join([*([] if tls else ["TLS"]), *([] if roles else ["roles"])])
     if is_loopback(host) or not lacks:
         return Decision(True, "")
     text = f"listening on {host} without {lacks}"
-    harm = (
-        "whoever reaches its ports may publish, and read all rows" if not roles else "tokens and rows can be read"
-    )
+    harm = "anyone who can reach it may publish and read all rows" if not roles else "tokens and rows can be read"
     if insecure:
         return Decision(True, f"{text}: {harm}")
     return Decision(
         False,
-        f"{text}: {harm}. Give it --tls-cert, --tls-key and --roles, have it listen on 127.0.0.1, or say "
-        "--insecure where something else keeps others out",
+        f"{text}: {harm}. Give it --tls-cert, --tls-key and --roles, or --host 127.0.0.1; or --insecure if "
+        "something else keeps others out",
     )

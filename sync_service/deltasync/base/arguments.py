@@ -1,4 +1,4 @@
-"""Checks of arguments and names, in one wording."""
+"""Checks of arguments and names, with uniform error texts."""
 
 import os
 import re
@@ -12,10 +12,10 @@ def check_type(call: str, name: str, value: object, *kinds: type, remedy: str = 
     """Check the type of an argument.
 
     Args:
-        call: the call in its right form: `Subscriber(options, target)`.
+        call: the correct call, such as `Subscriber(options, target)`.
         name: name of the argument.
         value: the argument.
-        kinds: the types that it may have.
+        kinds: the permitted types.
         remedy: what to do instead.
 
     Raises:
@@ -35,7 +35,7 @@ def check_items(call: str, name: str, values: object, kind: type) -> None:
 
 
 def type_in_words(value: object) -> str:
-    """The type of an argument, for an error."""
+    """The type of a value in words, for an error."""
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
     return "None" if value is None else f"of type {type(value).__name__}"
@@ -46,11 +46,11 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 def check_name(what: str, name: str) -> str:
-    """Return `name` if it may name a model, consumer or replica (it then is a safe file name too).
+    """Return `name` if it is valid for a model, consumer or replica. It is then also a safe file name.
 
     Raises:
-        TypeError: it is no text.
-        InvalidInput: it is empty, longer than 128 characters, or holds others than letters, digits, `._-`.
+        TypeError: it is not a string.
+        InvalidInput: it is empty, longer than 128 characters, or has characters besides letters, digits, `._-`.
     """
     if not isinstance(name, str):
         raise TypeError(f"{what} name is {type_in_words(name)}, expected str")
@@ -62,6 +62,6 @@ def check_name(what: str, name: str) -> str:
 
 
 def guest_name(verb: str) -> str:
-    """A name for a command that is a replica while it runs: its verb, the host and the process."""
+    """A name for a command that acts as a replica: its verb, the host and the process id."""
     host = re.sub("[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0])[:64]
     return f"{verb}-{host}-{os.getpid()}"

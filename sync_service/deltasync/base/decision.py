@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decision:
-    """A yes or no, and why."""
+    """A yes or no, and the reason."""
 
     yes: bool
     reason: str

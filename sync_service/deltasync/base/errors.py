@@ -1,18 +1,18 @@
-"""Every error deltasync raises on purpose.
+"""All errors that deltasync raises on purpose.
 
     DeltasyncError
     ├── InvalidInput        an input that can never be right; nothing was changed
     ├── NotFound            a name that does not exist; the message lists those that do
-    ├── Contradiction       right in itself, but not with what the service holds
+    ├── Contradiction       valid by itself, but not with the service's data
     ├── Superseded          a newer stream, run or cut has taken this one's place
-    ├── NotPermitted        the caller lacks the role, or the token, that is needed
-    ├── LimitReached        more than the service lets peers take; the message names the limit
-    ├── Damaged             rows do not fit their digests; nothing was changed
+    ├── NotPermitted        the caller lacks the necessary role or token
+    ├── LimitReached        a limit of the service is exceeded; the message names the limit
+    ├── Damaged             rows do not match their digests; nothing was changed
     ├── StorageFailed       files or the log could not be written or read
-    ├── ServiceFailed       (client) the service met an error of its own; its log says more
+    ├── ServiceFailed       (client) an internal error of the service; see its log
     ├── ServiceUnavailable  the service cannot be reached, or is draining; try again
-    │   └── NotOwner        this process does not own the model; the error names the owner if it is known
-    └── ResyncRequired      the service does not hold what this run builds on: publish every row
+    │   └── NotOwner        this process does not own the model; the error names the owner if known
+    └── ResyncRequired      the service lacks the rows on which this run builds: publish every row
 
 `deltasync.wire.errors` maps them to gRPC codes and HTTP statuses, and back.
 """
@@ -56,7 +56,7 @@ class NotFound(DeltasyncError, LookupError):
 
 
 class Contradiction(DeltasyncError):
-    """Right in itself, but at odds with what the service holds."""
+    """Valid by itself, but at odds with the service's data."""
 
 
 class Superseded(DeltasyncError):
@@ -64,15 +64,15 @@ class Superseded(DeltasyncError):
 
 
 class NotPermitted(DeltasyncError):
-    """The caller lacks the role, or the token, that is needed."""
+    """The caller lacks the necessary role or token."""
 
 
 class LimitReached(DeltasyncError):
-    """More than the service lets peers take; the message names the limit."""
+    """A limit of the service is exceeded; the message names the limit."""
 
 
 class Damaged(DeltasyncError):
-    """Rows do not fit their digests; nothing was changed."""
+    """Rows do not match their digests; nothing was changed."""
 
 
 class StorageFailed(DeltasyncError):
@@ -80,7 +80,7 @@ class StorageFailed(DeltasyncError):
 
 
 class ServiceFailed(DeltasyncError):
-    """The service met an error of its own; its log says more."""
+    """An internal error of the service; see its log."""
 
 
 class ServiceUnavailable(DeltasyncError):
@@ -100,14 +100,14 @@ class NotOwner(ServiceUnavailable):
 
 
 class ResyncRequired(DeltasyncError):
-    """The service does not hold what this run builds on: publish every row, or fewer if one of these is given.
+    """The service lacks the rows on which this run builds: publish every row, or fewer if an attribute allows it.
 
     Attributes:
-        head: the newest position of the service, or None. If this run held it, by its seal, open a new publisher
-            with `continues=head` and publish all that has changed since.
-        changed: the rows of this rank that were published after what this run builds on: names of tables, each
-            once, and ids ([n] int64, ascending). The next part must have their current values, beside what has
-            changed. None if every row must be published.
+        head: the newest position of the service, or None. If this run had that position, compare the seals, open a
+            new publisher with `continues=head` and publish all changes since then.
+        changed: rows of this rank that were published after the position of this run, as table names, each once,
+            and ids ([n] int64, ascending). The next part must have their current values in addition to new
+            changes. None if every row must be published.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class ResyncRequired(DeltasyncError):
 
 @dataclass(frozen=True)
 class Owner:
-    """A process of the service, and what it owns of a model.
+    """A process of the service, and the part of a model that it owns.
 
     Attributes:
         process: its name among the processes of the service.
-        grpc: its address of gRPC, HOST:PORT.
-        http: its URL of HTTP.
-        epoch: grows with every change of owner; the owner with the later epoch counts.
+        grpc: its gRPC address, HOST:PORT.
+        http: its HTTP URL.
+        epoch: grows with every change of owner; the owner with the largest epoch counts.
         share: number of its share of the model's rows, from 0.
-        shares: number of shares: 1 while models are owned whole.
+        shares: number of shares, 1 if the process owns the whole model.
     """
 
     process: str

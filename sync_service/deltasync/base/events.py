@@ -1,4 +1,4 @@
-"""The events of a service: one place to emit them, the log that writes them, and the last ones for readers."""
+"""The events of a service: how they are emitted, logged, counted and kept for readers."""
 
 import logging
 import re
@@ -18,81 +18,187 @@ logger = logging.getLogger("deltasync.events")
 
 
 class EventKind(Enum):
-    """Kinds of events. The value is the name in logs and metrics, `level` the level of the log."""
+    """Kinds of events: the name in logs and metrics, the level of the log, and when it happens."""
 
-    RANK_JOINED = "rank_joined", logging.INFO
-    RANK_LEFT = "rank_left", logging.INFO
-    RUN_SUPERSEDED = "run_superseded", logging.WARNING
-    PUBLISHER_REFUSED = "publisher_refused", logging.WARNING
-    CUT_SEALED = "cut_sealed", logging.DEBUG
-    REPLICA_JOINED = "replica_joined", logging.INFO
-    REPLICA_LEFT = "replica_left", logging.INFO
-    REPLICA_LOST = "replica_lost", logging.INFO
-    REPLICA_REPLACED = "replica_replaced", logging.WARNING
-    REPLICA_TAKEN_OVER = "replica_taken_over", logging.WARNING
-    REPLICA_FORGOTTEN = "replica_forgotten", logging.INFO
-    REPLICA_REFUSED = "replica_refused", logging.WARNING
-    REPLICA_DAMAGED = "replica_damaged", logging.ERROR
-    REPLICA_REPAIRED = "replica_repaired", logging.INFO
-    REPLICA_VERIFIED = "replica_verified", logging.INFO
-    REPLICA_REWOUND = "replica_rewound", logging.WARNING
-    RELEASE_MADE = "release_made", logging.DEBUG
-    CONSUMER_CHANGED = "consumer_changed", logging.INFO
-    CONSUMER_PAUSED = "consumer_paused", logging.WARNING
-    CONSUMER_RESUMED = "consumer_resumed", logging.WARNING
-    CONFIGURATION_RELOADED = "configuration_reloaded", logging.INFO
-    CONFIGURATION_REFUSED = "configuration_refused", logging.ERROR
-    CERTIFICATE_RELOADED = "certificate_reloaded", logging.INFO
-    CERTIFICATE_REFUSED = "certificate_refused", logging.ERROR
-    CERTIFICATE_EXPIRED = "certificate_expired", logging.WARNING
-    KEY_EXPOSED = "key_exposed", logging.WARNING
-    ROLES_RELOADED = "roles_reloaded", logging.INFO
-    ROLES_REFUSED = "roles_refused", logging.ERROR
-    LOG_LEVEL_CHANGED = "log_level_changed", logging.INFO
+    RANK_JOINED = "rank_joined", logging.INFO, "A rank opened its stream."
+    RANK_LEFT = (
+        "rank_left",
+        logging.INFO,
+        "The stream of a rank ended: it finished, its connection was lost, or the service ended it and says why.",
+    )
+    RUN_SUPERSEDED = (
+        "run_superseded",
+        logging.WARNING,
+        "A newer training run took over a model; the event names the processes of both.",
+    )
+    PUBLISHER_REFUSED = (
+        "publisher_refused",
+        logging.WARNING,
+        "A stream of a rank was refused for what its opening says.",
+    )
+    CUT_SEALED = "cut_sealed", logging.DEBUG, "A cut is complete and became a version."
+    REPLICA_JOINED = (
+        "replica_joined",
+        logging.INFO,
+        "A replica opened its stream and was told which tables it gets.",
+    )
+    REPLICA_LEFT = (
+        "replica_left",
+        logging.INFO,
+        "The stream of a replica ended: it said goodbye, or the service ended it and says why.",
+    )
+    REPLICA_LOST = "replica_lost", logging.INFO, "The connection of a replica was lost."
+    REPLICA_REPLACED = (
+        "replica_replaced",
+        logging.WARNING,
+        "The stream of a replica ended because a newer stream with the same name was opened.",
+    )
+    REPLICA_TAKEN_OVER = (
+        "replica_taken_over",
+        logging.WARNING,
+        "A replica name is used by another identity, or by another process while the first is connected.",
+    )
+    REPLICA_FORGOTTEN = (
+        "replica_forgotten",
+        logging.INFO,
+        "A replica counts in no lag any more: it said goodbye, was away for too long, or an operator named it.",
+    )
+    REPLICA_REFUSED = (
+        "replica_refused",
+        logging.WARNING,
+        "A stream of a replica was refused for what its opening says.",
+    )
+    REPLICA_DAMAGED = (
+        "replica_damaged",
+        logging.ERROR,
+        "Checksums show that a replica holds other rows than it was sent.",
+    )
+    REPLICA_REPAIRED = "replica_repaired", logging.INFO, "The checksums of a damaged replica are right again."
+    REPLICA_VERIFIED = (
+        "replica_verified",
+        logging.INFO,
+        "An operator had all rows of a replica compared; with the result.",
+    )
+    REPLICA_REWOUND = (
+        "replica_rewound",
+        logging.WARNING,
+        "A replica holds a version of a history that was discarded; it gets the rows that replace it.",
+    )
+    RELEASE_MADE = "release_made", logging.DEBUG, "A release of a consumer with a policy was made."
+    CONSUMER_CHANGED = (
+        "consumer_changed",
+        logging.INFO,
+        "A consumer was made, deleted, or given another policy; with who did it.",
+    )
+    CONSUMER_PAUSED = (
+        "consumer_paused",
+        logging.WARNING,
+        "A consumer was paused by an operator or by a quarantine.",
+    )
+    CONSUMER_RESUMED = "consumer_resumed", logging.WARNING, "A paused consumer goes on."
+    CONFIGURATION_RELOADED = (
+        "configuration_reloaded",
+        logging.INFO,
+        "The service read its configuration again (SIGHUP); with what changed.",
+    )
+    CONFIGURATION_REFUSED = (
+        "configuration_refused",
+        logging.ERROR,
+        "The configuration has an error; nothing changed.",
+    )
+    CERTIFICATE_RELOADED = "certificate_reloaded", logging.INFO, "Changed TLS files are in use."
+    CERTIFICATE_REFUSED = (
+        "certificate_refused",
+        logging.ERROR,
+        "Changed TLS files have an error; the previous ones stay in use.",
+    )
+    CERTIFICATE_EXPIRED = (
+        "certificate_expired",
+        logging.WARNING,
+        "A certificate in use has expired or is not valid yet.",
+    )
+    KEY_EXPOSED = "key_exposed", logging.WARNING, "Every user of the machine can read a private key in use."
+    ROLES_RELOADED = "roles_reloaded", logging.INFO, "The changed roles file is in use."
+    ROLES_REFUSED = (
+        "roles_refused",
+        logging.ERROR,
+        "The changed roles file has an error; the previous roles stay in force.",
+    )
+    LOG_LEVEL_CHANGED = "log_level_changed", logging.INFO, "An operator changed the level of a logger."
     # The audit writes it, in a log of its own.
-    CALL_REFUSED = "call_refused", logging.WARNING
-    CUT_REFUSED = "cut_refused", logging.ERROR
-    CUT_QUARANTINED = "cut_quarantined", logging.ERROR
-    MODEL_DELETED = "model_deleted", logging.WARNING
-    TABLE_DELETED = "table_deleted", logging.WARNING
-    DELETE_REQUESTED = "delete_requested", logging.INFO
-    ROWS_DELETED = "rows_deleted", logging.INFO
-    MODEL_RECOVERED = "model_recovered", logging.INFO
-    MODEL_CLAIMED = "model_claimed", logging.INFO
-    MODEL_TAKEN_OVER = "model_taken_over", logging.WARNING
-    MODEL_NOT_TAKEN = "model_not_taken", logging.ERROR
-    MODEL_GIVEN_UP = "model_given_up", logging.WARNING
-    PROCESS_CONFIRMED = "process_confirmed", logging.INFO
-    PROCESS_UNCONFIRMED = "process_unconfirmed", logging.ERROR
-    PROCESS_DRAINING = "process_draining", logging.WARNING
-    ROWS_DAMAGED = "rows_damaged", logging.ERROR
-    MODEL_RELOADED = "model_reloaded", logging.WARNING
-    CHECKED = "checked", logging.INFO
-    BACKED_UP = "backed_up", logging.INFO
-    CHECKPOINTED = "checkpointed", logging.DEBUG
-    VOLUME_FAILED = "volume_failed", logging.ERROR
-    VOLUME_RECOVERED = "volume_recovered", logging.INFO
-    FAILED = "failed", logging.ERROR
+    CALL_REFUSED = "call_refused", logging.WARNING, "A call was refused because the caller has no role for it."
+    CUT_REFUSED = (
+        "cut_refused",
+        logging.ERROR,
+        "A cut was refused for its content, for example a row whose norm grew too much.",
+    )
+    CUT_QUARANTINED = (
+        "cut_quarantined",
+        logging.ERROR,
+        "A cut with suspicious rows was sealed, and the consumers of its model were paused.",
+    )
+    MODEL_DELETED = "model_deleted", logging.WARNING, "An operator deleted a model."
+    TABLE_DELETED = "table_deleted", logging.WARNING, "An operator deleted a table."
+    DELETE_REQUESTED = "delete_requested", logging.INFO, "An operator asked for rows to be deleted."
+    ROWS_DELETED = "rows_deleted", logging.INFO, "The cut that deletes these rows is sealed."
+    MODEL_RECOVERED = "model_recovered", logging.INFO, "A model was loaded from its checkpoint and log."
+    MODEL_CLAIMED = "model_claimed", logging.INFO, "This process owns a model now."
+    MODEL_TAKEN_OVER = (
+        "model_taken_over",
+        logging.WARNING,
+        "This process owns a model that another process owned; with the reason.",
+    )
+    MODEL_NOT_TAKEN = (
+        "model_not_taken",
+        logging.ERROR,
+        "A model could not be loaded by this process; it is tried again, by another process if there is one.",
+    )
+    MODEL_GIVEN_UP = "model_given_up", logging.WARNING, "This process no longer owns a model; with the reason."
+    PROCESS_CONFIRMED = "process_confirmed", logging.INFO, "The brokers confirm again that this process is alive."
+    PROCESS_UNCONFIRMED = (
+        "process_unconfirmed",
+        logging.ERROR,
+        "The brokers did not confirm in time that this process is alive; it gives up its models.",
+    )
+    PROCESS_DRAINING = (
+        "process_draining",
+        logging.WARNING,
+        "This process hands its models to others and takes none.",
+    )
+    ROWS_DAMAGED = (
+        "rows_damaged",
+        logging.ERROR,
+        "Rows in memory differ from what was stored; the model is loaded again.",
+    )
+    MODEL_RELOADED = "model_reloaded", logging.WARNING, "A model with damaged rows was loaded again."
+    CHECKED = "checked", logging.INFO, "An operator had everything on disk read; with the number of problems."
+    BACKED_UP = "backed_up", logging.INFO, "A backup is complete."
+    CHECKPOINTED = "checkpointed", logging.DEBUG, "A checkpoint is complete."
+    VOLUME_FAILED = "volume_failed", logging.ERROR, "A volume refuses writes."
+    VOLUME_RECOVERED = "volume_recovered", logging.INFO, "A volume takes writes again."
+    FAILED = "failed", logging.ERROR, "Something failed; an unexpected error has its traceback."
 
-    def __new__(cls, name: str, level: int) -> "EventKind":
-        """A kind of that name."""
+    def __new__(cls, name: str, level: int, meaning: str) -> "EventKind":
+        """Make a kind with its level and meaning."""
         kind = object.__new__(cls)
         kind._value_ = name
         kind.level = level
+        kind.meaning = meaning
         return kind
 
     level: int
+    meaning: str
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event.
+    """Something that happened in a service.
 
     Attributes:
         kind: its kind.
         subject: model, consumer, replica, rank, version and the like, by name.
-        text: reason or result in words; may contain the words of a peer.
-        error: the error behind it.
+        text: reason or result in words, perhaps with text from a peer.
+        error: the error that caused it.
     """
 
     kind: EventKind
@@ -102,7 +208,7 @@ class Event:
 
 
 class Events:
-    """The one place where events are emitted. Used in the event loop."""
+    """Passes events to listeners. Used in the event loop."""
 
     def __init__(self, *listeners: Callable[[Event], None]) -> None:
         self._listeners = listeners
@@ -118,28 +224,35 @@ class Events:
             listener(event)
 
 
-# Kinds that peers repeat while a volume refuses writes, and those of them that tell where a rank is.
+# Kinds that peers repeat while a volume refuses writes, and those of them about the state of a rank.
 _OF_AN_OUTAGE = frozenset(
     {EventKind.RANK_JOINED, EventKind.RANK_LEFT, EventKind.PUBLISHER_REFUSED, EventKind.FAILED}
 )
 _OF_RANKS = frozenset({EventKind.RANK_JOINED, EventKind.RANK_LEFT})
-# Kinds that peers repeat because they try again, how often the log repeats a line, and how many it remembers.
+# Kinds that repeat with each attempt of a peer or of this process. Below: the pause before the log repeats such a
+# line, and the number of lines it remembers.
 _TRIED_AGAIN = frozenset(
-    {EventKind.PUBLISHER_REFUSED, EventKind.REPLICA_REFUSED, EventKind.CUT_REFUSED, EventKind.FAILED}
+    {
+        EventKind.PUBLISHER_REFUSED,
+        EventKind.REPLICA_REFUSED,
+        EventKind.CUT_REFUSED,
+        EventKind.MODEL_NOT_TAKEN,
+        EventKind.FAILED,
+    }
 )
 _REPEAT_SECONDS = 60.0
-# Numbers in an error may differ with each try: free bytes, for example.
+# Numbers in an error, such as free bytes, may differ with each attempt.
 _NUMBER = re.compile("[0-9]+")
 _LINES = 1000
-# Kinds that are in the audit's log.
+# Kinds for the audit log.
 _AUDITED = frozenset({EventKind.CALL_REFUSED})
 
 
 class EventLog:
-    """A listener that writes each event into the log as one line, and an unexpected error with its traceback.
+    """A listener that logs each event as one line, and unexpected errors with their traceback.
 
-    Repeated refusals of a peer, repeated failures and quarantined versions of a model are written once a minute,
-    with their number. While a volume refuses writes, a repeated event of its peers is written once.
+    Repeated refusals of a peer, repeated failures and quarantined versions of a model are logged once a minute,
+    with their number. While a volume refuses writes, a repeated event of its peers is logged once.
     """
 
     def __init__(
@@ -147,19 +260,19 @@ class EventLog:
         now: Callable[[], float] = time.monotonic,
         keep: Callable[[Event, int], None] | None = None,
     ) -> None:
-        """`keep` gets each event above level debug that is written, and the number of its repeats since."""
+        """`keep` gets each logged event above level debug, with the number of its repeats since the last one."""
         self._now, self._keep = now, keep or _keep_nothing
-        self._lines = dict[str, _Line]()  # The one with the earliest time first.
+        self._lines = dict[str, _Line]()  # Earliest time first.
         self._outage = _Outage()
 
     def __call__(self, event: Event) -> None:
-        """Write an event."""
+        """Log an event."""
         for each in self._outage.due(event):
             self._write(each)
 
     def tell_repeats(self) -> None:
-        """Write the repeats of lines that are older than a minute, and forget the others. Called now and then: the
-        event may never come again.
+        """Log the repeats of lines older than a minute, and forget lines without repeats. Call it regularly,
+        because the event may never occur again.
         """
         now = self._now()
         for key in list(takewhile(lambda key: self._lines[key].is_over(now), self._lines)):
@@ -167,7 +280,7 @@ class EventLog:
 
     def _write(self, event: Event) -> None:
         if event.kind in _AUDITED:
-            if event.subject:  # Others are only counted.
+            if event.subject:  # Events without a subject are only counted.
                 self._keep(event, 0)
         elif (key := _repeated(event)) is None:
             self._write_line(event)
@@ -175,7 +288,7 @@ class EventLog:
             self._repeat(key, event, self._now())
 
     def _repeat(self, key: str, event: Event, now: float) -> None:
-        # Without its error, whose traceback keeps the frames of a call.
+        # Drop the error, whose traceback would keep the frames of a call alive.
         kept = replace(event, text=event_text(event), error=None)
         if line := self._lines.get(key):
             line.event, line.repeats = kept, line.repeats + 1
@@ -192,7 +305,7 @@ class EventLog:
             self._lines[key] = _Line(line.event, now)
 
     def _forget(self, key: str) -> "_Line | None":
-        """Forget a line. If it has repeats, write them and return it."""
+        """Forget a line. If it has repeats, log them and return it."""
         line = self._lines.pop(key)
         if not line.repeats:
             return None
@@ -213,12 +326,12 @@ class EventLog:
 
 
 def _keep_nothing(_event: Event, _repeats: int) -> None:
-    """For a log that nobody reads events from."""
+    """Ignore events, because nobody reads them."""
 
 
 def _repeated(event: Event) -> str | None:
-    """The key by which an event counts as a repeat; None if every one is logged."""
-    if event.kind is EventKind.CUT_QUARANTINED:  # Each is another version; lag has their number.
+    """The key that repeats of an event share; None if every one is logged."""
+    if event.kind is EventKind.CUT_QUARANTINED:  # Each has another version; lag reports their number.
         return f"{event.kind.value} {event.subject.get('model')}"
     if event.kind not in _TRIED_AGAIN:
         return None
@@ -226,7 +339,7 @@ def _repeated(event: Event) -> str | None:
 
 
 def event_line(event: Event) -> str:
-    """An event as one line: `replica joined: consumer=c replica=r the replica holds nothing`."""
+    """Format an event as one line: `replica joined: consumer=c replica=r the replica holds nothing`."""
     subject = [f"{name}={value}" for name, value in event.subject.items()]
     words = " ".join([*subject, _words(event)])
     return f"{event.kind.value.replace('_', ' ')}: {printable(words.strip())}"
@@ -242,20 +355,20 @@ def _words(event: Event) -> str:
 
 
 def error_text(error: Exception) -> str:
-    """An error in words; an unexpected one with its type."""
+    """An error in words, with its type if it is unexpected."""
     return str(error) if isinstance(error, DeltasyncError) else f"{type(error).__name__}: {error}"
 
 
 class _Outage:
-    """What the log has about peers that try again while a volume refuses writes."""
+    """Limits the log lines about peers that retry while a volume refuses writes."""
 
     def __init__(self) -> None:
         self._volumes = set[object]()
         self._logged = set[tuple[object, ...]]()
-        self._ranks = dict[tuple[object, ...], tuple[EventKind, Event]]()  # The last one logged, and the last one.
+        self._ranks = dict[tuple[object, ...], tuple[EventKind, Event]]()  # Kind last logged, and last event.
 
     def due(self, event: Event) -> list[Event]:
-        """Events to log now: repeats are dropped during an outage, ranks' final states follow at its end."""
+        """The events to log now. Repeats are dropped during an outage; final states of ranks follow at its end."""
         if event.kind is EventKind.VOLUME_FAILED:
             self._volumes.add(event.subject.get("volume"))
         elif event.kind is EventKind.VOLUME_RECOVERED:
@@ -269,7 +382,7 @@ class _Outage:
         subject = tuple(event.subject.items())
         key = event.kind, subject, event.text, type(event.error)
         new = key not in self._logged
-        if new and len(self._logged) < _LINES:  # Beyond it, everything is logged.
+        if new and len(self._logged) < _LINES:  # Beyond this number, every event is logged.
             self._logged.add(key)
             if event.kind in _OF_RANKS:
                 self._ranks[subject] = event.kind, event
@@ -290,8 +403,8 @@ class _Line:
 
     Attributes:
         event: its event.
-        written: when it was written last.
-        repeats: number of events since then that would have been the same line.
+        written: when it was last written.
+        repeats: number of later events with the same line.
     """
 
     event: Event
@@ -317,17 +430,17 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class RecentEvent:
-    """An event as readers get it.
+    """An event for readers.
 
     Attributes:
         process: name of the process in which it happened; empty before the process has one.
-        number: grows with every event of the process, also over a restart.
+        number: grows with every event of the process, even across restarts.
         unix_ns: when it happened, nanoseconds since 1970.
         event: name of its kind, as in `deltasync_events_total`.
-        level: its level in the log: info, warning or error.
+        level: its log level: info, warning or error.
         subject: model, consumer, replica, rank and the like, by name.
         text: reason or result.
-        repeats: number of events of the same text since the last one that was logged.
+        repeats: number of events with the same text since the last one that was logged.
     """
 
     process: str
@@ -341,12 +454,12 @@ class RecentEvent:
 
 
 class RecentEvents:
-    """The last events. Added to in the event loop.
+    """The most recent events. Events are added in the event loop.
 
     Attributes:
-        signal: wakes tasks that wait for the next one.
-        process: the name of the process in which they happen; empty if it is alone.
-        last: the number of the last one; 0 before there is one.
+        signal: wakes tasks that wait for the next event.
+        process: the name of this process; empty if it is alone.
+        last: the number of the last event; 0 if there is none.
     """
 
     def __init__(self, process: str = "", now_unix_ns: Callable[[], int] = time.time_ns) -> None:
@@ -368,18 +481,18 @@ class RecentEvents:
         self.signal.wake()
 
     def lacks(self, number: int) -> bool:
-        """Whether later events than that of this number are not kept any more."""
+        """Whether events after this number are no longer kept."""
         return number < self._lost
 
     def newest(self, count: int) -> list[RecentEvent]:
-        """The last `count` events, the oldest first."""
+        """The last `count` events, oldest first."""
         return list(self._events)[-count:] if count else []
 
     def before(self, count: int) -> int:
-        """The number after which the last `count` events come."""
+        """The number just before the last `count` events."""
         events = self.newest(count)
         return events[0].number - 1 if events else self.last
 
     def after(self, number: int) -> list[RecentEvent]:
-        """The events with greater numbers, the oldest first."""
+        """The events with greater numbers, oldest first."""
         return [each for each in self._events if each.number > number]

@@ -1,4 +1,4 @@
-"""Folders and files on disk: durable folders, readable files, and files that change."""
+"""Folders and files on disk: durable folders, permissions, and watching for changes."""
 
 import asyncio
 import os
@@ -10,10 +10,10 @@ from deltasync.base.errors import InvalidInput
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and the missing ones above it, unless it exists. All survive a loss of power.
+    """Make a folder and its missing parents durably, unless it exists.
 
     Raises:
-        OSError: one cannot be made.
+        OSError: a folder cannot be made.
     """
     missing = [each for each in (path, *path.parents) if not each.exists()]
     for each in reversed(missing):
@@ -24,7 +24,7 @@ def make_folder(path: Path) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk.
+    """Flush the names in a folder to disk.
 
     Raises:
         OSError: the disk refused it.
@@ -49,9 +49,9 @@ def readable_by_all(path: Path) -> bool:
 
 
 class FileWatch:
-    """Files that may change: written, replaced, or reached through a link that changes.
+    """Watches files for changes: rewritten, replaced, or reached through a changed link.
 
-    Make it before the files are first read: then it notices a change during the reading.
+    Create it before the files are first read, so that it notices changes during the reading.
     """
 
     def __init__(self, paths: Iterable[Path], seconds: float = 1.0) -> None:
@@ -60,9 +60,9 @@ class FileWatch:
         self._seen = _traces(self._paths)
 
     async def changed(self) -> None:
-        """Wait until a file differs from its state at the last return, or when this was made.
+        """Wait until a file differs from its state when this last returned or was created.
 
-        A thread looks at the files, since a disk may be slow.
+        It checks in a thread, because a disk may be slow.
         """
         while True:
             await asyncio.sleep(self._seconds)
@@ -73,7 +73,7 @@ class FileWatch:
 
 
 def _traces(paths: tuple[Path, ...]) -> list[tuple[int, int, int] | None]:
-    """What changes with each file, at the end of links: time, size and inode; None for one that cannot be seen."""
+    """Modification time, size and inode of each file, following links; None for one that is not accessible."""
     traces = list[tuple[int, int, int] | None]()
     for path in paths:
         try:

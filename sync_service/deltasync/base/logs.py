@@ -1,4 +1,4 @@
-"""The logs of our own processes: lines on a terminal, JSON elsewhere."""
+"""Logging of our own processes: text on a terminal, JSON elsewhere."""
 
 import logging
 import os
@@ -11,17 +11,17 @@ from deltasync.base.words import printable
 
 FORMATS = ("auto", "text", "json")
 LEVELS = ("debug", "info", "warning", "error")
-# The attribute of a log record with the parts of its message, by name.
+# The attribute of a log record with the fields of its event.
 FIELDS = "deltasync_fields"
-# Characters of a message or of a line of a traceback, and of a whole traceback.
+# Maximum characters of a message or traceback line, and of a whole traceback.
 _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 2_000, 20_000
 _OURS = "deltasync"
-# These write the bytes of any peer, and a line for each message that makes no sense.
+# This logger writes bytes of any peer, and a line for each invalid message.
 _LOUD = {"uvicorn.error": logging.ERROR}
 
 
 def log_to_stderr(form: str = "", levels: str = "") -> None:
-    """Log our own messages from INFO on, warnings of other packages, and only failures of gRPC's core and uvicorn.
+    """Log our messages from level INFO, warnings of other packages, and only failures of gRPC and uvicorn.
 
     Call it before gRPC is used.
 
@@ -45,24 +45,24 @@ def log_to_stderr(form: str = "", levels: str = "") -> None:
     else:
         handler = _Handler()
         handler.setFormatter(formatter)
-        logging.basicConfig(handlers=[handler])  # It keeps the handlers of others.
+        logging.basicConfig(handlers=[handler])  # Does nothing if there are other handlers.
     logging.getLogger(_OURS).setLevel(logging.INFO)
     if levels := levels or os.environ.get("DELTASYNC_LOG_LEVEL", ""):
         set_levels(levels)
 
 
 def set_levels(text: str) -> None:
-    """Set the lowest levels to log: `debug`, or with single loggers `info,deltasync.api=debug`.
+    """Set the lowest levels to log: `debug`, or for single loggers too: `info,deltasync.api=debug`.
 
     Raises:
-        InvalidInput: it has another form; nothing has changed.
+        InvalidInput: it has another form; nothing was changed.
     """
     for name, level in parse_levels(text).items():
         logging.getLogger(name).setLevel(level)
 
 
 def parse_levels(text: str) -> dict[str, int]:
-    """The levels of loggers in a text as of `set_levels`.
+    """Parse the text of `set_levels`.
 
     Raises:
         InvalidInput: it has another form.
@@ -77,7 +77,7 @@ def parse_levels(text: str) -> dict[str, int]:
 
 
 def levels() -> dict[str, str]:
-    """The levels that were set for our loggers, by name."""
+    """The levels set for our loggers, by name."""
     loggers = {_OURS: logging.getLogger(_OURS), **logging.root.manager.loggerDict}
     return {
         name: logging.getLevelName(each.level).lower()
@@ -91,7 +91,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class _Lines(logging.Formatter):
-    """Formats each message as one line of bounded length: the text of a peer cannot look like another line.
+    """Formats each message as one line of limited length, so that text of a peer cannot imitate another line.
 
     Only the lines of a traceback are indented.
     """
@@ -120,7 +120,7 @@ def _json_lines() -> logging.Formatter:
 
 
 def _fields(_logger: Any, _name: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a line: the common ones, and those of its event."""
+    """The fields of a JSON line: the common ones, and those of its event."""
     fields: Mapping[str, Any] = getattr(said["_record"], FIELDS, {})
     line = {name: said[name] for name in ("time", "level", "logger")}
     line["event"] = fields.get("event", "message")

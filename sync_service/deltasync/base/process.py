@@ -1,4 +1,4 @@
-"""This process: its memory, limits and sockets, and the deltasync that it runs."""
+"""This process: its memory, limits and sockets, and the version of deltasync in it."""
 
 import ctypes
 import gc
@@ -20,24 +20,24 @@ def keep_freed_memory() -> bool:
     """Let malloc keep blocks of up to 32 MiB, and 512 MiB at the heap's end, instead of returning them.
 
     Otherwise malloc maps and unmaps each message of 1 MiB, which costs a gRPC stream more than half of its
-    throughput. All threads share one heap: malloc returns what is freed in any other, whatever the settings. Only
-    our own processes call this, since it changes the whole process.
+    throughput. All threads share one heap, because malloc always returns memory freed in any other. Only our own
+    processes call this, since it changes the whole process.
 
     Returns:
-        Whether the C library took the settings; only glibc does.
+        Whether the C library accepted the settings; only glibc does.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    # All or none: the trim threshold alone switches off glibc's own adaptation.
+    # All or none, because the trim threshold alone switches off glibc's own adaptation.
     settings = (_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 512 << 20), (_M_ARENA_MAX, 1)
     return all(mallopt(*each) for each in settings)
 
 
 def write_no_core() -> None:
-    """Keep the kernel from writing a core file of this process, which would contain tokens.
+    """Prevent core files of this process, which would contain tokens.
 
-    The limit is 1 byte: 0 would not keep the kernel from piping the file to a program. A lower hard limit stays.
+    The limit is 1 byte, because with 0 the kernel may still pipe the file to a program. A lower hard limit stays.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     most = 1 if hard == resource.RLIM_INFINITY else min(hard, 1)
@@ -45,7 +45,7 @@ def write_no_core() -> None:
 
 
 class _Mallinfo(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h; `fordblks` are free bytes that malloc keeps."""
+    """`struct mallinfo2` of malloc.h; `fordblks` counts free bytes that malloc keeps."""
 
     _fields_ = [
         *((f"other_{number}", ctypes.c_size_t) for number in range(8)),
@@ -55,7 +55,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def give_back_memory() -> None:
-    """Return freed memory anywhere in the heap to the system; does nothing without glibc.
+    """Return freed memory anywhere in the heap to the system. Does nothing without glibc.
 
     Allocations wait meanwhile.
     """
@@ -66,7 +66,7 @@ def give_back_memory() -> None:
 class FreedMemory:
     """Bounds the freed memory that malloc keeps anywhere in the heap.
 
-    malloc counts memory as free even after it was returned to the system. So the memory of the process decides
+    malloc counts memory as free even after returning it to the system, so the memory of the process decides
     whether there is more than `most` to return.
     """
 
@@ -75,10 +75,10 @@ class FreedMemory:
         self._least = 0  # The process's least memory since the last return.
 
     def give_back(self) -> bool:
-        """Return freed memory if it is too much; allocations wait meanwhile. Any thread, one at a time.
+        """Return freed memory if it exceeds the limit; allocations wait meanwhile. Any thread, one at a time.
 
         Returns:
-            Whether it was too much; without glibc always False.
+            Whether it exceeded the limit; without glibc always False.
         """
         libc = ctypes.CDLL(None)
         mallinfo = getattr(libc, "mallinfo2", None)
@@ -101,15 +101,15 @@ def _private_bytes() -> int:
 def spare_imports() -> None:
     """Exclude all present objects from garbage collection: mostly modules, which are never freed.
 
-    A collection stops every thread, for 25 ms if it visits all that the service imports. Only our own processes
-    call this, at their start, since it changes the whole process.
+    A collection stops every thread, for 25 ms if it visits all imports of the service. Only our own processes call
+    this, at their start, since it changes the whole process.
     """
     gc.collect()
     gc.freeze()
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit of file descriptors as far as this process may, and return it."""
+    """Raise the limit of file descriptors as far as permitted, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
@@ -121,17 +121,17 @@ def this_process() -> str:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A TCP socket that listens: peers can connect at once.
+    """Open a listening TCP socket, to which peers can connect at once.
 
     Args:
         host: an address of IPv4 or IPv6.
         port: 0 = any free port.
 
     Raises:
-        OSError: there is no such address here, or the port is taken.
+        OSError: this machine does not have the address, or the port is in use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off only for sockets whose protocol is named.
+    # asyncio switches off Nagle's algorithm only for sockets with an explicit protocol.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -157,10 +157,10 @@ def built_version() -> str:
 
 @cache
 def built_commit() -> str:
-    """The commit of the package or checkout; empty if it is not known.
+    """The commit of the package or checkout; empty if unknown.
 
-    Images set DELTASYNC_COMMIT, and pip records the commit of what it fetches with git. In a checkout that is used
-    in place, git is asked once a process. The answer ends in `-dirty` if files have changed since the commit.
+    Images set DELTASYNC_COMMIT, and pip records the commit that it fetched with git. In an editable checkout, git
+    is asked once a process. The result ends in `-dirty` if files have changed since the commit.
     """
     if commit := os.environ.get("DELTASYNC_COMMIT"):
         return commit

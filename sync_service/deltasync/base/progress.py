@@ -1,4 +1,4 @@
-"""How far long work is, for the log and for status."""
+"""Progress of long work, for the log and for status."""
 
 import logging
 import threading
@@ -12,7 +12,7 @@ _SOON_SECONDS = 1.0
 
 
 class Progress:
-    """Logs every few seconds how far work is, and lists it in `under_way` while this object is used.
+    """Logs the progress of work every few seconds, and lists it in `under_way` while this object exists.
 
     Args:
         what: the work, such as "consumer 'top': comparing table 'user'".
@@ -36,7 +36,7 @@ class Progress:
         self.at(self._rows + rows)
 
     def at(self, rows: int) -> None:
-        """Note how many rows are done."""
+        """Set the number of finished rows."""
         self._rows, now = rows, time.monotonic()
         if now >= self._due or (self._logged and rows >= self._total):
             logger.info("%s", self.words)
@@ -49,7 +49,7 @@ class Progress:
 
     @property
     def takes_long(self) -> bool:
-        """Whether the work has gone on for a while and is not done."""
+        """Whether the work has taken a while and is not finished."""
         return self._rows < self._total and time.monotonic() >= self._begun + _SOON_SECONDS
 
 
@@ -57,6 +57,6 @@ _all, _lock = WeakSet[Progress](), threading.Lock()
 
 
 def under_way() -> list[str]:
-    """The long work of this process, and its progress."""
+    """The progress of long work in this process."""
     with _lock:
         return sorted(each.words for each in _all if each.takes_long)

@@ -1,6 +1,6 @@
-"""Threads: which may touch what, work that follows other work, and work in shares on several cores.
+"""Threads: which may use which attributes, work that follows other work, and work on several cores.
 
-A class names the owner of its attributes with `confined`; DELTASYNC_CHECK_THREADS has each access checked.
+A class names the owners of its attributes with `confined`; DELTASYNC_CHECK_THREADS makes each access checked.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from weakref import WeakSet
 C = TypeVar("C", bound=type[Any])
 
 CHECKED = bool(os.environ.get("DELTASYNC_CHECK_THREADS"))
-_NAME_LENGTH = 15  # Linux takes no more.
-# Begins the names of the threads of models.
+_NAME_LENGTH = 15  # Linux allows no more.
+# Prefix of the names of models' threads.
 MODEL_PREFIX = "model-"
 
 _exempt = threading.local()
@@ -27,14 +27,14 @@ _named: "WeakSet[threading.Thread]" = WeakSet()
 
 
 class WrongThread(RuntimeError):
-    """A bug: a thread touched an attribute of another one."""
+    """A bug: a thread used an attribute that belongs to another one."""
 
 
 @dataclass(frozen=True)
 class ThreadOwner:
     """The thread that owns an attribute.
 
-    `read_by_all`: other threads may read the attribute, since it is replaced whole and never changed.
+    `read_by_all`: other threads may read the attribute, since it is replaced and never changed.
     """
 
     name: str
@@ -57,7 +57,7 @@ MODEL_THREAD = ThreadOwner("the model's thread", _in_model_thread)
 
 @contextlib.contextmanager
 def not_shared_yet() -> Iterator[None]:
-    """Inside the block, this thread may touch attributes of any owner: it made the object, and no other has it."""
+    """Inside the block, let this thread use attributes of any owner, because it made the object itself."""
     before = _is_exempt()
     _exempt.now = True
     try:
@@ -67,7 +67,7 @@ def not_shared_yet() -> Iterator[None]:
 
 
 def confined(**owners: ThreadOwner) -> Callable[[C], C]:
-    """Class decorator: the owners of attributes, from the end of the constructor on."""
+    """Class decorator that sets the owners of attributes, once the constructor has ended."""
 
     def decorate(kind: C) -> C:
         if CHECKED:
@@ -104,11 +104,11 @@ def _guard(kind: Any, owners: dict[str, ThreadOwner]) -> None:
 def _check(kind: type[Any], name: str, owner: ThreadOwner) -> None:
     if not owner.is_here() and not _is_exempt():
         here = threading.current_thread().name
-        raise WrongThread(f"{kind.__name__}.{name} belongs to {owner.name}, touched by thread {here}")
+        raise WrongThread(f"{kind.__name__}.{name} belongs to {owner.name}, but thread {here} used it")
 
 
 def name_threads() -> None:
-    """Give the system the names of all threads, for `top -H`, except the main one: its name is the process's."""
+    """Set the names of all threads in the system, for `top -H`, except the main one, which names the process."""
     for thread in set(threading.enumerate()) - set(_named) - {threading.main_thread()}:
         with contextlib.suppress(OSError):  # Linux only; or the thread has ended.
             Path(f"/proc/self/task/{thread.native_id}/comm").write_text(thread.name[:_NAME_LENGTH])
@@ -121,7 +121,7 @@ T = TypeVar("T")
 def after(first: "Future[Any]", executor: Executor, function: Callable[[], T]) -> "Future[T]":
     """Call `function` in `executor` as soon as `first` is done, and return the future of its result.
 
-    If `first` fails, the future is cancelled. Callbacks that `first` already has are called earlier.
+    If `first` fails, the future is cancelled. Callbacks that `first` already has run earlier.
     """
     following: Future[T] = Future()
 
@@ -142,23 +142,23 @@ def _fulfil(future: "Future[T]", function: Callable[[], T]) -> None:
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  # it goes to the waiter
+        except BaseException as error:  # noqa: BLE001  # The waiter gets the error.
             future.set_exception(error)
 
 
-# Memory limits work on many rows: more cores do not read it faster.
+# Memory bandwidth limits work on many rows, so that more cores do not help.
 _MOST_SHARES = 4
 # With fewer rows, waking a thread takes longer than it saves.
 _LEAST_ROWS = 1 << 16
 
 
 def in_shares(work: Callable[[slice], None], rows: int) -> None:
-    """Split rows into shares and work on them on several cores; return when all are done. Any thread.
+    """Split rows into shares and process them on several cores. Return when all are done. Any thread.
 
     `work` must release the interpreter's lock for most of its time.
 
     Raises:
-        the error of the first share that failed; other shares may be done.
+        the error of the first failed share; other shares may be done.
     """
     count = max(1, min(rows // _LEAST_ROWS, _cores(), _MOST_SHARES))
     first, *others = (slice(rows * share // count, rows * (share + 1) // count) for share in range(count))

@@ -1,22 +1,22 @@
-"""Waiting for the next change of something, or before the next try."""
+"""Waiting for the next change, or before the next attempt."""
 
 import asyncio
 import random
 from collections.abc import Awaitable, Coroutine, Iterator
 from typing import Any, Literal
 
-# Of `backoff`.
+# Bounds of `backoff`.
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 5.0
 
 
 class Signal:
-    """Something that changes now and then; used in one event loop."""
+    """A signal for changes, used in one event loop."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def changed(self) -> Coroutine[None, None, Literal[True]]:
-        """Return an awaitable for the next change from this call on."""
+        """Return an awaitable for the next change after this call."""
         return self._event.wait()
 
     def wake(self) -> None:
@@ -28,7 +28,7 @@ class Signal:
 async def first_of(
     *events: Awaitable[object], seconds: float | None, task: asyncio.Task[Any] | None = None
 ) -> None:
-    """Wait for the first of some events, or for a task to end (it is not cancelled), for at most `seconds`."""
+    """Wait for the first of some events, or for a task, which is not cancelled, for at most `seconds`."""
     waiting = [asyncio.ensure_future(each) for each in events]
     try:
         also = [task] if task else []
@@ -39,9 +39,9 @@ async def first_of(
 
 
 def backoff(longest_seconds: float | None = None) -> Iterator[float]:
-    """Seconds to wait before each further try: doubling, each with a random factor.
+    """Yield the seconds to wait before each further attempt: doubling, with a random factor.
 
-    Many clients fail at the same moment when a service stops. The factor spreads their returns.
+    Many clients fail at the same moment when a service stops. The factor spreads their attempts.
 
     Args:
         longest_seconds: upper bound of a pause; None means 5 seconds.

@@ -1,9 +1,9 @@
-"""Numbers, times, names and texts of peers, as people read them."""
+"""Readable forms of numbers, times, names and texts of peers."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-# Longest text of a peer, in characters.
+# Maximum length of a text from a peer, in characters.
 LONGEST_TEXT = 400
 
 
@@ -13,7 +13,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def are(number: int, noun: str) -> str:
-    """The same as the subject of a sentence: `1 row is`, `2 rows are`."""
+    """A counted noun as the subject of a sentence: `1 row is`, `2 rows are`."""
     return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"
 
 
@@ -31,7 +31,7 @@ def duration(seconds: float) -> str:
 
 
 def utc(unix_ns: int) -> str:
-    """A time, nanoseconds since 1970, in UTC, to the second: `2001-09-09T01:46:40Z`."""
+    """A time, in nanoseconds since 1970, as UTC with seconds: `2001-09-09T01:46:40Z`."""
     return datetime.fromtimestamp(unix_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -43,6 +43,6 @@ def listed(names: Iterable[str], most: int = 10) -> str:
 
 
 def printable(text: str, longest: int = LONGEST_TEXT) -> str:
-    """The text of a peer on one line, of at most `longest` characters; those that do not print are escaped."""
+    """Put the text of a peer on one line of at most `longest` characters, escaping unprintable ones."""
     shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[: longest + 1])
     return shown if len(shown) <= longest else f"{shown[: longest - 3]}..."

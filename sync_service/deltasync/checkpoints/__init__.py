@@ -1,1 +1,1 @@
-"""Checkpoints of models and their views: in a local folder, and in object storage. Internal."""
+"""Checkpoints of models and their views, in a local folder and in object storage. Internal."""

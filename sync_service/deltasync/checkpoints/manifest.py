@@ -1,11 +1,10 @@
-"""The manifest of a checkpoint: written last, so that a checkpoint exists whole or not at all.
+"""The manifest of a checkpoint, written last, so that a checkpoint exists completely or not at all.
 
 MODEL/manifests/ID.json     names all files of the checkpoint; its first line has a checksum of the rest
-MODEL/data/ID-NUMBER        rows, or records of the log, see `chunks`
+MODEL/data/ID-NUMBER        rows or log records, see `chunks`
 
-Checkpoints share files: each names those of its base and of the releases since, and has added one layer. Files
-with dirty rows are its own. An id
-begins with a number that is larger than in all checkpoints before it.
+Checkpoints share files: each names the files of its base and of the releases since, and adds one layer. Files with
+dirty rows are not shared. An id begins with a number that is larger than in all earlier checkpoints.
 """
 
 import json
@@ -22,19 +21,19 @@ from deltasync.checkpoints.chunks import CheckpointDamaged
 FORMAT = 1
 MANIFESTS, DATA = "manifests", "data"
 _ID = "[0-9]{20}-[0-9a-f]{8}"
-# Names of what this module's text lists, and of what a process was writing when it ended.
+# Names of the files above, and of files that a process was writing when it ended.
 _NAME = re.compile(rf"({_ID})(?:\.json|-[0-9]{{6}})(?:\.unfinished)?")
 _FIRST_LINE = re.compile(rb"deltasync checkpoint ([0-9]{1,9}) ([0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
 class TableKey:
-    """Which table this is.
+    """The identity of a table.
 
     Attributes:
-        owner: empty for a table of the model, else the consumer whose view has it.
+        owner: empty for a table of the model, otherwise the consumer whose view has it.
         name: the table's name.
-        born: version, or release, before which another table of that name was there.
+        born: version or release at which it replaced an earlier table of that name.
     """
 
     owner: str
@@ -44,14 +43,14 @@ class TableKey:
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A table as a checkpoint has it.
+    """A table in a checkpoint.
 
     Attributes:
-        key: which table.
+        key: the table.
         slot: its number in the chunks of all layers.
-        record: what its owner needs to make it again.
+        record: the data from which its owner makes it again.
         number: its newest stamp.
-        checksum: of all its rows.
+        checksum: the checksum of all its rows.
     """
 
     key: TableKey
@@ -71,13 +70,13 @@ class File:
 
 @dataclass(frozen=True)
 class Layer:
-    """Rows that have changed since the layer before, as they are at `version`, and the log's records of that time.
+    """Rows changed since the previous layer, as they are at `version`, and the log records of that time.
 
-    Of a table that the checkpoint before lacks, all rows are there.
+    If the previous checkpoint lacks a table, all its rows are included.
 
     Attributes:
-        rounds: files with rows. Those of one round have different rows; of a row in several the last one counts.
-        records: files with records.
+        rounds: files with rows. Within a round, files have different rows; across rounds, the last one counts.
+        records: files with log records.
     """
 
     version: int
@@ -91,26 +90,26 @@ class Layer:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files."""
+        """Size of all files in bytes."""
         return sum(file.bytes for file in self.files)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All that a checkpoint has.
+    """The content of a checkpoint.
 
     Attributes:
         model: the model's name.
-        histories: the ids of the histories that owners' numbers are of, by owner.
-        version: the version that the checkpoint is of.
+        histories: the ids of the histories to which the owners' numbers belong, by owner.
+        version: the version of the checkpoint.
         seal: the checksum of that version's seal.
         id: the checkpoint's id.
-        made_unix_ns: when it was complete.
-        tables: those of the model and of its views.
-        states: what else owners of tables must know to go on, by owner.
+        made_unix_ns: when it was completed, nanoseconds since 1970.
+        tables: the tables of the model and its views.
+        states: the other data that owners need to continue, by owner.
         layers: the base, then the releases since.
         dirty: files with the dirty rows of views.
-        slots: how many numbers of tables its layers use.
+        slots: number of table numbers that its layers use.
         small: small records of the log.
     """
 
@@ -134,12 +133,12 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """The manifest's own file."""
+        """The name of the manifest file."""
         return manifest_name(self.model, self.id)
 
     @property
     def rounds(self) -> list[Sequence[File]]:
-        """The files with rows, of all layers."""
+        """The files with rows in all layers."""
         return [files for layer in self.layers for files in layer.rounds]
 
     @property
@@ -149,22 +148,22 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all other files."""
+        """Size of all other files in bytes."""
         return sum(file.bytes for file in self.files)
 
     @property
     def new_bytes(self) -> int:
-        """Bytes of the files that the checkpoint before it does not have."""
+        """Size of the files that the previous checkpoint does not have, in bytes."""
         return self.layers[-1].bytes + sum(file.bytes for file in self.dirty)
 
 
 def manifest_name(model: str, id: str) -> str:  # noqa: A002
-    """The name of the manifest of a model's checkpoint."""
+    """The name of a checkpoint's manifest file."""
     return f"{model}/{MANIFESTS}/{id}.json"
 
 
 def pack_manifest(manifest: Manifest) -> bytes:
-    """A manifest as it is stored."""
+    """Encode a manifest."""
     content = asdict(manifest) | {
         "small": {name: value.decode("latin-1") for name, value in manifest.small.items()}
     }
@@ -173,18 +172,18 @@ def pack_manifest(manifest: Manifest) -> bytes:
 
 
 def unpack_manifest(name: str, stored: bytes) -> Manifest:
-    """The manifest that is stored as the file `name`.
+    """Decode the manifest in file `name`.
 
     Raises:
         CheckpointDamaged: it is damaged.
-        StorageFailed: it is of a later version of deltasync.
+        StorageFailed: a later version of deltasync wrote it.
     """
     first, _, body = stored.partition(b"\n")
-    found = _FIRST_LINE.fullmatch(first)
-    if not found or _checksum(int(found[1]), body) != found[2].decode():
+    match = _FIRST_LINE.fullmatch(first)
+    if not match or _checksum(int(match[1]), body) != match[2].decode():
         raise CheckpointDamaged(f"checkpoint {name} is damaged: its content does not fit its checksum")
-    if int(found[1]) != FORMAT:
-        text = f"checkpoint {name} is of format {int(found[1])}, this version reads {FORMAT}"
+    if int(match[1]) != FORMAT:
+        text = f"checkpoint {name} has format {int(match[1])}, this version reads {FORMAT}"
         raise StorageFailed(f"{text}: update deltasync")
     manifest = _manifest(json.loads(body))
     if manifest.name != name:
@@ -193,9 +192,9 @@ def unpack_manifest(name: str, stored: bytes) -> Manifest:
 
 
 def id_of(name: str) -> str:
-    """The id in the name of a file of a checkpoint; empty if the file is not one."""
-    found = _NAME.fullmatch(name.rpartition("/")[2])
-    return found[1] if found else ""
+    """The id in the name of a checkpoint's file; empty if it is another file."""
+    match = _NAME.fullmatch(name.rpartition("/")[2])
+    return match[1] if match else ""
 
 
 def _checksum(version: int, body: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Where files of checkpoints are: a folder, or object storage, by a URL that fsspec knows."""
+"""A place for checkpoint files: a folder, or object storage at a URL that fsspec supports."""
 
 import contextlib
 import errno
@@ -25,22 +25,22 @@ _ADVICE = {
     errno.EACCES: "give the service's user access to it",
     errno.EPERM: "give the service's user access to it",
     errno.EMFILE: "raise the number of files that the service may have open (ulimit -n), and restart it",
-    errno.ENOTDIR: "move away the file that is where a folder must be",
-    errno.EEXIST: "move away the file that is where a folder must be",
-    errno.EISDIR: "move away the folder that has its name",
+    errno.ENOTDIR: "move the file away that takes the place of a folder",
+    errno.EEXIST: "move the file away that takes the place of a folder",
+    errno.EISDIR: "move the folder of that name away",
 }
-_OTHERWISE = "look for errors of its volume in the system's log"
-# By which names file systems of fsspec list the time at which an object was written.
+_OTHERWISE = "look for errors of its volume in the system log"
+# Names under which fsspec file systems list the time at which an object was written.
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
 
 
 class PlaceFailed(StorageFailed):
-    """A place of checkpoints could not be read or written now; another try may succeed."""
+    """A place of checkpoints cannot be read or written at present; retrying may help."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A file: its name, its bytes, and when it was written, in seconds by the place's own clock if it has one."""
+    """A file: name, size, and time of writing in seconds by the place's own clock if it has one."""
 
     name: str
     bytes: int
@@ -48,25 +48,25 @@ class Stored:
 
 
 class Place:
-    """Files below one URL. Every method blocks; any thread.
+    """Files below one URL. Any thread may use it; every method blocks.
 
     Attributes:
         url: the URL.
-        damaged: names of files that this process has found damaged or missing.
+        damaged: names of files that this process saw damaged or missing.
     """
 
     def __init__(self, url: str, settings: Mapping[str, Any] | None = None) -> None:
-        """Use a folder, or object storage with `settings` as fsspec names them: endpoint_url and the like.
+        """Use a folder, or object storage with fsspec's `settings`, such as endpoint_url.
 
         Raises:
-            InvalidInput: there is no file system for such a URL.
+            InvalidInput: no file system supports the URL.
         """
         self.url, self.damaged = url, set[str]()
         self._in_use, self._lock = Counter[str](), threading.Lock()
         self._folder: Path | None = Path(url)
         if "://" in url:
             try:
-                import fsspec  # A service that has no URL needs none of it.
+                import fsspec  # Services without a URL do not need it.
 
                 self._files, self._root = fsspec.core.url_to_fs(url, **(settings or {}))
             except (ImportError, ValueError) as error:
@@ -75,7 +75,7 @@ class Place:
             self._folder = Path(self._root) if local else None
 
     def put(self, name: str, content: bytes | memoryview) -> None:
-        """Write a file, which is there whole and outlives a loss of power, or not at all.
+        """Write a file atomically and durably: after a crash it is complete or absent.
 
         Raises:
             PlaceFailed: it could not be written.
@@ -88,10 +88,10 @@ class Place:
         self.damaged.discard(name)
 
     def get(self, name: str) -> bytes:
-        """The content of a file.
+        """Read a file.
 
         Raises:
-            CheckpointDamaged: it is not there.
+            CheckpointDamaged: the file is missing.
             PlaceFailed: it could not be read.
         """
         with self._failures(name, "read"):
@@ -102,7 +102,7 @@ class Place:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
-        """Open a file to read it from its beginning; errors as from `get`."""
+        """Open a file for reading. Raises the errors of `get`."""
         if self._folder is None:
             yield io.BytesIO(self.get(name))
             return
@@ -118,13 +118,13 @@ class Place:
         with self._failures(folder, "listed"):
             prefix = f"{folder}/" if folder else ""
             try:
-                found = [Stored(prefix + name, size, modified) for name, size, modified in self._listed(folder)]
+                entries = [Stored(prefix + name, size, modified) for name, size, modified in self._listed(folder)]
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            return sorted(found, key=lambda each: each.name)
+            return sorted(entries, key=lambda each: each.name)
 
     def remove(self, name: str) -> None:
-        """Remove a file, unless it is gone.
+        """Remove a file if it exists.
 
         Raises:
             PlaceFailed: it could not be removed.
@@ -137,14 +137,14 @@ class Place:
                 self._files.rm_file(self._path(name))
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder, if it is one and empty; object storage has none."""
+        """Remove a folder if it exists and is empty. Object storage has no folders."""
         if self._folder:
             with contextlib.suppress(OSError):
                 (self._folder / name).rmdir()
 
     @contextlib.contextmanager
     def using(self, names: Iterable[str]) -> Iterator[None]:
-        """Keep this process from removing files as old meanwhile: by name, or by the id of a checkpoint."""
+        """Prevent this process from removing old files inside the block, by file name or checkpoint id."""
         some = list(names)
         with self._lock:
             self._in_use.update(some)
@@ -153,10 +153,10 @@ class Place:
         finally:
             with self._lock:
                 self._in_use.subtract(some)
-                self._in_use += Counter()  # Drops what nobody uses.
+                self._in_use += Counter()  # Drops names with a count of 0.
 
     def uses(self, name: str) -> bool:
-        """Whether a file, or a checkpoint by its id, is in use."""
+        """Whether a file name or checkpoint id is in use."""
         return name in self._in_use
 
     def _path(self, name: str) -> str:
@@ -165,7 +165,7 @@ class Place:
     def _listed(self, folder: str) -> Iterator[tuple[str, int, float | None]]:
         if self._folder:
             for path in list((self._folder / folder).iterdir()):
-                with contextlib.suppress(FileNotFoundError):  # It was removed, or has another name now.
+                with contextlib.suppress(FileNotFoundError):  # It was removed or renamed.
                     yield path.name, (stat := path.stat()).st_size, stat.st_mtime
             return
         self._files.invalidate_cache()
@@ -174,7 +174,7 @@ class Place:
 
     @contextlib.contextmanager
     def _failures(self, name: str, done: str) -> Iterator[None]:
-        """Turns whatever a file system raises into an error with its path, or URL, and a remedy."""
+        """Turn the errors of a file system into one with the path or URL and a remedy."""
         where = self._folder / name if self._folder else f"{self.url.rstrip('/')}/{name}"
         try:
             yield
@@ -182,8 +182,8 @@ class Place:
             if isinstance(error, FileNotFoundError) and done == "read":
                 raise CheckpointDamaged(f"checkpoints: {where} is missing") from error
             if not self._folder:
-                text = f"checkpoints: {where} cannot be {done} ({error!r}): check that the URL can be reached, "
-                raise PlaceFailed(f"{text}has room and allows it") from error
+                text = f"checkpoints: {where} cannot be {done} ({error!r}): check that the URL is reachable, "
+                raise PlaceFailed(f"{text}has room and permits it") from error
             if not isinstance(error, OSError):
                 raise
             advice = _ADVICE.get(error.errno or 0, _OTHERWISE)
@@ -194,7 +194,7 @@ def _put_file(path: Path, content: bytes | memoryview) -> None:
     make_folder(path.parent)
     made = path.with_name(path.name + UNFINISHED)
     try:
-        # Written through in pieces: a cut that waits for the same disk waits for one piece, and not for a file.
+        # Each piece is synced when written, so that a cut on the same disk waits for one piece, not for the file.
         file = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC, 0o666)
         try:
             left = memoryview(content)
@@ -211,11 +211,11 @@ def _put_file(path: Path, content: bytes | memoryview) -> None:
 
 
 def _modified(entry: Mapping[str, Any]) -> float | None:
-    """When an object was written, as far as its file system says so."""
-    found = next((entry[name] for name in _TIMES if entry.get(name) is not None), None)
-    if isinstance(found, str):
+    """When an object was written, if its file system reports it."""
+    value = next((entry[name] for name in _TIMES if entry.get(name) is not None), None)
+    if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            found = datetime.fromisoformat(found)
-    if isinstance(found, datetime):
-        return found.timestamp()
-    return float(found) if isinstance(found, int | float) else None
+            value = datetime.fromisoformat(value)
+    if isinstance(value, datetime):
+        return value.timestamp()
+    return float(value) if isinstance(value, int | float) else None

@@ -1,4 +1,4 @@
-"""The checkpoints of one model: in a local place, and perhaps the same files in another one, the remote place."""
+"""The checkpoints of one model: in a local place, and copies in a remote place if there is one."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ import numpy as np
 
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.progress import Progress
-from deltasync.checkpoints.chunks import Bytes, CheckpointChunk, CheckpointDamaged, LogRecord, read_chunks
+from deltasync.checkpoints.chunks import CheckpointChunk, CheckpointDamaged, LogRecord, read_chunks
 from deltasync.checkpoints.manifest import (
     DATA,
     MANIFESTS,
@@ -35,6 +35,7 @@ from deltasync.checkpoints.writing import CheckpointWriter, LayerFiles, Subject
 from deltasync.core.changes import Stamps
 from deltasync.core.rows import Ids
 from deltasync.core.stamped_table import StampedTable
+from deltasync.wire.row_messages import NotAsWritten
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -42,14 +43,14 @@ _THREADS = 4
 
 
 class Read(Protocol):
-    """Reads a file."""
+    """A function that reads a file."""
 
     def __call__(self, file: File, parse: Callable[[str, BinaryIO, int], T]) -> T:
-        """What `parse` makes of its path, of the open file and of the size that it must have."""
+        """Return the result of `parse` for the file's path, the open file and its expected size."""
 
 
 def in_order(work: Callable[[S], T], items: Iterable[S]) -> Iterator[tuple[S, T]]:
-    """Do some work in several threads, a few items ahead: each item and what came of it, in their order."""
+    """Process items in several threads, a few ahead. Yield each item with its result, in order."""
     threads = max(2, min(_THREADS, len(os.sched_getaffinity(0))))
     ahead = deque[tuple[S, Future[T]]]()
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoints") as pool:
@@ -67,54 +68,51 @@ def in_order(work: Callable[[S], T], items: Iterable[S]) -> Iterator[tuple[S, T]
 
 
 def load_rows(manifest: Manifest, tables: Sequence[StampedTable | None], read: Read) -> None:
-    """Set tables to what a checkpoint has, see `CheckpointStore.load`."""
+    """Set tables to the content of a checkpoint, see `CheckpointStore.load`."""
     pairs = zip(manifest.tables, tables, strict=True)
-    wanted = {entry.slot: (entry, table) for entry, table in pairs if table is not None}
+    selection = {entry.slot: (entry, table) for entry, table in pairs if table is not None}
 
     def load(path: str, opened: BinaryIO, size: int) -> None:
         for chunk in read_chunks(path, opened, size):
-            if chunk.slot in wanted:
-                _load_chunk(path, chunk, wanted[chunk.slot][1])
+            if chunk.slot in selection:
+                _load_chunk(path, chunk, selection[chunk.slot][1])
 
     total = sum(file.bytes for files in manifest.rounds for file in files)
     what = f"model {manifest.model!r}: loading the checkpoint of version {manifest.version}"
     progress = Progress(what, total, "bytes")
-    for files in manifest.rounds:  # Files of one round have different rows: their order does not matter.
+    for files in manifest.rounds:  # The files of one round have different rows, so their order does not matter.
         for file, _ in in_order(partial(read, parse=load), files):
             progress.add(file.bytes)
-    for (entry, table), _ in in_order(lambda each: each[1].recount(), wanted.values()):
+    for (entry, table), _ in in_order(lambda each: each[1].recount(), selection.values()):
         if (table.checksum, table.counts.newest) != (entry.checksum, entry.number):
-            found = f"checksum {table.checksum:016x} and number {table.counts.newest}"
+            state = f"checksum {table.checksum:016x} and number {table.counts.newest}"
             raise CheckpointDamaged(
-                f"{manifest.name}: table {entry.key.name!r} has {found} once it is loaded, "
+                f"{manifest.name}: table {entry.key.name!r} has {state} once it is loaded, "
                 f"expected {entry.checksum:016x} and {entry.number}"
             )
 
 
 def _load_chunk(path: str, chunk: CheckpointChunk, table: StampedTable) -> None:
-    name, spec, values = table.spec.name, table.spec, chunk.values
-    if values is not None:
-        if values.shape[1] != spec.dim * spec.dtype.itemsize:
-            raise CheckpointDamaged(f"{path} has rows of another width than table {name!r}")
-        values = values.view(spec.dtype)
-        wrong = np.flatnonzero(table.held_digests(values) != chunk.digests)
-        if len(wrong):
-            raise CheckpointDamaged(f"{path}: row {chunk.ids[wrong[0]]} of table {name!r} does not fit its digest")
     try:
-        table.load(chunk.ids, chunk.stamps, chunk.digests, values)
-    except InvalidInput as error:
+        rows = chunk.rows(table.spec)
+        digests = np.zeros(len(rows), np.uint64) if rows.digests is None else rows.digests
+        if not rows.deleted and len(wrong := np.flatnonzero(table.held_digests(rows.values) != digests)):
+            row = f"row {rows.ids[wrong[0]]} of table {table.spec.name!r}"
+            raise CheckpointDamaged(f"{path}: {row} does not match its digest")
+        table.load(rows.ids, chunk.stamps, digests, None if rows.deleted else rows.values)
+    except (InvalidInput, NotAsWritten) as error:
         raise CheckpointDamaged(f"{path}: {error}") from error
 
 
 logger = logging.getLogger(__name__)
 
 
-# Files of the remote place that are younger may be of a checkpoint that another process is still copying.
+# Younger files in the remote place may belong to a checkpoint that another process is still copying.
 _YOUNG_SECONDS = 3600.0
 
 
 class NotCopied(StorageFailed):
-    """A checkpoint is complete in the local place, but a copy of it elsewhere is not.
+    """A checkpoint is complete in the local place, but could not be copied to another one.
 
     Attributes:
         manifest: the checkpoint.
@@ -133,9 +131,9 @@ class Found:
     """The checkpoints of a model.
 
     Attributes:
-        manifests: those that can be read, newest first.
-        problems: what is wrong with others, in words.
-        unreachable: places, or files of them, that cannot be read now: they may have more. In words.
+        manifests: readable checkpoints, newest first.
+        problems: problems with others, in words.
+        unreachable: places or files that cannot be read at present and may have more checkpoints, in words.
     """
 
     manifests: list[Manifest]
@@ -144,7 +142,7 @@ class Found:
 
 
 def models_of(place: Place) -> list[str]:
-    """The models that a place has checkpoints of.
+    """The models with checkpoints in a place.
 
     Raises:
         PlaceFailed: it cannot be read.
@@ -154,18 +152,18 @@ def models_of(place: Place) -> list[str]:
 
 
 class CheckpointStore:
-    """The checkpoints of one model. Every method blocks; any thread.
+    """The checkpoints of one model. Any thread may use it; every method blocks.
 
     Attributes:
-        copied_version: version of the newest checkpoint in the remote place that this process knows of; 0 = none.
+        copied_version: newest version in the remote place that this process knows; 0 = none.
     """
 
     def __init__(self, model: str, local: Place, remote: Place | None = None) -> None:
-        """Use a local place, which is this process's alone, and perhaps a remote one for the same files."""
+        """Use a local place, which belongs to this process alone, and optionally a remote one."""
         self.copied_version = 0
         self._model, self._local, self._remote = model, local, remote
-        self._newest_id = ""  # Of all that this process has seen.
-        # The last two manifests that this process has loaded or written: the log may begin after the older one.
+        self._newest_id = ""  # The largest id that this process has seen.
+        # The last two manifests that this process loaded or wrote; the log may begin after the older one.
         self._used = {place: deque[str]([], 2) for place in self._places}
         self._writing, self._copying = threading.Lock(), threading.Lock()
 
@@ -188,44 +186,44 @@ class CheckpointStore:
         )
 
     def _found(self, place: Place) -> Found:
-        found = Found([], [], [])
+        result = Found([], [], [])
         try:
             for each in reversed(self._stored_manifests(place)):
                 try:
-                    found.manifests.append(unpack_manifest(each.name, place.get(each.name)))
+                    result.manifests.append(unpack_manifest(each.name, place.get(each.name)))
                 except PlaceFailed as error:
-                    found.unreachable.append(str(error))
+                    result.unreachable.append(str(error))
                 except StorageFailed as error:
-                    found.problems.append(f"{place.url}: {error}")
+                    result.problems.append(f"{place.url}: {error}")
         except PlaceFailed as error:
-            found.unreachable.append(str(error))
-        return found
+            result.unreachable.append(str(error))
+        return result
 
     def _stored_manifests(self, place: Place) -> list[Stored]:
-        """Oldest first."""
+        """The manifest files, oldest first."""
         listed = place.names(f"{self._model}/{MANIFESTS}")
-        found = [each for each in listed if each.name == manifest_name(self._model, id_of(each.name))]
-        self._newest_id = max([self._newest_id, *(id_of(each.name) for each in found)])
-        return found
+        manifests = [each for each in listed if each.name == manifest_name(self._model, id_of(each.name))]
+        self._newest_id = max([self._newest_id, *(id_of(each.name) for each in manifests)])
+        return manifests
 
     def load(self, manifest: Manifest, tables: Sequence[StampedTable | None]) -> None:
-        """Set tables, which have never changed, to what a checkpoint has. Files that the local place lacks, or has
-        damaged, are fetched from the remote one.
+        """Set new tables to the content of a checkpoint. Files that are missing or damaged in the local place are
+        fetched from the remote one.
 
         Args:
             manifest: the checkpoint.
-            tables: in the order of `manifest.tables`; None = the table is not needed. They may have more rows.
+            tables: tables in the order of `manifest.tables`, perhaps with more rows; None to skip one.
 
         Raises:
-            CheckpointDamaged: a file is missing or damaged, which the message names, or the tables are not as they
-                were. The tables have some of the rows then.
-            PlaceFailed: a file cannot be read now. The tables have some of the rows then.
-            StorageFailed: it is of a later version of deltasync.
+            CheckpointDamaged: a file is missing or damaged, and named in the message, or the loaded tables have
+                other checksums. Some rows may be loaded.
+            PlaceFailed: a file cannot be read at present. Some rows may be loaded.
+            StorageFailed: a later version of deltasync wrote the checkpoint.
         """
         with self._using(manifest):
             if self._remote:
                 lacking = set(manifest.files) - self._whole(self._local)
-                for _ in in_order(partial(self._read, parse=_checked), lacking):  # Several at a time.
+                for _ in in_order(partial(self._read, parse=_checked), lacking):  # Fetches several at a time.
                     pass
             load_rows(manifest, tables, self._read)
         for place in self._places:
@@ -238,39 +236,39 @@ class CheckpointStore:
 
     def rows_of(
         self, manifest: Manifest, owner: str | None = None
-    ) -> Iterator[tuple[TableEntry, Ids, Stamps, Bytes | None]]:
-        """The rows of a checkpoint, of all tables or of one owner's: table, ids, stamps, and values ([n, bytes of
-        a row]; None if the rows are deleted). A row may come several times: the last time counts.
+    ) -> Iterator[tuple[TableEntry, CheckpointChunk]]:
+        """Read the rows of a checkpoint with their tables, of all owners or one. If a row occurs several times,
+        the last one counts.
 
         Raises:
-            StorageFailed: a file is missing or damaged, or cannot be read now.
+            StorageFailed: a file is missing or damaged, or cannot be read at present.
         """
         entries = {entry.slot: entry for entry in manifest.tables if owner in (None, entry.key.owner)}
         for chunk in self._chunks(manifest, [file for files in manifest.rounds for file in files]):
             if entry := entries.get(chunk.slot):
-                yield entry, chunk.ids, chunk.stamps, chunk.values
+                yield entry, chunk
 
     def dirty(self, manifest: Manifest) -> dict[TableKey, tuple[Ids, Stamps]]:
-        """The dirty rows ([n], ascending) of views' tables, and the versions since which they are dirty [n].
+        """The dirty rows of views' tables ([n], ascending), and the versions since which they are dirty ([n]).
 
         Raises:
             CheckpointDamaged: a file is missing or damaged.
-            PlaceFailed: a file cannot be read now.
+            PlaceFailed: a file cannot be read at present.
         """
         keys = {entry.slot: entry.key for entry in manifest.tables}
-        found = dict[TableKey, list[CheckpointChunk]]()
+        chunks = dict[TableKey, list[CheckpointChunk]]()
         for chunk in self._chunks(manifest, manifest.dirty):
-            found.setdefault(keys[chunk.slot], []).append(chunk)
+            chunks.setdefault(keys[chunk.slot], []).append(chunk)
         return {
             key: (np.concatenate([each.ids for each in some]), np.concatenate([each.stamps for each in some]))
-            for key, some in found.items()
+            for key, some in chunks.items()
         }
 
     def records(self, manifest: Manifest) -> Iterator[LogRecord]:
-        """The log's records that a checkpoint has, oldest layer first; some may be newer than its version.
+        """Read the log records of a checkpoint, oldest layer first; some may be newer than its version.
 
         Raises:
-            StorageFailed: a file is missing or damaged, or cannot be read now.
+            StorageFailed: a file is missing or damaged, or cannot be read at present.
         """
         for chunk in self._chunks(manifest, [file for layer in manifest.layers for file in layer.records]):
             yield from chunk.records()
@@ -283,7 +281,7 @@ class CheckpointStore:
                 yield from chunks
 
     def _read(self, file: File, parse: Callable[[str, BinaryIO, int], T]) -> T:
-        """What `parse` makes of a file, from its path, the open file and the size that it must have."""
+        """Parse a file; see `Read`."""
         try:
             with self._local.open(file.name) as opened:
                 return parse(f"{self._local.url}/{file.name}", opened, file.bytes)
@@ -297,18 +295,18 @@ class CheckpointStore:
             parsed = parse(f"{self._remote.url}/{file.name}", io.BytesIO(content), file.bytes)
         except (CheckpointDamaged, PlaceFailed) as error:
             _note_damage(self._remote, file, error)
-            # Lost only if it is in neither: what cannot be read now may be whole.
+            # The file is lost only if neither place has it; an unreachable one may.
             kind = PlaceFailed if PlaceFailed in (type(here), type(error)) else CheckpointDamaged
             raise kind(f"{here}; {error}") from error
         try:
             self._local.put(file.name, content)
             logger.info("fetched from %s: %s", self._remote.url, here)
-        except PlaceFailed as error:  # The next checkpoint is a base, which needs none of it.
+        except PlaceFailed as error:  # The next checkpoint then is a base, which does not need the file.
             logger.warning("%s", error)
         return parsed
 
     def is_sound(self, manifest: Manifest) -> bool:
-        """Whether all files of a checkpoint are in one place or the other, and not known to be damaged there."""
+        """Whether one of the places has each file of a checkpoint, not known to be damaged."""
         whole = [self._whole(place) for place in self._places]
         return all(any(file in files for files in whole) for file in manifest.files)
 
@@ -316,18 +314,18 @@ class CheckpointStore:
         return _whole_of(place, place.names(f"{self._model}/{DATA}"))
 
     def verify(self) -> list[str]:
-        """Read every file of every checkpoint in both places: what is wrong, in words that name the files.
+        """Read every file of every checkpoint in both places. Return the problems, which name the files.
 
-        After that, no checkpoint is built upon a file that was found damaged.
+        Later checkpoints do not build on files that turn out to be damaged.
         """
         problems = list[str]()
         for place in self._places:
-            found = self._found(place)
-            problems += found.problems + found.unreachable
-            files = list({file.name: file for each in found.manifests for file in each.files}.values())
+            listing = self._found(place)
+            problems += listing.problems + listing.unreachable
+            files = list({file.name: file for each in listing.manifests for file in each.files}.values())
             what = f"model {self._model!r}: reading the checkpoints in {place.url}"
             progress = Progress(what, sum(file.bytes for file in files), "bytes")
-            with self._using(*found.manifests):
+            with self._using(*listing.manifests):
                 for file, problem in in_order(partial(_problem_of, place), files):
                     problems += [problem] if problem else []
                     progress.add(file.bytes)
@@ -341,16 +339,15 @@ class CheckpointStore:
         previous: Manifest | None,
         limit: int,
     ) -> Manifest:
-        """Write a checkpoint to the local place while cuts go on: what has changed since the previous one, or a
-        new base.
+        """Write a checkpoint to the local place while cuts continue: recent changes, or a new base.
 
         Args:
             subject: the model and its views.
-            previous: the checkpoint that the tables were loaded from or that was written last; None = a new base.
-            limit: bytes that are copied in one turn at the end.
+            previous: the checkpoint last loaded or written; None = write a new base.
+            limit: bytes to copy in one turn at the end.
 
         Raises:
-            DamagedRows: rows do not fit their digests.
+            DamagedRows: rows do not match their digests.
             StorageFailed: it could not be written.
         """
         with self._writing:
@@ -363,7 +360,7 @@ class CheckpointStore:
                     manifest = writer.write(self._model, new)
                     self._local.put(manifest.name, pack_manifest(manifest))
                 except BaseException:
-                    # The manifest first: the files that it names must not be missing.
+                    # Remove the manifest first, so that it never names missing files.
                     with contextlib.suppress(StorageFailed):
                         for name in (manifest_name(self._model, new), *files.names):
                             self._local.remove(name)
@@ -372,7 +369,7 @@ class CheckpointStore:
         return manifest
 
     def _next_id(self) -> str:
-        """An id after all that are known, whatever the clock says."""
+        """An id larger than all known ones, whatever the clock shows."""
         self._stored_manifests(self._local)
         number = max(time.time_ns(), int(self._newest_id.partition("-")[0] or 0) + 1)
         self._newest_id = f"{number:020d}-{os.urandom(4).hex()}"
@@ -389,10 +386,10 @@ class CheckpointStore:
         """Copy a checkpoint to another place: the files that it lacks, then the manifest.
 
         Raises:
-            NotCopied: that failed; the next copy needs only what is missing.
+            NotCopied: it failed; the next copy sends only missing files.
         """
         what = f"model {self._model!r}: copying a checkpoint to {place.url}"
-        # `remove_all` must not be overtaken by what is copied to a place that it removes from.
+        # A copy to the remote place must not overlap with `remove_all`.
         turn = self._copying if place is self._remote else contextlib.nullcontext()
         try:
             with turn, self._using(manifest):
@@ -402,7 +399,7 @@ class CheckpointStore:
                 for file, _ in in_order(partial(self._copy_file, place), lacking):
                     check()
                     progress.add(file.bytes)
-                # For another process, files may be old that no checkpoint had named so far.
+                # Another process may have removed files as old that no checkpoint named before.
                 for file in there - self._whole(place):
                     raise PlaceFailed(f"checkpoints: {place.url}/{file.name} was removed while others were copied")
                 place.put(manifest.name, pack_manifest(manifest))
@@ -415,12 +412,11 @@ class CheckpointStore:
     # Removing.
 
     def remove_old(self, keep: int, keep_seconds: float = 0.0, *, remote: bool = False) -> None:
-        """Remove all checkpoints of the local or the remote place but the newest `keep` that have all their files
-        there, and those written at most `keep_seconds` before the newest; then the files that none of them names.
-        Files in use stay, and the last two checkpoints that this process has loaded or written: the log may begin
-        after the older one.
+        """Remove old checkpoints, and then files that no remaining one names, in the local or the remote place.
 
-        Only the clock that has dated files says how old they are: that of their place.
+        It keeps the newest `keep` checkpoints that are complete there, those written at most `keep_seconds`
+        before the newest, and the last two that this process loaded or wrote, since the log may begin after the
+        older one. Files in use stay. Ages come from the clock of the place.
 
         Raises:
             StorageFailed: the place could not be read or written; the rest is removed next time.
@@ -428,8 +424,8 @@ class CheckpointStore:
         place = self._remote if remote else self._local
         if place is None:
             return
-        # Both before the manifests are listed: of a checkpoint that is being written, either its manifest is among
-        # them, or its files are not in these lists.
+        # List these before the manifests: of a checkpoint being written, either the manifest is among the
+        # manifests, or its files are not in these lists.
         listed = place.names(f"{self._model}/{DATA}")
         data = [each for each in listed if not self._in_use(each)]
         unfinished = [each for each in place.names(f"{self._model}/{MANIFESTS}") if UNFINISHED in each.name]
@@ -446,7 +442,7 @@ class CheckpointStore:
             try:
                 kept.append(unpack_manifest(each.name, place.get(each.name)))
             except CheckpointDamaged:
-                unreadable = True  # Nobody knows what it names; it goes once enough others are newer.
+                unreadable = True  # Its file names are unknown. It is removed once enough newer ones exist.
                 continue
             sound += whole.issuperset(kept[-1].files)
         named = {file.name for each in kept for file in each.files}
@@ -462,14 +458,14 @@ class CheckpointStore:
         return self._local.uses(name) or self._local.uses(id_of(name))
 
     def remove_all(self) -> None:
-        """Remove all checkpoints from both places, without a trace.
+        """Remove all checkpoints and folders from both places.
 
         Raises:
             StorageFailed: a place could not be read or written; the rest is removed next time.
         """
         with self._writing, self._copying:
             for place in self._places:
-                for folder in (MANIFESTS, DATA):  # In this order: a checkpoint is there whole, or not at all.
+                for folder in (MANIFESTS, DATA):  # In this order, so that no manifest names missing files.
                     for each in place.names(f"{self._model}/{folder}"):
                         if id_of(each.name):
                             place.remove(each.name)
@@ -478,7 +474,7 @@ class CheckpointStore:
             self.copied_version = 0
 
     def _using(self, *manifests: Manifest) -> contextlib.AbstractContextManager[None]:
-        """Keep the files of checkpoints from being removed as old by this process meanwhile."""
+        """Prevent this process from removing the files of checkpoints inside the block."""
         names = (name for each in manifests for name in (each.name, *(file.name for file in each.files)))
         return self._local.using(names)
 
@@ -494,7 +490,7 @@ def _note_damage(place: Place, file: File, error: StorageFailed) -> None:
 
 
 def _checked(path: str, opened: BinaryIO, size: int) -> bytes:
-    """The content of a file, which is what was written."""
+    """Read a file and check it against its checksums."""
     content = opened.read()
     for _ in read_chunks(path, io.BytesIO(content), size):
         pass
@@ -502,7 +498,7 @@ def _checked(path: str, opened: BinaryIO, size: int) -> bytes:
 
 
 def _problem_of(place: Place, file: File) -> str:
-    """What is wrong with a file; empty if nothing is."""
+    """The problem with a file; empty if there is none."""
     try:
         with place.open(file.name) as opened:
             for _ in read_chunks(f"{place.url}/{file.name}", opened, file.bytes):

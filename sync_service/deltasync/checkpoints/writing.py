@@ -1,6 +1,6 @@
-"""Writing a checkpoint while cuts go on: rows block by block as they are, then a small rest at one version.
+"""Writing a checkpoint while cuts continue: rows in blocks, then a small rest at one version.
 
-Blocks are copied on the model's thread and stored on the thread that writes, in turns: a cut waits for one block.
+Blocks are copied on the model's thread and stored on the writing thread, in turns: a cut waits for one block.
 """
 
 import logging
@@ -24,29 +24,29 @@ from deltasync.core.tables import TableSpec
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Which: TypeAlias = tuple[str, TableKey]  # With the history that the owner has.
-_Copy: TypeAlias = tuple[PreCopy, list[tuple[StampedTable, int]]]  # Of tables, and their numbers in chunks.
+_Which: TypeAlias = tuple[str, TableKey]  # With the owner's history.
+_Copy: TypeAlias = tuple[PreCopy, list[tuple[StampedTable, int]]]  # Tables with their numbers in chunks.
 
-# Copied in one turn on the model's thread, which takes less than a millisecond.
+# Bytes copied in one turn on the model's thread, which takes less than a millisecond.
 TURN_BYTES = 2 << 20
-# A new base is written once the releases since would take more than this share of the base. So about 1.7 bytes are
-# written for each byte that changes, bases included, and loading reads at most 2.5 times as much as a base has.
+# A new base is written once the releases since would exceed this share of the base. This costs about 1.7 bytes
+# written for each changed byte, bases included, and loading reads at most 2.5 times the size of a base.
 _RELEASES_SHARE = 1.5
-# And once there are as many layers, since each has files of its own.
+# A base is also written at this number of layers, since each has its own files.
 _MOST_LAYERS = 256
-# What a chunk has of each row besides its values: id, stamp and digest.
+# Bytes of each row in a chunk in addition to values: id, stamp and digest.
 _ROW_BYTES = 24
-# Id, and the version since which it is dirty.
+# Id, and the version since which the row is dirty.
 _DIRTY_ROW_BYTES = 16
 _PAUSE_SECONDS = 0.01
-# After each store of full files the writer rests for as many times as long as that took: it takes at most a third
-# of a core, and of the disk, from the cuts that go on meanwhile.
+# After storing full files, the writer sleeps for this multiple of the time that it took. It thus uses at most a
+# third of a core and of the disk while cuts continue.
 _REST = 2.0
 _LONGEST_REST_SECONDS = 1.0
-# The rest is stored in pieces of as many full files, where it is larger.
+# Full files are stored in groups of this size.
 _FULL_FILES = 4
-# A view whose release is under way for longer is left out. Where the log is too full to take that release, only a
-# checkpoint makes room in it.
+# A view whose release has been pending for longer is left out. If the log is too full for that release, only a
+# checkpoint makes room.
 PATIENCE_SECONDS = 60.0
 
 
@@ -55,11 +55,11 @@ class SourceTable:
     """A table to write to a checkpoint.
 
     Attributes:
-        key: which table.
+        key: the table.
         table: its rows.
-        record: what its owner needs to make it again.
-        dirty: its dirty rows ([n], ascending), and the versions since which they are dirty [n]. Both arrays never
-            change.
+        record: the data from which its owner makes it again.
+        dirty: its dirty rows ([n], ascending), and the versions since which they are dirty ([n]). Both arrays are
+            immutable.
     """
 
     key: TableKey
@@ -73,45 +73,45 @@ class Source(Protocol):
 
     @property
     def owner(self) -> str:
-        """As in the keys of its tables."""
+        """The owner in the keys of its tables."""
 
     @property
     def history(self) -> str:
-        """The id of the history that its numbers are of: with another one, its tables are others."""
+        """The id of the history to which its numbers belong. Tables of another history are different tables."""
 
     def checkpoint_tables(self) -> Sequence[SourceTable]:
-        """The tables that it has now."""
+        """The present tables."""
 
     def checkpoint_state(self) -> Mapping[str, Any] | None:
-        """What it needs besides its tables to go on from them, as JSON; None while it cannot be said."""
+        """The JSON data it needs, besides its tables, to continue; None while that is unknown."""
 
 
 class Subject(Protocol):
-    """A model and its views, of which a checkpoint is written. Used on the thread that writes, or as stated."""
+    """The model and views of a checkpoint. Used on the writing thread unless stated otherwise."""
 
     def run(self, function: Callable[[], T], /) -> T:
         """Run a function on the model's thread, wait for it, and return its result."""
 
     def position(self) -> Position:
-        """The version that the tables are at. On the model's thread; may raise to break off."""
+        """The version of the tables. On the model's thread; an error stops the checkpoint."""
 
     def sources(self) -> Sequence[Source]:
-        """The model, and the views that it has at this moment. On the model's thread; may raise to break off."""
+        """The model and its present views. On the model's thread; an error stops the checkpoint."""
 
     def small_records(self) -> Mapping[str, bytes]:
-        """Read the small records of the log that a start elsewhere needs.
+        """Read the small log records that a start elsewhere needs.
 
-        Called before the version of the checkpoint is known, so that none is newer.
+        Called before the checkpoint's version is fixed, so that no record is newer.
         """
 
     def log_records(self, before: Manifest | None) -> Iterable[LogRecord]:
-        """Read the log's records that a checkpoint does not have; all if it is None."""
+        """Read the log records that checkpoint `before` lacks; all records if it is None."""
 
     def in_haste(self) -> bool:
-        """Whether to write as fast as possible, rather than leave most of processor and disk to cuts."""
+        """Whether to write as fast as possible instead of leaving most of the processor and disk to cuts."""
 
     def check(self) -> None:
-        """Raise to break off. Called often."""
+        """Raise an error to stop the checkpoint. Called often."""
 
 
 @dataclass(frozen=True)
@@ -122,31 +122,31 @@ class _Moment:
     histories: Mapping[str, str]
     tables: Sequence[TableEntry]
     states: Mapping[str, Mapping[str, Any]]
-    dirty: Sequence[tuple[int, Ids, Stamps]]  # With the tables' numbers in chunks.
+    dirty: Sequence[tuple[int, Ids, Stamps]]  # With the numbers of tables in chunks.
 
 
 class LayerFiles:
-    """The files of a layer: one thread fills them, then another stores those that are full, and so on in turns.
+    """The files of a layer. In turns, one thread fills them and another stores the full ones.
 
     Attributes:
-        names: those that were stored, or were about to be.
+        names: files that were stored, or whose storing began.
     """
 
     def __init__(self, place: Place, prefix: str) -> None:
         self.names = list[str]()
         self._place, self._prefix = place, prefix
-        # None = a round begins.
+        # None marks the beginning of a round.
         self._filling, self._full, self._spare = ChunkFile(), list[ChunkFile | None](), list[ChunkFile]()
         self._filling.take_memory()
         self._rounds = [list[File]()]
 
     def add(self, chunk: Callable[[ChunkFile], bool]) -> None:
-        """Add a chunk to the file that is being filled, or else to the next one."""
+        """Add a chunk to the present file, or to the next one if it is full."""
         while not chunk(self._filling):
             self._next_file()
 
     def next_round(self) -> None:
-        """Begin a new round: what follows may have the same rows again."""
+        """Begin a new round, in which rows may occur again."""
         self._next_file()
         self._full.append(None)
 
@@ -158,10 +158,10 @@ class LayerFiles:
             self._filling = self._spare.pop() if self._spare else ChunkFile()
 
     def store(self) -> bool:
-        """Store the files that are full, and have an empty one ready; returns whether there were any.
+        """Store the full files, and prepare an empty one. Return whether there were any.
 
         Raises:
-            PlaceFailed: one could not be stored.
+            PlaceFailed: a file could not be stored.
         """
         full = bool(self._full)
         for file in self._full:
@@ -174,13 +174,13 @@ class LayerFiles:
             file.clear()
             self._spare.append(file)
         self._full.clear()
-        if not self._spare:  # The thread that fills files has no time to take memory.
+        if not self._spare:  # The thread that fills files must not wait for memory.
             self._spare.append(ChunkFile())
             self._spare[-1].take_memory()
         return full
 
     def end(self) -> list[list[File]]:
-        """Store what is left; returns all rounds since the last call."""
+        """Store the remaining files. Return all rounds since the last call."""
         self._next_file()
         self.store()
         rounds, self._rounds = self._rounds, [[]]
@@ -191,7 +191,7 @@ class CheckpointWriter:
     """Writes one checkpoint. Blocks.
 
     Attributes:
-        files: its files.
+        files: the checkpoint's files.
     """
 
     def __init__(
@@ -208,16 +208,16 @@ class CheckpointWriter:
         self._limit = limit
         self._before = dict[_Which, TableEntry]()
         self._slots = 0
-        # The tables that are being copied, by their numbers in chunks.
+        # The tables being copied, by their numbers in chunks.
         self._slot_of = dict[_Which, int]()
         self._following = dict[int, StampedTable]()
         self._copies = list[_Copy]()
-        self._unended = list[_Copy]()  # Those that have not yet said that another round would not help.
-        self._newest = 0, -1  # Table and row of the newest block's end: within a round they ascend.
+        self._unended = list[_Copy]()  # Copies that may need another round.
+        self._newest = 0, -1  # Table and row at the end of the newest block; ascending within a round.
         self._waited = 0.0
 
     def write(self, model: str, id: str) -> Manifest:  # noqa: A002
-        """Write all but the manifest of the checkpoint `id`, and return that."""
+        """Write the files of checkpoint `id` except its manifest, and return the manifest."""
         run = self._subject.run
         unhurried = run(self._begin)
         progress = Progress(f"model {model!r}: writing a checkpoint", unhurried, "bytes")
@@ -229,11 +229,11 @@ class CheckpointWriter:
             if done:
                 progress.add(done)
                 unhurried -= done
-                # Rows that change meanwhile are copied without a rest: they could change faster than with rests.
+                # Rows changed meanwhile are copied without a pause, because they might change faster otherwise.
                 if stored and unhurried > 0 and not self._subject.in_haste():
                     time.sleep(min(_REST * (time.monotonic() - began), _LONGEST_REST_SECONDS))
             elif kept is None:
-                # Before the last turn: nothing that they name is newer than the checkpoint.
+                # Read before the last turn, so that no record is newer than the checkpoint.
                 kept = self._subject.small_records()
             else:
                 time.sleep(_PAUSE_SECONDS)
@@ -246,7 +246,7 @@ class CheckpointWriter:
         for slot, ids, since in done.dirty:
             for start in range(0, len(ids), rows := CHUNK_BYTES // _DIRTY_ROW_BYTES):
                 some = slice(start, start + rows)
-                self._files.add(partial(ChunkFile.add_stamps, slot=slot, ids=ids[some], stamps=since[some]))
+                self._files.add(partial(ChunkFile.add_dirty, slot=slot, ids=ids[some], since=since[some]))
                 self._files.store()
         dirty = [file for files in self._files.end() for file in files]
         layers = self._previous.layers if self._previous else ()
@@ -265,10 +265,10 @@ class CheckpointWriter:
             small=kept or {},
         )
 
-    # On the model's thread.
+    # The methods below run on the model's thread.
 
     def _begin(self) -> int:
-        """Decide between a base and a release; returns about how many bytes are to be copied."""
+        """Choose between a base and a release. Return the approximate bytes to copy."""
         position, tables = self._subject.position(), self._tables()
         if self._previous and not self._goes_on_from(self._previous, position, tables):
             self._previous = None
@@ -295,7 +295,7 @@ class CheckpointWriter:
         return {(source.history, each.key): each for source in sources for each in source.checkpoint_tables()}
 
     def _follow(self, tables: Mapping[_Which, SourceTable]) -> None:
-        """Begin to copy new tables, and stop copying those that were removed."""
+        """Start copying new tables, and stop copying removed ones."""
         following, new = dict[int, StampedTable](), dict[int, int]()
         for which, each in tables.items():
             before = self._before.get(which)
@@ -310,14 +310,14 @@ class CheckpointWriter:
         if new:
             copy = PreCopy([following[slot] for slot in new], list(new.values()), self._limit)
             self._copies.append((copy, [(following[slot], slot) for slot in new]))
-            # New tables first: what is left of the others may grow meanwhile, so they go on after that.
+            # New tables go first. The rest of the others may grow meanwhile, so they continue afterwards.
             self._unended = list(self._copies)
 
     def _turn(self, *, last: bool) -> int | _Moment:
-        """Copy some rows. In the last turn, once only a small rest is left, copy that as well.
+        """Copy some rows. In the last turn, once only a small rest is left, copy that too.
 
         Returns:
-            How many bytes were copied; 0 = only the rest is left. Or, after the last turn, the tables.
+            The number of bytes copied, 0 if only the rest is left; or the tables, after the last turn.
         """
         position = self._subject.position()
         if copied := self._copy_blocks(self._unended):
@@ -329,9 +329,9 @@ class CheckpointWriter:
         states = {each.owner: state for each in sources if (state := each.checkpoint_state()) is not None}
         if waiting := [each.owner for each in sources if each.owner not in states]:
             if self._waited < PATIENCE_SECONDS or "" in waiting:
-                self._copy_blocks(list(self._copies))  # Else what is left would grow meanwhile.
+                self._copy_blocks(list(self._copies))  # Otherwise the rest would grow meanwhile.
                 return 0
-            text = "a checkpoint is written without the views of consumers %s: their releases do not reach the log"
+            text = "writing a checkpoint without the views of consumers %s: the log does not take their releases"
             logger.warning(text, ", ".join(waiting))
         self._files.next_round()
         for copy, copied_tables in self._copies:
@@ -343,8 +343,8 @@ class CheckpointWriter:
         return _Moment(position, histories, [_entry(slot, each) for slot, each in there], states, dirty)
 
     def _copy_blocks(self, unended: list[_Copy]) -> int:
-        """Copy as many rows as one turn takes, the last of the copies first; those that end are removed from the
-        list, as they would go on with another round for ever. Returns the rows' bytes.
+        """Copy the rows of one turn, beginning with the last copy. Remove finished copies from the list, because
+        with another round each they would never end. Return the bytes of the rows.
         """
         copied = 0
         while copied < TURN_BYTES and unended:
@@ -362,7 +362,7 @@ class CheckpointWriter:
         return copied
 
     def _copy(self, table: StampedTable, slot: int, ids: Ids) -> int:
-        """Copy rows as they are now; returns their bytes."""
+        """Copy the present rows, and return their size in bytes."""
         if self._following.get(slot) is table:  # Otherwise it was removed.
             rows = max(1, CHUNK_BYTES // table.spec.row_bytes)
             deleted = table.deleted(ids)

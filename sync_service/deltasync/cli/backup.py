@@ -23,15 +23,15 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     type=_FOLDER,
     default=None,
     show_default=False,
-    allow_from_autoenv=False,  # There it names the data directory of the service that is asked.
-    help="Back up this data directory, of a service that is stopped, instead of asking one.",
+    allow_from_autoenv=False,  # The variable is meant for `serve`.
+    help="Back up this data directory of a stopped service instead of a running one.",
 )
 @operator_options(changes=True)
 def backup(url: str, data_dir: Path | None, service: Endpoint) -> None:
-    """Copy everything that a running service keeps to URL: a folder, as an absolute path on the service's machine,
-    or object storage, s3://BUCKET/PATH. It must be new or empty. With --data-dir, a folder is on this machine.
+    """Back up a running service to URL: an absolute path of a folder on the service's machine, or object storage,
+    s3://BUCKET/PATH. It must be new or empty. With --data-dir, the folder is on this machine.
 
-    Trainers and replicas go on meanwhile. The backup is complete once this command says so.
+    Trainers and replicas continue during the backup. It is complete once this command reports it.
     """
     if data_dir is None and "://" not in url and not Path(url).is_absolute():
         raise click.UsageError(
@@ -42,7 +42,7 @@ def backup(url: str, data_dir: Path | None, service: Endpoint) -> None:
         with waiting_for(service):
             made = Admin(service).backup(url)
         files, size = made["files"], made["bytes"]
-    else:  # Imported only now: a call of a service needs none of it.
+    else:  # Imported late, as asking a service needs none of it.
         from deltasync.service.backup import back_up_offline
 
         copied = back_up_offline(data_dir, url)
@@ -52,15 +52,15 @@ def backup(url: str, data_dir: Path | None, service: Endpoint) -> None:
 
 @click.command(context_settings=CONTEXT)
 @click.argument("url")
-@click.option("--data-dir", type=_FOLDER, required=True, help="The data directory to make: new, or empty.")
+@click.option("--data-dir", type=_FOLDER, required=True, help="Data directory to create; new or empty.")
 def restore(url: str, data_dir: Path) -> None:
-    """Make a data directory of a backup; or of the folder or URL of `serve --checkpoints`, from the newest
-    checkpoint of each model. Every file that is read is compared with its checksums.
+    """Create a data directory from a backup, or from the newest checkpoint of each model at the folder or URL of
+    `serve --checkpoints`. The command compares every file with its checksums.
 
-    It begins a new epoch of every history: replicas and trainers that hold something later learn of it.
+    Every model starts a new epoch, by which replicas and trainers with newer versions notice the rollback.
     """
     from deltasync.service import restore as restoring
 
     made = restoring.restore(url, data_dir)
     models = ", ".join(f"{name} at version {version}" for name, version in made.models.items()) or "no model"
-    say(f"{data_dir} has what {url} has: {models}, {counted(made.bytes, 'byte')}")
+    say(f"restored {data_dir} from {url}: {models}, {counted(made.bytes, 'byte')}")

@@ -15,7 +15,7 @@ from deltasync.cli.config import CONTEXT
 from deltasync.cli.output import say
 
 _SERVICE = "service"
-# By which the machine reaches itself: commands ask 127.0.0.1 unless told otherwise.
+# Local names: commands ask 127.0.0.1 by default.
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
@@ -26,28 +26,28 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
     "hosts",
     multiple=True,
     metavar="NAME",
-    help="A name or address of the service, beside localhost, 127.0.0.1 and ::1. May be repeated.",
+    help="Further name or address of the service besides localhost, 127.0.0.1 and ::1. May be repeated.",
 )
 @click.option(
     "--client",
     "clients",
     multiple=True,
     metavar="NAME",
-    help="Who gets a certificate too. May be repeated.",
+    help="Also make a certificate for this client. May be repeated.",
 )
 @click.option(
     "--server",
     "servers",
     multiple=True,
     metavar="NAME=HOST,HOST",
-    help="Another server that gets a certificate, and by which names it is reached: a broker. May be repeated.",
+    help="Also make a certificate for a server, such as a broker, with these host names. May be repeated.",
 )
-@click.option("--days", type=click.IntRange(1), default=30, help="For so long they are valid.")
+@click.option("--days", type=click.IntRange(1), default=30, help="Days until the certificates expire.")
 def certs(folder: Path, hosts: Sequence[str], clients: Sequence[str], servers: Sequence[str], days: int) -> None:
-    """Make a CA, and certificates of it for the service and its clients, to try it out.
+    """Make a CA and certificates for the service and its clients, for a trial.
 
     DIR gets ca.pem, which all sides trust, service.pem and service-key.pem, and NAME.pem and NAME-key.pem for each
-    client and each other server. The key of the CA is kept nowhere: another certificate takes another CA.
+    client and each other server. The CA's key is not stored, so a further certificate needs a new CA.
     """
     expiry = datetime.now(UTC) + timedelta(days=days)
     try:
@@ -55,10 +55,10 @@ def certs(folder: Path, hosts: Sequence[str], clients: Sequence[str], servers: S
         write_certificates(folder, list(names), clients, expiry, dict(map(_server, servers)))
     except InvalidInput as error:
         raise click.UsageError(str(error)) from error
-    wanted = f" --tls-client-ca {folder}/ca.pem" if clients else ""
+    client_ca = f" --tls-client-ca {folder}/ca.pem" if clients else ""
     say(
-        f"for a try-out, until {expiry:%Y-%m-%dT%H:%M:%SZ}: {folder}",
-        f"  service  --tls-cert {folder}/service.pem --tls-key {folder}/service-key.pem{wanted}",
+        f"for a trial, until {expiry:%Y-%m-%dT%H:%M:%SZ}: {folder}",
+        f"  service  --tls-cert {folder}/service.pem --tls-key {folder}/service-key.pem{client_ca}",
         *(
             f"  {name}  --ca {folder}/ca.pem --cert {folder}/{name}.pem --key {folder}/{name}-key.pem"
             for name in clients
@@ -80,32 +80,31 @@ def write_certificates(
     expiry: datetime,
     servers: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Make a CA, and certificates for a service with some names, for some clients and for other servers with their
-    names, valid until a time.
+    """Make a CA and certificates for a service, clients and other servers with the host names of each.
 
     Raises:
-        InvalidInput: a name that cannot be in a certificate or be that of a file, or a file that there is already.
+        InvalidInput: a name suits neither a certificate nor a file, or a file exists.
     """
     others = [*clients, *servers]
     for name in others:
         check_name("client", name)
     if _SERVICE in others or "ca" in others or len(set(others)) < len(others):
-        raise InvalidInput("clients and servers: expected names other than 'service' and 'ca', each once")
+        raise InvalidInput("clients and servers: expected distinct names other than 'service' and 'ca'")
     named = {_SERVICE: hosts, **{client: [client] for client in clients}, **servers}
     try:
         contents = dict(_contents(named, expiry))
     except ValueError as error:
-        raise InvalidInput(f"a name cannot be in a certificate: {error}") from error
+        raise InvalidInput(f"a name is not allowed in a certificate: {error}") from error
     if there := next((name for name in contents if (folder / name).exists()), None):
-        raise InvalidInput(f"{folder / there} is there already: choose another folder")
+        raise InvalidInput(f"{folder / there} exists; choose another folder")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name, content in contents.items():
         _write(folder / name, content, mode=0o600 if name.endswith("-key.pem") else 0o644)
 
 
 def _contents(named: Mapping[str, Sequence[str]], expiry: datetime) -> Iterator[tuple[str, bytes]]:
-    """Each file's name, and what is to be in it, for those who have these names."""
-    ca = trustme.CA(organization_name="deltasync, for a try-out")
+    """The name and content of each file, for holders and their host names."""
+    ca = trustme.CA(organization_name="deltasync, for a trial")
     yield "ca.pem", ca.cert_pem.bytes()
     for name, names in named.items():
         issued = ca.issue_cert(*names, common_name=name, not_after=expiry)

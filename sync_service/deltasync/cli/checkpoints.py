@@ -30,29 +30,29 @@ def checkpoint(model: str, service: Endpoint) -> None:
 @click.command(context_settings=CONTEXT)
 @click.argument("model", default="")
 @operator_options()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, without --at the service's answer.")
-@click.option("--at", "url", default="", metavar="URL", help="Show all at a folder or URL, without a service.")
-@click.option("--check", is_flag=True, help="With --at: read all files and compare their checksums.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; without --at, the service's answer.")
+@click.option("--at", "url", default="", metavar="URL", help="List all at a folder or URL, without a service.")
+@click.option("--check", is_flag=True, help="With --at: verify the checksums of all files.")
 def checkpoints(model: str, service: Endpoint, as_json: bool, url: str, check: bool) -> None:
     """Show the newest checkpoint of MODEL, or of each model.
 
     \b
-    version  of the model; empty where there is no checkpoint
-    behind   versions since
-    age      time since it was complete
-    bytes    of all its files
-    new      bytes of the files that the checkpoint before it does not have
+    version  version of the model; empty without a checkpoint
+    behind   versions since the checkpoint
+    age      time since it was completed
+    bytes    size of all its files
+    new      bytes of the files that the previous checkpoint lacks
     at URL   version of the newest checkpoint at the URL of `serve --checkpoints`
-    why      the last try to write or copy one has failed
+    why      why the last attempt to write or copy a checkpoint failed
 
-    With --at, show every checkpoint there, with its name. The exit status is 1 if one cannot be read or, with
-    --check, is damaged.
+    With --at, show every checkpoint there with its name. The exit status is 1 if one is unreadable or, with
+    --check, damaged.
     """
     if url:
         _show_stored(url, model, check, as_json)
         return
     if check:
-        raise click.UsageError("--check reads the checkpoints at --at URL")
+        raise click.UsageError("--check needs --at URL")
     processes = EachProcess(service)
     lines = [each for each in processes.lines("/checkpoints", "model") if model in ("", each["model"])]
     print_missing(processes)
@@ -91,7 +91,7 @@ def _stored_row(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _stored(url: str, model: str, check: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """The checkpoints at a place, and what is wrong with any, in words."""
+    """The checkpoints at a place, and a message for each problem."""
     from deltasync.checkpoints.place import Place
     from deltasync.checkpoints.store import CheckpointStore, models_of
 
@@ -99,9 +99,9 @@ def _stored(url: str, model: str, check: bool) -> tuple[list[dict[str, Any]], li
     for name in models_of(place):
         if model in ("", name):
             store = CheckpointStore(name, place)
-            found = store.manifests()
-            problems += store.verify() if check else [*found.problems, *found.unreachable]
-            lines += [_stored_line(each) for each in found.manifests]
+            stored = store.manifests()
+            problems += store.verify() if check else [*stored.problems, *stored.unreachable]
+            lines += [_stored_line(each) for each in stored.manifests]
     return lines, list(dict.fromkeys(problems))
 
 

@@ -1,4 +1,4 @@
-"""Settings by flag, environment variable and TOML file, in that order."""
+"""Settings from flags, environment variables and a TOML file, in that order."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -42,10 +42,10 @@ def _settings(
     path: Path, ctx: click.Context, param: click.Parameter, readers: Mapping[str, Reader]
 ) -> dict[str, Any]:
     settings = tomllib.loads(path.read_text())
-    known = {option.name for option in ctx.command.params if option.name != param.name} | readers.keys()
-    if unknown := sorted(settings.keys() - known):
-        names = ", ".join(sorted(str(name) for name in known))
-        raise InvalidInput(f"unknown setting {unknown[0]!r}; settings: {names}")
+    names = {option.name for option in ctx.command.params if option.name != param.name} | readers.keys()
+    if unknown := sorted(settings.keys() - names):
+        listing = ", ".join(sorted(str(name) for name in names))
+        raise InvalidInput(f"unknown setting {unknown[0]!r}; settings: {listing}")
     return settings
 
 
@@ -53,7 +53,8 @@ def config_option(**readers: Reader) -> Callable[[F], F]:
     """The `--config FILE` option: the file's keys are the command's long options, with underscores.
 
     Args:
-        readers: further keys, and what reads the value of each, or raises `InvalidInput`; see `from_config`.
+        readers: further keys, each with a function that parses its value or raises `InvalidInput`; see
+            `from_config`.
     """
     return click.option(
         "--config",
@@ -62,22 +63,22 @@ def config_option(**readers: Reader) -> Callable[[F], F]:
         is_eager=True,
         expose_value=False,
         show_envvar=True,
-        help="TOML file with any of these settings, named as the options are, with underscores.",
+        help="TOML file with any of these options as keys, with underscores for hyphens.",
     )
 
 
 def from_config(key: str, default: Any) -> Any:
-    """The value of a further key of the `--config` file, as its reader returned it."""
+    """The parsed value of a further key of the `--config` file."""
     return click.get_current_context().meta.get(_meta_key(key), default)
 
 
 def reader_of_config() -> Callable[[str, Any], Any] | None:
-    """What reads a further key of the `--config` file anew, as `from_config` does; None where there is no file.
+    """A function like `from_config` that reads the file again; None without a file.
 
-    It blocks, and raises InvalidInput for a file that cannot be read, or says what cannot be.
+    It blocks, and raises `InvalidInput` if the file is wrong.
     """
-    found: Callable[[str, Any], Any] | None = click.get_current_context().meta.get(_FILE)
-    return found
+    reader: Callable[[str, Any], Any] | None = click.get_current_context().meta.get(_FILE)
+    return reader
 
 
 def _meta_key(key: str) -> str:

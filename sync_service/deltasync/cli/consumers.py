@@ -19,7 +19,7 @@ _DEFAULT = Policy().as_dict()
 
 
 def _parameter(field: PolicyField) -> str:
-    """What a field is called among a command's parameters, and in the environment."""
+    """The name of a field's parameter and environment variable."""
     return field.flags[0].removeprefix("--").replace("-", "_")
 
 
@@ -51,7 +51,7 @@ def _type(kind: Kind) -> dict[str, Any]:
 
 
 class _AmountParameter(click.ParamType[float]):
-    """A number, whole if it is written without a point."""
+    """A number; an int if written without a point."""
 
     name = "amount"
 
@@ -64,14 +64,14 @@ class _AmountParameter(click.ParamType[float]):
 
 
 def policy_options(function: F) -> F:
-    """The options that describe a policy; `policy_of` makes one of their values."""
+    """Add the options of a policy; `policy_of` turns their values into one."""
     for field in reversed(FIELDS):
         function = _option(field)(function)
     return function
 
 
 def policy_of(options: Mapping[str, Any]) -> Policy:
-    """The policy that the values of `policy_options` describe."""
+    """The policy from the values of `policy_options`."""
     names = {_parameter(field): field.name for field in FIELDS}
     described = {names[name]: value for name, value in options.items() if value is not None}
     try:
@@ -95,9 +95,9 @@ def list_consumers(service: Endpoint, as_json: bool) -> None:
     """List all consumers.
 
     \b
-    state     one word, which README.md explains; empty while its model is still recovering
-    replicas  connected, of all
-    policy    what of it differs from the default, which is every changed row, in its own type
+    state     one word, explained in sync_service/docs/operating.md; empty while its model recovers
+    replicas  connected replicas / all replicas
+    policy    how it differs from the default, which sends every changed row in its own type
     paused    since when, by whom and why
     """
 
@@ -126,13 +126,13 @@ def _table(lines: list[Any], lags: list[Any]) -> list[str]:
 
 @consumers.command("create", context_settings=CONTEXT)
 @click.argument("name")
-@click.option("--model", required=True, help="The model it subscribes to.")
+@click.option("--model", required=True, help="Model that the consumer follows.")
 @policy_options
 @operator_options(changes=True)
 def create_consumer(name: str, model: str, service: Endpoint, **options: Any) -> None:
-    """Make consumer NAME; making an equal one again changes nothing.
+    """Create consumer NAME. If an equal one exists, nothing changes.
 
-    Without options of a policy its replicas are sent every changed row, in its own type, at once.
+    Without policy options the service sends its replicas every changed row, in its own type, at once.
     """
     policy = policy_of(options)
     paused = Admin(service).create_consumer(name, model, policy)["paused"]
@@ -145,11 +145,11 @@ def create_consumer(name: str, model: str, service: Endpoint, **options: Any) ->
 @policy_options
 @operator_options(changes=True)
 def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
-    """Give consumer NAME another policy, which replaces the one it has as a whole.
+    """Replace the whole policy of consumer NAME.
 
-    Options that are left out take their defaults, whatever they were before: without any, replicas are sent every
-    changed row, in its own type, at once. Replicas keep their place; but where --mode becomes ids, those that
-    take values stop with an error, and where --value-type becomes one that their modules do not hold, those do.
+    An option that you leave out returns to its default. Without options the service sends every changed row, in
+    its own type, at once. Replicas keep their offsets. But a replica stops with an error if --mode becomes ids
+    and it needs values, or if its modules cannot hold the new --value-type.
     """
     policy, admin = policy_of(options), Admin(service)
     before = Policy.from_dict(admin.consumer(name)["policy"])
@@ -160,38 +160,38 @@ def update_consumer(name: str, service: Endpoint, **options: Any) -> None:
 
 @consumers.command("pause", context_settings=CONTEXT)
 @click.argument("name")
-@click.option("--reason", default="", show_default=False, help="Why, for whoever looks at its lag.")
+@click.option("--reason", default="", show_default=False, help="Reason to show in the consumer's lag.")
 @operator_options(changes=True)
 def pause_consumer(name: str, reason: str, service: Endpoint) -> None:
-    """Hold the replicas of consumer NAME at what they have, at once, whatever is published, until it is resumed.
+    """Stop sending to the replicas of consumer NAME until you resume it.
 
-    It holds over restarts of the service. What a replica has been sent whole is still applied.
+    The pause survives restarts of the service. A replica still applies a release that it has received completely.
     """
     Admin(service).pause_consumer(name, reason)
-    say(f"consumer {name} is paused; go on with: {suggested(f'consumers resume {name}')}")
+    say(f"consumer {name} is paused; resume it with: {suggested(f'consumers resume {name}')}")
 
 
 @consumers.command("resume", context_settings=CONTEXT)
 @click.argument("name")
 @operator_options(changes=True)
 def resume_consumer(name: str, service: Endpoint) -> None:
-    """Let consumer NAME go on, with all that its replicas lack."""
+    """Resume consumer NAME. Its replicas get the current rows; versions made during the pause are skipped."""
     Admin(service).resume_consumer(name)
-    say(f"consumer {name} goes on")
+    say(f"consumer {name} is resumed")
 
 
 @consumers.command("delete", context_settings=CONTEXT)
 @click.argument("name")
 @operator_options(changes=True)
 def delete_consumer(name: str, service: Endpoint) -> None:
-    """Forget consumer NAME and its offsets. Replicas that are connected stop, with what they hold."""
+    """Delete consumer NAME and its offsets. Connected replicas stop and keep their rows."""
     Admin(service).delete_consumer(name)
     say(f"consumer {name} deleted")
 
 
 @click.group()
 def replicas() -> None:
-    """List replicas, and forget those that do not come back."""
+    """List replicas, and forget those that will not return."""
 
 
 @replicas.command("list", context_settings=CONTEXT)
@@ -200,18 +200,18 @@ def replicas() -> None:
 @json_option
 @operator_options()
 def list_replicas(consumers: tuple[str, ...], service: Endpoint, watch: bool, as_json: bool) -> None:
-    """List the replicas of each CONSUMER, or of all.
+    """List the replicas of each CONSUMER, or of all consumers.
 
     \b
-    state     connected; or away, damaged, rewound (it came with rows of a discarded past), waiting (for room on
-              disk), late (it lacks what is 10 seconds old), partial (it lacks tables); a guest only looks, and
-              counts nowhere
-    since     for how long it has been connected, or away
-    offset    the version that it has acknowledged last or, of a consumer with a policy, the release
+    state     connected, away, damaged, rewound (it returned with rows of a discarded history), waiting (for disk
+              space), late (it lacks rows at least 10 seconds old), partial (it lacks tables) or guest (it only
+              watches and is not counted)
+    since     time since it connected or left
+    offset    last version that it acknowledged; with a policy, last release
     versions  sealed versions that it has not applied
-    seconds   for how long the oldest of these is lacking
-    checked   whether it has shown by checksums that it holds the right rows
-    why       what is wrong with it, in words
+    seconds   age of the oldest of these versions
+    checked   whether checksums have confirmed its rows
+    why       reason for its state
     """
 
     def shown(processes: EachProcess) -> list[str]:
@@ -246,9 +246,9 @@ def _replica_row(consumer: str, replica: dict[str, Any]) -> tuple[Any, ...]:
 @click.argument("replica")
 @operator_options(changes=True)
 def forget_replica(consumer: str, replica: str, service: Endpoint) -> None:
-    """Forget REPLICA of CONSUMER, which is away: no lag counts it any more. `deltasync lag` names them.
+    """Forget REPLICA of CONSUMER, which must be away: the lag stops counting it. `deltasync lag` lists them.
 
-    One that comes back under its name goes on from what it holds.
+    If it returns under the same name, it continues from its own rows.
     """
     Admin(service).forget_replica(consumer, replica)
     say(f"replica {replica} of consumer {consumer} is forgotten")

@@ -1,4 +1,4 @@
-"""Which service a command talks to, and with which rights."""
+"""The options for a command's service and credentials."""
 
 import getpass
 import os
@@ -25,7 +25,7 @@ from deltasync.base.errors import (
 from deltasync.base.process import built_commit, built_version
 from deltasync.client.endpoint import Endpoint, endpoint_settings
 
-# What a service answers that lacks a route, a key or a parameter, or has another meaning for it.
+# Errors of a service that lacks a route, a key or a parameter, or understands it differently.
 _MAY_BE = (InvalidInput, NotPermitted, ServiceFailed, ServiceUnavailable)
 _NO_ROUTE = "/openapi.json names all routes"
 _SECONDS = 2.0
@@ -34,9 +34,9 @@ _SHOWN = 12
 
 @contextmanager
 def naming_versions(service: Endpoint) -> Iterator[None]:
-    """In the block, an error that a service of another version explains names both versions.
+    """Add both versions to an error that a service of another version would explain.
 
-    The service is asked for its version once there is such an error, for two seconds at most.
+    After such an error this asks the service for its version, for at most two seconds.
     """
     try:
         yield
@@ -57,15 +57,15 @@ def _hint(error: DeltasyncError, service: Endpoint) -> str:
         return hint
     if isinstance(error, ServiceUnavailable) and ": HTTP 404: " in str(error):
         ours = _words(built_version(), built_commit())
-        return f"this command is deltasync {ours}; is that a deltasync service there, and of which version?"
+        return f"this command is deltasync {ours}; check that the address is that of a deltasync service"
     return ""
 
 
 def _difference(service: Endpoint) -> str:
-    """How the service's version differs, and what to do; empty where it does not, or does not say which it has."""
+    """How the service's version differs, and the remedy; empty if it is the same or unknown."""
     try:
-        said = replace(Endpoint.of_http(service).alone()[0], timeout_seconds=_SECONDS).ask("GET", "/version")
-        version, commit = str(said["version"]), str(said.get("commit") or "")
+        answer = replace(Endpoint.of_http(service).alone()[0], timeout_seconds=_SECONDS).ask("GET", "/version")
+        version, commit = str(answer["version"]), str(answer.get("commit") or "")
     except (DeltasyncError, AttributeError, LookupError, TypeError):
         return ""
     ours, our_commit = built_version(), built_commit()
@@ -89,32 +89,32 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def _option(flag: str, help_text: str, **settings: Any) -> Callable[[F], F]:
-    # `endpoint_settings` looks into the environment, and into the endpoint's file after that.
+    # `endpoint_settings` reads the environment, and then the endpoint file.
     return click.option(flag, help=help_text, allow_from_autoenv=False, **settings)
 
 
 _RIGHTS = (
-    _option("--ca", "PEM file of the CA that the service's certificate is from: TLS is spoken.", type=_FILE),
-    _option("--cert", "PEM file of a certificate to show.", type=_FILE),
-    _option("--key", "PEM file of its key.", type=_FILE),
-    _option("--server-name", "The name that the service's certificate is for, where it is not the host."),
-    _option("--token-file", "File with a token to show; also DELTASYNC_TOKEN, with the token itself.", type=_FILE),
-    _option("--endpoint", "TOML file with any of these, and the address.", type=_FILE, metavar="FILE"),
-    _option("--insecure", "Send the token over plain text, which others can read.", is_flag=True),
+    _option("--ca", "PEM file of the CA of the service's certificate. Turns TLS on.", type=_FILE),
+    _option("--cert", "PEM file of the client certificate.", type=_FILE),
+    _option("--key", "PEM file of the key of --cert.", type=_FILE),
+    _option("--server-name", "Name in the service's certificate, if it is not the host."),
+    _option("--token-file", "File with a token. Or set DELTASYNC_TOKEN to the token itself.", type=_FILE),
+    _option("--endpoint", "TOML file with the address and any of these options.", type=_FILE, metavar="FILE"),
+    _option("--insecure", "Send the token without TLS, readable on the network.", is_flag=True),
 )
 _NAMES = ("ca", "cert", "key", "server_name", "token_file", "endpoint", "insecure")
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """One of the two ways in which a command talks to a service, by its default address."""
+    """One of the two protocols between a command and a service."""
 
     default: str | None
     of: Callable[[Endpoint], Endpoint]
     words: str
 
     def default_with(self, settings: dict[str, Any]) -> str | None:
-        """The default address; by HTTP with TLS, if a setting is for TLS."""
+        """The default address; https if a setting is for TLS."""
         tls = any(settings.get(name) for name in ("ca", "cert", "server_name"))
         return self.default.replace("http:", "https:") if self.default and tls else self.default
 
@@ -122,22 +122,22 @@ class _Kind:
 _HTTP = _Kind(
     "http://127.0.0.1:8080",
     Endpoint.of_http,
-    "Where the service answers HTTP, as http://HOST:PORT; with --ca https:// is the default.",
+    "HTTP address of the service, http://HOST:PORT; with --ca the default is https.",
 )
-_GRPC = _Kind("127.0.0.1:50051", Endpoint.of_grpc, "Where the service answers gRPC, as HOST:PORT.")
+_GRPC = _Kind("127.0.0.1:50051", Endpoint.of_grpc, "gRPC address of the service, HOST:PORT.")
 
 _BY = click.option(
     "--by",
     default=lambda: f"{_user()}@{socket.gethostname()}",
     show_default="USER@HOST",
-    help="Who asks, for the service's log.",
+    help="Your name for the service's log.",
 )
 
 
 def suggested(command: str) -> str:
-    """A command to suggest, with the options of this one that say where the service is, and with which rights.
+    """A command to suggest, with this command's options for service and credentials.
 
-    Variables of the environment are in force for it anyway.
+    Environment variables apply to it anyway.
     """
     words, context = [f"deltasync {command}"], click.get_current_context(silent=True)
     for option in context.command.params if context else ():
@@ -154,21 +154,20 @@ def _is_given(context: click.Context, name: str) -> bool:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # Of a number without a name, as in some containers.
+    except (KeyError, OSError):  # Some containers run as a user without a name.
         return str(os.getuid())
 
 
 def operator_options(*, changes: bool = False) -> Callable[[F], Command]:
-    """`--service` and the options for rights, of a command that asks over HTTP; it gets all of them as `service`,
-    an `Endpoint`.
+    """`--service` and the options for credentials; a command over HTTP gets them as `service`, an `Endpoint`.
 
-    Each option is also a variable of the environment, DELTASYNC_ and its name in capitals, and a key of the
-    `--endpoint` file, in this order. Both can have two addresses of one service. DELTASYNC_HTTP, or key `http`, is
-    for operators. DELTASYNC_SERVICE, or key `address`, is for trainers and replicas; operators use it where it is
-    an address of HTTP.
+    Each option is also an environment variable, DELTASYNC_ plus its name in capitals, and then a key of the
+    `--endpoint` file. Both can name two addresses of one service: DELTASYNC_HTTP, or key `http`, for operators,
+    and DELTASYNC_SERVICE, or key `address`, for trainers and replicas. Operators use the second if it is an HTTP
+    address.
 
     Args:
-        changes: whether the command changes something: then it takes `--by`.
+        changes: whether the command changes something; it then takes `--by`.
     """
     return _endpoint_option(lambda _: _HTTP, _HTTP.words, *([_BY] if changes else []))
 
@@ -177,7 +176,7 @@ def service_options(*, default: str | None = "127.0.0.1:50051") -> Callable[[F],
     """The same for a command that publishes or subscribes, over gRPC.
 
     Args:
-        default: the address unless one is given; None = one has to be.
+        default: the default address; None = the option is required.
     """
     return _endpoint_option(lambda _: replace(_GRPC, default=default), _GRPC.words)
 
@@ -186,10 +185,10 @@ def either_options(subscribes: Callable[[dict[str, Any]], bool], when: str) -> C
     """The same for a command that changes something over HTTP, or else subscribes.
 
     Args:
-        subscribes: whether the command subscribes, by its other settings.
-        when: the same in words.
+        subscribes: decides from the other settings whether the command subscribes.
+        when: this condition in words.
     """
-    words = f"{_HTTP.words} {when} where it answers gRPC, as HOST:PORT."
+    words = f"{_HTTP.words} {when}: its gRPC address, HOST:PORT."
     return _endpoint_option(lambda settings: _GRPC if subscribes(settings) else _HTTP, words, _BY)
 
 
@@ -199,10 +198,10 @@ def _endpoint_option(
     def decorated(command: F) -> Command:
         @wraps(command)
         def with_endpoint(**settings: Any) -> Any:
-            given = {each: settings.pop(each) for each in _NAMES} | {"by": settings.pop("by", "")}
+            credentials = {each: settings.pop(each) for each in _NAMES} | {"by": settings.pop("by", "")}
             kind = kind_of(settings)
             try:
-                endpoint = kind.of(_endpoint(settings.pop("service"), kind, given))
+                endpoint = kind.of(_endpoint(settings.pop("service"), kind, credentials))
             except InvalidInput as error:
                 raise click.UsageError(str(error)) from error
             with naming_versions(endpoint):
@@ -218,13 +217,13 @@ def _endpoint_option(
     return decorated
 
 
-def _endpoint(service: str | None, kind: _Kind, given: dict[str, Any]) -> Endpoint:
-    """The endpoint that is given; the command line has only the address that the command itself uses."""
-    found = endpoint_settings(given, os.environ)
+def _endpoint(service: str | None, kind: _Kind, options: dict[str, Any]) -> Endpoint:
+    """The endpoint; `service` on the command line is only for the protocol that the command uses."""
+    settings = endpoint_settings(options, os.environ)
     if service:
-        found |= {"address": service} | ({"http": ""} if kind.of == Endpoint.of_http else {})
-    http = found.get("http") if kind.of == Endpoint.of_http else None
-    address = found.pop("address", None) or http or kind.default_with(found)
+        settings |= {"address": service} | ({"http": ""} if kind.of == Endpoint.of_http else {})
+    http = settings.get("http") if kind.of == Endpoint.of_http else None
+    address = settings.pop("address", None) or http or kind.default_with(settings)
     if address is None:
-        raise InvalidInput("Missing option '--service': where the service answers.")
-    return Endpoint(**found | {"address": address})
+        raise InvalidInput("Missing option '--service': the address of the service.")
+    return Endpoint(**settings | {"address": address})

@@ -19,39 +19,39 @@ _FEW, _MOST, _SECONDS = 50, 1000, 1.0
 
 
 @click.command(context_settings=CONTEXT)
-@click.option("--last", type=click.IntRange(0, 1000), default=20, help="How many of those before.")
-@click.option("--follow", "-f", is_flag=True, help="Go on with those that come, until Ctrl-C.")
+@click.option("--last", type=click.IntRange(0, 1000), default=20, help="Earlier events to show.")
+@click.option("--follow", "-f", is_flag=True, help="Also show new events, until Ctrl-C.")
 @json_option
 @operator_options()
 def events(last: int, follow: bool, service: Endpoint, as_json: bool) -> None:
-    """Show what has happened: joins, refusals, repairs, takeovers.
+    """Show recent events of all processes: joins, refusals, repairs, takeovers.
 
-    A line has the time (UTC), the level, the event, whom it concerns, and why. With --json and --follow, one JSON
-    a line. Of several processes, those of all.
+    Each line has the time (UTC), level, event, subject and reason. With --json and --follow, each line is a JSON
+    object.
     """
     if not follow:
         processes = EachProcess(service)
-        found = _newest(_last(processes, last), last)
+        newest = _newest(_last(processes, last), last)
         print_missing(processes)
-        say(*(json_lines(found) if as_json else map(event_line, found)))
+        say(*(json_lines(newest) if as_json else map(event_line, newest)))
         return
     with contextlib.suppress(KeyboardInterrupt):
         _follow(service, last, as_json=as_json)
 
 
 def _follow(service: Endpoint, last: int, *, as_json: bool) -> None:
-    # Not by the stream that there is of events: that is of one process, and which there are changes meanwhile.
+    # Polls, as the event stream covers one process, and processes come and go.
     seen, first, away, missing = dict[str, int](), True, False, dict[str, str]()
     while True:
         processes = EachProcess(service)
         try:
-            found = _asked(processes, max(last, _FEW) if first else _FEW, None if first else seen)
+            latest = _asked(processes, max(last, _FEW) if first else _FEW, None if first else seen)
         except ServiceUnavailable as error:
             if not away:
-                say(f"The service does not answer, which is tried again: {error}", err=True)
+                say(f"The service does not answer; trying again: {error}", err=True)
             away = True
         else:
-            new = unseen(found, seen)
+            new = unseen(latest, seen)
             for each in _newest(new, last) if first else new:
                 say(json.dumps(each) if as_json else event_line(each))
             if processes.missing.keys() != missing.keys():
@@ -61,48 +61,47 @@ def _follow(service: Endpoint, last: int, *, as_json: bool) -> None:
 
 
 def _asked(processes: EachProcess, few: int, seen: dict[str, int] | None) -> list[dict[str, Any]]:
-    """The last few events of each process; all that there are, where others may have come after those seen."""
-    found = _last(processes, few)
-    if seen is not None and may_lack(found, seen, few):
-        found = _last(processes, _MOST)
-    return found
+    """The last few events of each process; as many as possible if these may leave a gap after `seen`."""
+    latest = _last(processes, few)
+    if seen is not None and may_lack(latest, seen, few):
+        latest = _last(processes, _MOST)
+    return latest
 
 
 def _last(processes: EachProcess, count: int) -> list[dict[str, Any]]:
     return processes.lines(f"/events?last={count}", "unix_ns")
 
 
-def may_lack(found: list[dict[str, Any]], seen: dict[str, int], few: int) -> bool:
-    """Whether others may have come between the last event seen of a process and its last few, which were found."""
+def may_lack(latest: list[dict[str, Any]], seen: dict[str, int], few: int) -> bool:
+    """Whether events may be missing between the last seen number of a process and its latest few events."""
     numbers = dict[str, list[int]]()
-    for each in found:
+    for each in latest:
         numbers.setdefault(each["process"], []).append(each["number"])
-    return any(
-        len(those) >= few and not min(those) <= seen.get(name, 0) <= max(those) for name, those in numbers.items()
-    )
+    return any(len(own) >= few and not min(own) <= seen.get(name, 0) <= max(own) for name, own in numbers.items())
 
 
 def _newest(events: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The last ones: each process has told so many."""
+    """The last `count` of all, as each process sends up to that number."""
     return events[max(0, len(events) - count) :]
 
 
-def unseen(found: list[dict[str, Any]], seen: dict[str, int]) -> list[dict[str, Any]]:
-    """Those of some events that come after the last one seen of their process, by name; and they are seen then.
-    Where numbers of a process go back, it has started anew, by another clock.
+def unseen(latest: list[dict[str, Any]], seen: dict[str, int]) -> list[dict[str, Any]]:
+    """The events after the last seen number of their process; updates `seen`, which is by process name.
+
+    If a process's numbers went back, it has restarted with another clock, and all its events are new.
     """
     newest = dict[str, int]()
-    for each in found:
+    for each in latest:
         newest[each["process"]] = max(each["number"], newest.get(each["process"], 0))
-    known = {name: last if (last := seen.get(name, 0)) <= number else 0 for name, number in newest.items()}
+    after = {name: last if (last := seen.get(name, 0)) <= number else 0 for name, number in newest.items()}
     seen |= newest
-    return [each for each in found if each["number"] > known[each["process"]]]
+    return [each for each in latest if each["number"] > after[each["process"]]]
 
 
 def event_line(event: dict[str, Any]) -> str:
-    """An event on one line."""
+    """Format an event as one line."""
     where = {"process": event["process"]} if event["process"] else {}
     subject = " ".join(f"{name}={value}" for name, value in (where | event["subject"]).items())
     more = f"({event['repeats']} more like it since the last one)" if event.get("repeats") else ""
-    said = " ".join(filter(None, [subject, event["text"], more]))
-    return f"{utc(event['unix_ns'])}  {event['level']:7}  {event['event'].replace('_', ' ')}: {said}"
+    words = " ".join(filter(None, [subject, event["text"], more]))
+    return f"{utc(event['unix_ns'])}  {event['level']:7}  {event['event'].replace('_', ' ')}: {words}"

@@ -26,29 +26,29 @@ _CLEAN, _DAMAGED, _COULD_NOT_READ = 0, 1, 2
     type=click.Path(file_okay=False, path_type=Path),
     default=None,
     show_default=False,
-    allow_from_autoenv=False,  # There it names the data directory of the service that is asked.
-    help="Read this data directory, of a service that is stopped, instead of asking a running one.",
+    allow_from_autoenv=False,  # The variable is meant for `serve`.
+    help="Check this data directory of a stopped service instead of a running service.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @operator_options(changes=True)
 def fsck(data_dir: Path | None, as_json: bool, service: Endpoint) -> None:
-    """Read everything that a service keeps, and report what is damaged: every checkpoint file and every record of
-    the log; of a running service also every row in memory.
+    """Check all data of a service for damage: every checkpoint file, every record of the log and, in a running
+    service, every row in memory.
 
-    Nothing is repaired or removed. A running service reloads a model whose rows in memory are damaged. The exit
-    status is 0 if nothing is damaged, 1 if something is, 2 if something could not be read.
+    The command repairs and removes nothing, but a running service reloads a model with damaged rows in memory. The
+    exit status is 0 without damage, 1 with damage, and 2 if something cannot be read.
     """
     try:
         with naming_versions(service):
-            found = _checked(data_dir, service)
+            checked = _checked(data_dir, service)
     except DeltasyncError as error:
         say(f"Error: {error}", err=True)
         sys.exit(_COULD_NOT_READ)
-    clean = not any(each["problems"] for each in found)
+    clean = not any(each["problems"] for each in checked)
     if as_json:
-        say(*json_lines({"clean": clean, "checked": found}))
+        say(*json_lines({"clean": clean, "checked": checked}))
     else:
-        _print(found)
+        _print(checked)
         say("nothing is damaged" if clean else "something is damaged")
     sys.exit(_CLEAN if clean else _DAMAGED)
 
@@ -57,14 +57,14 @@ def _checked(data_dir: Path | None, service: Endpoint) -> list[dict[str, Any]]:
     if data_dir is None:
         with waiting_for(service):
             return Admin(service).fsck()
-    # Imported only now: a call of a service needs none of it.
+    # Imported late, as asking a service needs none of it.
     from deltasync.service.fsck import check_data_directory
 
     return [asdict(each) for each in check_data_directory(data_dir)]
 
 
-def _print(found: list[dict[str, Any]]) -> None:
-    for each in found:
+def _print(checked: list[dict[str, Any]]) -> None:
+    for each in checked:
         whose = f"model {each['model']}" if each["model"] else "other"
         read = [counted(each["checkpoints"], "checkpoint")] if each["model"] else []
         read.append(f"{counted(each['records'], 'record')} of the log")
@@ -73,4 +73,4 @@ def _print(found: list[dict[str, Any]]) -> None:
         for problem in each["problems"]:
             say(f"  {problem}")
         for path in each["unknown"]:
-            say(f"  {path} was not made by a service; it is left alone")
+            say(f"  {path} was not made by a service; leaving it alone")

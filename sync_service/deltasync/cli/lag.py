@@ -25,11 +25,11 @@ from deltasync.client.admin import EachProcess, fetch_lag, owners_lines
 from deltasync.client.endpoint import Endpoint
 from deltasync.core.policy import Policy
 
-# States of fleets that hold what they were given, or are about to.
+# States of consumers whose replicas are well, or catching up.
 _HOLDING = frozenset({"in sync", "current", "delivered", "partial", "behind", "paused"})
-# The exit status of a command whose answer is bad news.
+# Exit status of a command that reports trouble.
 BEHIND = 3
-# Replicas that are named with the reason; `replicas list` shows all.
+# Most replicas to show with their reason; `replicas list` shows all.
 _MOST_WRONG = 10
 
 
@@ -40,9 +40,9 @@ _MOST_WRONG = 10
     type=click.FloatRange(0),
     default=None,
     show_default=False,
-    help=f"Exit with status {BEHIND} if one of them is further behind, or its state is another than in sync, "
-    "current, delivered, partial, behind or paused; also where there is none, a process does not answer, or no "
-    "process has a model.",
+    help=f"Exit with status {BEHIND} if a consumer is further behind, or its state is none of in sync, current, "
+    "delivered, partial, behind and paused. Also if there is no consumer, a process does not answer, or no "
+    "process owns a model.",
 )
 @watch_option
 @json_option
@@ -50,19 +50,19 @@ _MOST_WRONG = 10
 def lag(
     consumers: tuple[str, ...], service: Endpoint, max_seconds: float | None, watch: bool, as_json: bool
 ) -> None:
-    """Show how far consumers are behind their models: of each NAME everything, without a name of each one line.
+    """Show how far consumers are behind their models: one line each, or full details of each NAME.
 
     \b
-    state         one word, which README.md explains; worst first
-    offset        what replicas have acknowledged: a version or, of a consumer with a policy, a release. Releases
-                  have numbers of their own, which may be greater than the version that a release is of
+    state         one word, explained in sync_service/docs/operating.md; worst first
+    offset        newest version that all replicas have acknowledged; with a policy, newest release. Releases have
+                  their own numbers, which can exceed the version
     versions      sealed versions not applied yet
-    rows          rows that are not held as the model has them, at most
+    rows          upper bound of the rows that differ from the model's
     bytes         bytes of these rows' ids and values
-    seconds       for how long the oldest of these rows, or versions, is lacking
-    replicas      connected, of all
-    p50, p99      from the end of a step until replicas held it, of the last 500 deliveries
-    unsent norm   of a consumer with a policy: L2 norm of what the model has less what is held
+    seconds       age of the oldest of these rows or versions
+    replicas      connected replicas / all replicas
+    p50, p99      time from the end of a step until replicas had it, over the last 500 deliveries
+    unsent norm   with a policy: L2 norm of the difference between the model and its replicas
     unsent share  the same as a share of the norm of the tables
     """
     answers: list[Any] = []
@@ -89,12 +89,12 @@ def lag(
 
 
 def too_far(answer: dict[str, Any], most: float) -> bool:
-    """Whether a consumer is more than `most` seconds behind, or its lag is not known."""
+    """Whether a consumer is more than `most` seconds behind, or its lag is unknown."""
     behind = answer["lag"]["seconds"] if "lag" in answer else answer["seconds"]
     return answer["state"] not in _HOLDING or behind is None or behind > most
 
 
-# A line of a table.
+# One line of a table.
 Row = tuple[Any, ...]
 
 
@@ -105,11 +105,12 @@ _UNSENT_TITLES = ("unsent norm", "unsent share")
 
 
 def consumer_lines(lines: list[dict[str, Any]]) -> list[str]:
-    """All consumers, a line each; those that need somebody first. Then the replicas that do: a consumer may be in
-    sync that has one which something else writes to.
+    """One line per consumer, most urgent first, then the replicas in trouble.
+
+    Even a consumer in sync can have one: a replica that another program writes to.
     """
     if not lines:
-        return [f"no consumers: make one with {suggested('consumers create NAME --model MODEL')}"]
+        return [f"no consumers: create one with {suggested('consumers create NAME --model MODEL')}"]
     titles = (
         *("consumer", "model", "state", "versions", "rows", "bytes", "seconds", "unsent share", "replicas"),
         *("p50", "p99", "why"),
@@ -119,13 +120,13 @@ def consumer_lines(lines: list[dict[str, Any]]) -> list[str]:
 
 
 def _wrong(lines: list[dict[str, Any]]) -> list[str]:
-    found = [
+    wrong = [
         f"replica {each['replica']} of {line['consumer']}: {each['reason']}"
         for line in lines
         for each in line["wrong"]
     ]
-    more = len(found) - _MOST_WRONG
-    return found[:_MOST_WRONG] + ([f"and {more} more: {suggested('replicas list')}"] if more > 0 else [])
+    more = len(wrong) - _MOST_WRONG
+    return wrong[:_MOST_WRONG] + ([f"and {more} more: {suggested('replicas list')}"] if more > 0 else [])
 
 
 def _line(line: dict[str, Any]) -> tuple[Any, ...]:
@@ -141,7 +142,7 @@ def _line(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def lag_lines(answer: dict[str, Any]) -> list[str]:
-    """What the answer says: the state, the last release where there is one, and a table of replicas and tables."""
+    """Format the lag of a consumer: its state, its last release if any, and a table of replicas and tables."""
     head = f"consumer {answer['consumer']}  model {answer['model']}  head {answer['head']}  {answer['state']}"
     return [head, answer["reason"], *_aligned(_facts(answer)), "", *_table(answer)]
 
@@ -157,17 +158,16 @@ def _facts(answer: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in facts if text]
 
 
-def _events(held: float | None, head: float) -> str:
-    holds = "is not known" if held is None else f"{held} seconds ago"
-    return f"newest in the newest version: {head} seconds ago; in what the last replica holds: {holds}"
+def _events(replica: float | None, head: float) -> str:
+    holds = "unknown" if replica is None else f"{replica} seconds ago"
+    return f"newest event in the newest version: {head} seconds ago; in the slowest replica: {holds}"
 
 
 def _release_facts(answer: dict[str, Any], release: dict[str, Any]) -> list[tuple[str, str]]:
     lag = answer["lag"]
-    known = lag["unsent_norm"] is not None
-    # All hold it after a restart, or while no replica is connected.
+    # After a restart, or without a connected replica, the norm is unknown for a while.
     until = "next release is made" if answer["offset"] == release["number"] else "newest release is applied"
-    unsent = f"norm {_norm(lag)}, {_share(lag)} of the tables'" if known else f"not known before the {until}"
+    unsent = f"norm {_norm(lag)}, {_share(lag)} of the tables'" if _norm(lag) else f"unknown until the {until}"
     return [
         ("offset", f"{answer['offset']}, counted in releases"),
         ("release", f"{release['number']} of version {release['version']}, {release['seconds_ago']} seconds ago"),

@@ -1,4 +1,4 @@
-"""The `deltasync` command and its verbs."""
+"""The `deltasync` command line."""
 
 import io
 import os
@@ -17,15 +17,13 @@ from deltasync.cli.output import say
 
 E = TypeVar("E", bound=BaseException)
 
-_RIGHTS = "DELTASYNC_TOKEN or --token-file say who you are, or a certificate"
-# Characters of a text on each side of one that cannot be encoded.
+_RIGHTS = "identify yourself with DELTASYNC_TOKEN, --token-file or a certificate"
+# Characters to show on each side of one that cannot be encoded.
 _SHOWN = 40
 
 
 class _Verbs(click.Group):
-    """A group that finds its verbs by their entry points, and imports one only when it is used: each has needs of
-    its own, which are installed by extras.
-    """
+    """A group that imports a subcommand only on use, as each needs the dependencies of its own extra."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # named by click
         return sorted(_verbs())
@@ -68,27 +66,27 @@ def _fail(message: str) -> None:
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="deltasync")
 def cli() -> None:
-    """Keeps the embedding tables of predictors a moment behind the trainer that is changing them."""
+    """Keep the embedding tables of predictors moments behind the trainer that changes them."""
 
 
 def main() -> None:
-    """Run the command line; an error that was foreseen is one line, not a traceback."""
+    """Run the command line; print an expected error as one line, without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names may have characters that the terminal's encoding lacks.
+        # Names may contain characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run()
     except OSError as error:
         if not _is_of_output(error):
             raise
-        # The text may still be in the buffer: at its exit Python would fail to write it again.
+        # The text may still be in the buffer, and Python would fail to write it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        say(f"Error: the output could not be written: {error.strerror}", err=True)
+        say(f"Error: cannot write the output: {error.strerror}", err=True)
         sys.exit(1)
 
 
 def _is_of_output(error: OSError) -> bool:
-    """Whether printing has failed: of a closed pipe, such as `| head`, click itself takes care."""
+    """Whether printing failed. click itself handles a closed pipe, as after `| head`."""
     *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
     return frame.f_code is click.echo.__code__
 
@@ -104,29 +102,29 @@ def _run() -> None:
         sys.exit(1)
     except* UnicodeEncodeError as unencodable:
         for each in _leaves(unencodable):
-            say(f"Error: {_around(each)!r} is not text in UTF-8, and can be neither sent nor stored", err=True)
+            say(f"Error: {_around(each)!r} is not valid UTF-8 and can be neither sent nor stored", err=True)
         sys.exit(1)
 
 
 def _around(error: UnicodeEncodeError) -> str:
-    """The characters that cannot be encoded, with some of those around them."""
+    """The characters that cannot be encoded, with some context."""
     return error.object[max(0, error.start - _SHOWN) : error.end + _SHOWN]
 
 
 def _leaves(group: BaseExceptionGroup[E]) -> list[E]:
-    found: list[E] = []
+    leaves: list[E] = []
     for error in group.exceptions:
-        found.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
-    return found
+        leaves.extend(_leaves(error) if isinstance(error, BaseExceptionGroup) else [error])
+    return leaves
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print what makes SHELL complete commands and options: eval "$(deltasync completion bash)"."""
+    """Print the completion script for SHELL; load it with: eval "$(deltasync completion bash)"."""
     kind = get_completion_class(shell)
     if kind is None:
-        raise click.ClickException(f"nothing is known of {shell}")
+        raise click.ClickException(f"no completion for shell {shell}")
     script = kind(ctx.find_root().command, {}, "deltasync", "_DELTASYNC_COMPLETE")
     click.echo(script.source())

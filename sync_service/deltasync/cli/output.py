@@ -1,4 +1,4 @@
-"""What people read on a terminal: lines, tables, numbers, and what the processes of a service answer."""
+"""Terminal output: lines, tables, numbers, and the answers of a service's processes."""
 
 import contextlib
 import json
@@ -24,28 +24,28 @@ _STATES = (
 
 
 def say(*lines: str, err: bool = False) -> None:
-    """Print lines. All text of a command goes out here.
+    """Print lines, with unprintable characters escaped. Commands print all text through this function.
 
-    Characters that do not print are escaped. Names come from others: one with a line break or a control sequence
-    would otherwise forge a line, or command the terminal.
+    Names come from other people. One with a line break or a control sequence could forge a line or control the
+    terminal.
     """
     click.echo("\n".join(map(one_line, lines)), err=err)
 
 
 def one_line(text: object) -> str:
-    """A text of any length with the characters escaped that do not print."""
+    """Escape the unprintable characters of a text of any length."""
     return printable(str(text), sys.maxsize)
 
 
 def paragraphs(parts: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of all parts, with an empty line between two of them."""
+    """Join parts with an empty line between them; skip empty parts."""
     return [line for part in parts if part for line in ("", *part)][1:]
 
 
 def text_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Format rows under their titles, a line each.
+    """Format rows under their titles, one per line.
 
-    Columns of numbers are aligned to the right. None is an empty cell.
+    Columns of numbers are right-aligned. None is an empty cell.
     """
     lines = [["" if cell is None else one_line(cell) for cell in row] for row in rows]
     everything = [list(titles), *lines]
@@ -55,12 +55,12 @@ def text_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str
 
 
 def seconds(number: float | None) -> str:
-    """A duration; empty where it is not known."""
+    """Format a duration; empty if None."""
     return "" if number is None else duration(number)
 
 
 def size(number: float | None) -> str:
-    """Bytes: `512 B`, `4.0 kB`, `1.2 GB`; empty where that is not known."""
+    """Format bytes: `512 B`, `4.0 kB`, `1.2 GB`; empty if None."""
     if number is None:
         return ""
     if number < 1000:
@@ -71,12 +71,12 @@ def size(number: float | None) -> str:
 
 
 def share(number: float | None) -> str:
-    """A share of one as percents; empty where it is not known."""
+    """Format a fraction as a percentage; empty if None."""
     return "" if number is None else f"{100 * number:.3g} %"
 
 
 def urgency(state: str) -> int:
-    """The place of a state among all, those that need somebody first."""
+    """The sort key of a state; the most urgent comes first."""
     return _STATES.index(state) if state in _STATES else -1
 
 
@@ -97,10 +97,10 @@ TRAINER = ("rich", "tensordict", "torch", "torchrec")
 
 
 def check_needs(*modules: str) -> None:
-    """Find modules without importing them: that would take seconds, and help needs none of them.
+    """Check that modules are installed, without importing them, as that takes seconds and `--help` needs none.
 
     Raises:
-        ModuleNotFoundError: the first that is not there.
+        ModuleNotFoundError: a module is missing.
     """
     for name in modules:
         if find_spec(name) is None:
@@ -111,7 +111,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Show = Callable[[EachProcess], list[str]]
 
 _SECONDS, _WAITING_SECONDS = 1.0, 5.0
-# What an overview shows of all processes at most.
+# Most cuts and events that an overview shows of all processes.
 _CUTS, _EVENTS = 20, 30
 
 
@@ -122,21 +122,21 @@ def json_option(command: F) -> F:
 
 def watch_option(command: F) -> F:
     """`--watch`."""
-    return click.option("--watch", is_flag=True, help="Show it again every second, until Ctrl-C.")(command)
+    return click.option("--watch", is_flag=True, help="Refresh every second until Ctrl-C.")(command)
 
 
 def json_lines(answer: Any) -> list[str]:
-    """An answer as it came, for programs: the lines of its JSON, in ASCII; paths as text."""
+    """Format an answer as lines of ASCII JSON; paths become strings."""
     return json.dumps(answer, indent=2, default=str).splitlines()
 
 
 def show(what: Show, http: Endpoint, *, watch: bool = False) -> EachProcess:
-    """Print the lines that `what` returns, and name the processes that did not answer: once, or until Ctrl-C.
+    """Print the lines that `what` returns and the processes that did not answer.
 
-    With `watch`, a service that does not answer is asked again.
+    With `watch`, repeat this until Ctrl-C, even while the service does not answer.
 
     Returns:
-        The processes that were asked last.
+        The processes of the last round.
     """
     processes = EachProcess(http)
     if not watch:
@@ -153,15 +153,15 @@ def show(what: Show, http: Endpoint, *, watch: bool = False) -> EachProcess:
 
 
 def print_missing(processes: EachProcess) -> None:
-    """Print which processes have not answered, and which models none of them has, to standard error."""
+    """Print to standard error the processes that did not answer and the models without an owner."""
     for name, why in processes.missing.items():
-        say(f"process {name} has not answered, and its part is missing: {why}", err=True)
+        say(f"process {name} did not answer, so its part is missing: {why}", err=True)
     for model in processes.unowned:
-        say(f"model {model} is missing: no process that is alive has it", err=True)
+        say(f"model {model} is missing: no running process owns it", err=True)
 
 
 def overview(processes: EachProcess) -> dict[str, Any]:
-    """What `GET /status` answers, of all processes."""
+    """The answers of all processes to `GET /status`, combined."""
     answers = processes.answers("/status")
     cuts, events = _of(answers, "cuts", "seconds_ago"), _of(answers, "events", "unix_ns")
     return {
@@ -182,10 +182,10 @@ def _of(answers: list[Any], name: str, *by: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def waiting_for(http: Endpoint | None) -> Iterator[None]:
-    """While the block runs, print every few seconds to standard error what the service is busy with.
+    """While the block runs, print the service's current work to standard error every few seconds.
 
     Args:
-        http: where it answers; None = it cannot be asked.
+        http: the service's endpoint; None = print only that the command is waiting.
     """
     ended, begun = threading.Event(), time.monotonic()
 
@@ -206,7 +206,7 @@ def waiting_for(http: Endpoint | None) -> Iterator[None]:
 def _work(http: Endpoint) -> list[str]:
     try:
         status = overview(EachProcess(http))
-    except DeltasyncError:  # A caller that may ask for the work need not be allowed to see it.
+    except DeltasyncError:  # The caller may lack role read.
         return []
     return [line for process in status["processes"] for line in process["work"]]
 

@@ -1,4 +1,4 @@
-"""The probe of a service: a trainer and a replica of its own, over the way that all others take."""
+"""The service's probe: a trainer and a replica that use the same path as all others."""
 
 import logging
 import secrets
@@ -27,79 +27,81 @@ from deltasync.client import (
     Subscriber,
     SubscriberOptions,
     TableSpec,
+    Written,
 )
 from deltasync.service.self_test import PATIENCE_SECONDS, ProbeStatus
 
 logger = logging.getLogger(__name__)
 
 TABLE = TableSpec("probe", 1, 4)
-# Whole numbers that a value of the table can tell from each other.
+# A float32 value represents every whole number up to here.
 _MOST = 1 << 24
 
 
 class _Echo(NumpyTarget):
-    """Tells when it holds something else."""
+    """A target that notifies a condition after each release."""
 
-    def __init__(self, news: threading.Condition) -> None:
+    def __init__(self, changed: threading.Condition) -> None:
         super().__init__()
-        self._news = news
+        self._changed = changed
 
-    def apply(self, release: Release) -> None:
-        super().apply(release)
-        with self._news:
-            self._news.notify_all()
+    def apply(self, release: Release) -> Written | None:
+        written = super().apply(release)
+        with self._changed:
+            self._changed.notify_all()
+        return written
 
     def holds(self, number: int) -> bool:
-        """Whether it holds that number."""
+        """Whether the row has this number."""
         table = self.tables.get(TABLE.name)
         return table is not None and float(table[0, 0]) == number
 
 
 class Probe:
-    """Publishes a row every few seconds, and reads it back through a subscription, in a thread of its own.
+    """A thread that publishes a row every few seconds and reads it back through a subscription.
 
-    `service` says where it is, and with which rights, whenever it connects.
+    It calls `service` for the endpoint at every connection.
 
     Attributes:
-        status: what it has found.
+        status: the results of the probe.
     """
 
     def __init__(self, service: Callable[[], Endpoint], seconds: float, status: ProbeStatus) -> None:
         self.status = status
         status.every_seconds = seconds
-        # Of an earlier run the service has another number, most probably.
+        # Random, as the service may still have the number of an earlier run.
         self._service, self._number = service, secrets.randbelow(_MOST)
         self._run_id, self._started = uuid.uuid4().hex, time.time_ns()
         self._publisher: Publisher | None = None
         self._subscriber: Subscriber | None = None
-        # Wakes whoever waits for a row that is sealed or held, or for the end.
-        self._news, self._closing = threading.Condition(), False
-        self._echo = _Echo(self._news)
+        # Notified when a row is sealed or applied, and at the end.
+        self._changed, self._closing = threading.Condition(), False
+        self._echo = _Echo(self._changed)
         self._thread = threading.Thread(target=self._run, name="probe", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End it, at once."""
-        with self._news:
+        """Stop at once."""
+        with self._changed:
             self._closing = True
-            self._news.notify_all()
+            self._changed.notify_all()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._closing:
             try:
                 self.status.note(self._turn())
-            except Exception as error:  # noqa: BLE001  # it must go on, whatever it was
+            except Exception as error:  # noqa: BLE001  # the probe outlives any error
                 if not self._closing:
                     self._note_failure(error)
             self._wait(lambda: False, self.status.every_seconds)
         self._disconnect()
 
     def _turn(self) -> float:
-        """Seconds until a row came back.
+        """Publish a row, read it back and return the seconds this took.
 
         Raises:
-            DeltasyncError: it did not.
+            DeltasyncError: the row did not come back.
         """
         self._number = self._number % _MOST + 1
         values = np.full((1, TABLE.dim), self._number, TABLE.dtype)
@@ -107,24 +109,24 @@ class Probe:
         begun = time.monotonic()
         publisher, subscriber = self._connected()
         sealed = publisher.publish(self._part(rows))
-        sealed.add_done_callback(self._tell)
+        sealed.add_done_callback(self._notify)
         if not self._wait(sealed.done, PATIENCE_SECONDS):
             raise _late("a row was not sealed", publisher.connection)
         position = sealed.result()
         if not self._wait(lambda: self._echo.holds(self._number), PATIENCE_SECONDS):
-            subscriber.check()  # What has ended it is the reason.
+            subscriber.check()  # Raise what ended it, if it has ended.
             raise _late(f"version {position.number} was not read back", subscriber.connection)
         return time.monotonic() - begun
 
-    def _wait(self, wanted: Callable[[], bool], seconds: float) -> bool:
-        """Whether something is so within so many seconds; not longer than until the end."""
-        with self._news:
-            self._news.wait_for(lambda: self._closing or wanted(), seconds)
-            return wanted()
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait for a condition, but at most until the timeout or `close`; return whether it holds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or condition(), seconds)
+            return condition()
 
-    def _tell(self, _: object) -> None:
-        with self._news:
-            self._news.notify_all()
+    def _notify(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _part(self, rows: RowBatch) -> Part:
         return Part(step=self._number, step_end_unix_ns=time.time_ns(), rows=[rows], full=True)
@@ -137,21 +139,19 @@ class Probe:
             )
             self._publisher = Publisher(options, [TABLE], [Shard.whole(TABLE)])
         if self._subscriber is None:
-            wanted = SubscriberOptions(service=self._service(), consumer=name, replica="probe")
-            self._subscriber = Subscriber(wanted, self._echo)
+            subscription = SubscriberOptions(service=self._service(), consumer=name, replica="probe")
+            self._subscriber = Subscriber(subscription, self._echo)
         return self._publisher, self._subscriber
 
     def _note_failure(self, error: Exception) -> None:
         if not self.status.failure:
-            unforeseen = None if isinstance(error, DeltasyncError) else error
-            logger.warning(
-                "the probe's row did not come back, which is tried again: %s", error, exc_info=unforeseen
-            )
+            unexpected = None if isinstance(error, DeltasyncError) else error
+            logger.warning("the probe's row did not come back; trying again: %s", error, exc_info=unexpected)
         self.status.note_failure(error_text(error))
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """Both connections begin anew: one may have been ended for good."""
+        """Close both connections, as either may have ended for good; the next turn opens new ones."""
         for each in (self._publisher, self._subscriber):
             if each:
                 each.close()
@@ -165,7 +165,7 @@ def _late(what: str, connection: Connection) -> ServiceUnavailable:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Half of what the alert DeltasyncProbeFails waits for: it would call a slower probe a failing one.
+# Half the delay of the alert DeltasyncProbeFails, which would fire for a slower probe.
 _MOST_SECONDS = 30.0
 
 
@@ -176,29 +176,29 @@ def probe_options(command: F) -> F:
         type=click.FloatRange(0.1, _MOST_SECONDS),
         default=None,
         show_default=False,
-        help="Publish a row of a table of its own so often (30 at most), and read it back as a replica.",
+        help="Probe: publish a row to a model of its own this often (at most 30), and read it back as a replica.",
     )
     endpoint = click.option(
         "--probe-endpoint",
         type=click.Path(dir_okay=False, path_type=Path),
         default=None,
         show_default=False,
-        help="TOML file with what the probe shows of itself, as --endpoint of other commands: with TLS or roles.",
+        help="TOML file with the probe's credentials, as for --endpoint. Required with TLS or roles.",
     )
     return endpoint(seconds(command))
 
 
 def take_probe_options(settings: dict[str, Any], *, guarded: bool) -> "Callable[[str, ProbeStatus], Probe] | None":
-    """Take what says whether the service probes itself out of a command's settings; None = it does not.
+    """Pop the probe's settings; return what starts the probe, or None without one.
 
     Raises:
-        InvalidInput: the service is `guarded`, by TLS or roles, and nothing says what the probe shows.
+        InvalidInput: the service is `guarded` by TLS or roles, and the probe has no credentials.
     """
     every, file = settings.pop("probe_seconds"), settings.pop("probe_endpoint")
     if every is None:
         return None
     if guarded and file is None:
-        raise InvalidInput("--probe-seconds: with TLS or roles the probe needs rights: see --probe-endpoint")
+        raise InvalidInput("--probe-seconds: with TLS or roles the probe needs credentials; give --probe-endpoint")
     from deltasync.client import Endpoint
 
     def begin(address: str, status: ProbeStatus) -> Probe:

@@ -16,9 +16,9 @@ from deltasync.client.endpoint import Endpoint, Route
 @json_option
 @operator_options()
 def processes(service: Endpoint, as_json: bool) -> None:
-    """List the processes of a service, and the models that each owns.
+    """List the processes of a service and the models that each owns.
 
-    One that is gone has ended without a goodbye: others take its models.
+    State "gone" means that a process ended without a goodbye. Others take over its models.
     """
     lines = Route(service).ask("GET", "/processes")
     if as_json:
@@ -37,23 +37,23 @@ def _state(line: dict[str, Any]) -> str:
 
 @click.command(context_settings=CONTEXT)
 @click.argument("model")
-@click.option("--to", "process", required=True, help="Name of the process that is to own it.")
+@click.option("--to", "process", required=True, help="Name of the new owner.")
 @operator_options(changes=True)
 def move(model: str, process: str, service: Endpoint) -> None:
-    """Have another process own MODEL. Its trainer and its replicas follow."""
+    """Move MODEL to another process. Its trainer and replicas follow."""
     with waiting_for(service):
         Admin(service).move_model(model, process)
-    say(f"model {model} was given to process {process}")
+    say(f"model {model} moved to process {process}")
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("process", default="")
 @operator_options(changes=True)
 def drain(process: str, service: Endpoint) -> None:
-    """Have PROCESS, or the one that answers, give all its models to others, before it is stopped.
+    """Move all models of PROCESS, by default the one that answers, to other processes before you stop it.
 
-    It takes none any more until it is started again.
+    Until its next start, the process takes over no models.
     """
     with waiting_for(service):
         models = Admin(service).drain_process(process)
-    say(f"{process or 'the process'} has given up {listed(models) or 'no model: it had none'}")
+    say(f"{process or 'the process'} has handed over {listed(models) or 'no model: it had none'}")

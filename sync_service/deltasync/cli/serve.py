@@ -1,4 +1,4 @@
-"""`deltasync serve`: its options, and the settings that they make. The command is at the end."""
+"""`deltasync serve` and the groups of its options."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ check_needs(*SERVICE)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_ADMIN_TOKEN = "admin_token"  # noqa: S105  # the name of it
+_ADMIN_TOKEN = "admin_token"  # noqa: S105  # a name, no secret
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -41,19 +41,19 @@ def access_options(command: F) -> F:
         click.option(
             "--insecure",
             is_flag=True,
-            help="Listen on an address that others reach, also without TLS and roles.",
+            help="Listen on an address that other machines can reach even without TLS and roles.",
         ),
         click.option(
             "--admin-token-file",
             type=_FILE,
-            help="File with a token that has role admin; also DELTASYNC_ADMIN_TOKEN, or admin_token in the "
+            help="File with a token that gets role admin. Or set DELTASYNC_ADMIN_TOKEN, or admin_token in the "
             "--config file.",
         ),
         click.option(
             "--roles",
             type=_FILE,
-            help="File that says which tokens and certificates have which roles, see `deltasync tokens`. Without "
-            "one anyone may publish, subscribe and read.",
+            help="File with the roles of tokens and certificates, see `deltasync tokens`. Without it anyone may "
+            "publish, subscribe and read.",
         ),
     ):
         command = option(command)
@@ -61,21 +61,21 @@ def access_options(command: F) -> F:
 
 
 def admin_token_of_file(token: object) -> str:
-    """The admin token that a `--config` file has.
+    """The admin token of a `--config` file.
 
     Raises:
-        InvalidInput: it is no text.
+        InvalidInput: it is not a string.
     """
     if not isinstance(token, str):
-        raise InvalidInput(f"{_ADMIN_TOKEN}: expected a text")
+        raise InvalidInput(f"{_ADMIN_TOKEN}: expected a string")
     return token
 
 
 def take_admin_token(settings: dict[str, Any]) -> str | None:
-    """The admin token: of its file, of the environment or of the `--config` file, in that order; None without one.
+    """Pop the admin token: from its file, the environment or the `--config` file, in that order; None without one.
 
     Raises:
-        InvalidInput: its file cannot be read, or has no token that could be sent.
+        InvalidInput: the file is unreadable, or its token cannot be sent.
     """
     path: Path | None = settings.pop(f"{_ADMIN_TOKEN}_file")
     if path is None:
@@ -87,13 +87,13 @@ def take_admin_token(settings: dict[str, Any]) -> str | None:
     try:
         return checked_token(f"--admin-token-file {path}", path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"--admin-token-file {path}: {getattr(error, 'strerror', 'no text')}") from error
+        raise InvalidInput(f"--admin-token-file {path}: {getattr(error, 'strerror', 'not text')}") from error
 
 
 def consumers_of_flags(
     _ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 ) -> tuple[ConsumerOptions, ...]:
-    """The consumers of `--consumer NAME=MODEL`, which keep the policy that they have."""
+    """The consumers of `--consumer NAME=MODEL`. Existing ones keep their policy."""
     pairs = [value.split("=", 1) for value in values]
     if wrong := [value for value, pair in zip(values, pairs, strict=True) if len(pair) != 2]:
         raise click.BadParameter(f"{wrong[0]!r}: expected NAME=MODEL")
@@ -101,10 +101,10 @@ def consumers_of_flags(
 
 
 def consumers_of_file(described: Any) -> tuple[ConsumerOptions, ...]:
-    """The consumers of the file's tables `[consumers.NAME]`: a model, and the keys of a policy.
+    """The consumers of the file's tables `[consumers.NAME]`, each with a model and policy fields.
 
     Raises:
-        InvalidInput: what is wrong, and of which consumer.
+        InvalidInput: a consumer is wrong; the message names it.
     """
     if not isinstance(described, dict):
         raise InvalidInput("consumers: expected tables [consumers.NAME]")
@@ -122,7 +122,7 @@ def _consumer(name: str, described: Any) -> ConsumerOptions:
 
 
 def merged(flags: tuple[ConsumerOptions, ...], file: tuple[ConsumerOptions, ...]) -> tuple[ConsumerOptions, ...]:
-    """Those of both; of a consumer that both name the file has the policy.
+    """The consumers of flags and file. If both name one, the file's policy wins.
 
     Raises:
         InvalidInput: they name different models for one consumer.
@@ -131,63 +131,63 @@ def merged(flags: tuple[ConsumerOptions, ...], file: tuple[ConsumerOptions, ...]
     for each in flags:
         if models.get(each.name, each.model) != each.model:
             raise InvalidInput(
-                f"consumer {each.name!r} follows model {each.model!r} by --consumer, but {models[each.name]!r} by "
-                f"[consumers.{each.name}] of the --config file"
+                f"consumer {each.name!r}: model {each.model!r} in --consumer, but {models[each.name]!r} in "
+                f"[consumers.{each.name}] of the --config file; name the same model in both"
             )
     return (*(each for each in flags if each.name not in models), *file)
 
 
 def limits_of_flags(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
     """The limits of `--limit NAME=NUMBER`, by name."""
-    found = dict[str, int]()
+    limits = dict[str, int]()
     for value in values:
         name, equals, number = value.partition("=")
         if not equals or not number.replace("_", "").isdecimal():
             raise click.BadParameter(f"{value!r}: expected NAME=NUMBER")
-        found[name] = int(number)
+        limits[name] = int(number)
     try:
-        LimitOptions.described(found)
+        LimitOptions.described(limits)
     except InvalidInput as error:
         raise click.BadParameter(str(error)) from error
-    return found
+    return limits
 
 
 def limits_of_file(described: Any) -> Mapping[str, int]:
     """The limits of the file's table `[limits]`, by name.
 
     Raises:
-        InvalidInput: one that there is not, or that is no number.
+        InvalidInput: a limit does not exist or is not a number.
     """
     LimitOptions.described(described)
-    found: Mapping[str, int] = described
-    return found
+    limits: Mapping[str, int] = described
+    return limits
 
 
 def log_options(command: F) -> F:
-    """`--log` and the options that belong to it; see `take_log_options`."""
+    """`--log` and its companions; see `take_log_options`."""
     for option in reversed(
         (
             click.option(
                 "--log",
                 default=None,
                 metavar="URL[,URL]",
-                show_default="with the process",
-                help="NATS brokers that keep the log, nats://HOST:PORT: several processes then share the models.",
+                show_default="a file in --data-dir",
+                help="NATS brokers that keep the log, nats://HOST:PORT. Several processes then share the models.",
             ),
-            click.option("--log-credentials", type=_FILE, help="File with the credentials for the brokers."),
+            click.option("--log-credentials", type=_FILE, help="File with credentials for the brokers."),
             click.option("--log-ca", type=_FILE, help="PEM file of the brokers' CA."),
-            click.option("--log-cert", type=_FILE, help="PEM file of the process's certificate for the brokers."),
+            click.option("--log-cert", type=_FILE, help="PEM file of the certificate to show the brokers."),
             click.option("--log-key", type=_FILE, help="PEM file of that certificate's key."),
             click.option(
                 "--log-monitor",
                 default="",
                 metavar="URL[,URL]",
-                help="Monitoring ports of the brokers, http://HOST:PORT, which say whether they sync to disk.",
+                help="Monitoring ports of the brokers, http://HOST:PORT. Shows if they sync to disk.",
             ),
-            click.option("--log-prefix", default="deltasync", help="Of the names of all that brokers keep."),
-            click.option("--log-replicas", type=click.IntRange(1), default=3, help="Brokers that keep each log."),
+            click.option("--log-prefix", default="deltasync", help="Prefix of all names in the brokers."),
+            click.option("--log-replicas", type=click.IntRange(1), default=3, help="Copies of each log."),
             click.option(
-                "--accept-log-risk", is_flag=True, help="Serve although brokers could lose what they acknowledge."
+                "--accept-log-risk", is_flag=True, help="Serve even if the brokers could lose acknowledged data."
             ),
             click.option(
                 "--process",
@@ -196,14 +196,17 @@ def log_options(command: F) -> F:
                 help="Name of this process among those that share the log.",
             ),
             click.option(
-                "--advertise-grpc", default="", metavar="HOST:PORT", help="Where others reach it by gRPC."
+                "--advertise-grpc",
+                default="",
+                metavar="HOST:PORT",
+                help="gRPC address for others to use.",
             ),
-            click.option("--advertise-http", default="", metavar="URL", help="Where others reach it by HTTP."),
+            click.option("--advertise-http", default="", metavar="URL", help="HTTP address for others to use."),
             click.option(
                 "--lease-seconds",
                 type=click.FloatRange(0.5, 3600),
                 default=6.0,
-                help="After so long without a word of a process, others take its models.",
+                help="Take over the models of a process that has been silent for this long.",
             ),
         )
     ):
@@ -212,13 +215,13 @@ def log_options(command: F) -> F:
 
 
 def take_log_options(settings: dict[str, Any], max_bytes: int) -> "SharedLogOptions | None":
-    """Take what says which brokers keep the log out of a command's settings; None where it is the process's own.
+    """Pop the settings of a shared log; None if the process keeps its own.
 
     Raises:
-        InvalidInput: something of it is not right.
+        InvalidInput: a setting is wrong.
     """
     from deltasync.api.process import SharedLogOptions
-    from deltasync.cluster.member import OwnershipOptions
+    from deltasync.cluster.member import ClusterOptions
     from deltasync.log.brokers import BrokerOptions
 
     urls, monitors = settings.pop("log"), _listed(settings.pop("log_monitor"))
@@ -236,7 +239,7 @@ def take_log_options(settings: dict[str, Any], max_bytes: int) -> "SharedLogOpti
         process=process,
         grpc=grpc,
         http=http,
-        ownership=OwnershipOptions(lease_seconds=lease),
+        ownership=ClusterOptions(lease_seconds=lease),
         accept_risk=accept_risk,
     )
 
@@ -251,14 +254,14 @@ def tls_options(command: F) -> F:
         click.option(
             "--tls-client-ca",
             type=_FILE,
-            help="PEM file of the CAs of clients: gRPC then needs a certificate of theirs, HTTP asks for one.",
+            help="PEM file of the CAs of clients. gRPC then requires a client certificate, HTTP accepts one.",
         ),
         click.option("--tls-key", type=_FILE, help="PEM file of the certificate's key."),
         click.option(
             "--tls-cert",
             type=_FILE,
-            help="PEM file of the service's certificate: both ports then speak TLS. All three are read again when "
-            "they change.",
+            help="PEM file of the service's certificate. Both ports then use TLS. The service reloads the three "
+            "files when they change.",
         ),
     ):
         command = option(command)
@@ -266,10 +269,10 @@ def tls_options(command: F) -> F:
 
 
 def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
-    """Take the options out of a command's settings; None where there is to be no TLS.
+    """Pop the TLS options; None without TLS.
 
     Raises:
-        InvalidInput: they do not go together.
+        InvalidInput: the options contradict each other.
     """
     from deltasync.access.tls import TlsOptions
 
@@ -282,17 +285,17 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
     "--data-dir",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("deltasync-data"),
-    help="Folder of everything the service keeps; made if missing.",
+    help="Folder for all of the service's data; created if missing.",
 )
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option(
     "--grpc-port",
     type=click.IntRange(0, 65535),
     default=50051,
-    help="Port for trainers and replicas; 0 = any free one (see endpoints.json in the data folder).",
+    help="gRPC port for trainers and replicas; 0 = any free port, written to endpoints.json in --data-dir.",
 )
 @click.option(
-    "--http-port", type=click.IntRange(0, 65535), default=8080, help="Port for operators; 0 = any free one."
+    "--http-port", type=click.IntRange(0, 65535), default=8080, help="HTTP port for operators; 0 = any free port."
 )
 @tls_options
 @click.option(
@@ -301,7 +304,7 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
     multiple=True,
     callback=consumers_of_flags,
     metavar="NAME=MODEL",
-    help="Consumer to make at the start if missing. May be repeated.",
+    help="Create this consumer at the start if it is missing. May be repeated.",
 )
 @access_options
 @log_options
@@ -309,39 +312,39 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
     "--log-max-bytes",
     type=click.IntRange(1 << 20),
     default=64 << 30,
-    help="Hard cap of the log's file, which grows only as needed.",
+    help="Maximum size of the log file, which grows as needed.",
 )
 @click.option(
     "--checkpoints",
     default=None,
     metavar="URL",
     show_default="only in --data-dir",
-    help="Copy every checkpoint to this folder or object storage, too: s3://BUCKET/PATH.",
+    help="Also copy every checkpoint to this folder or object storage, s3://BUCKET/PATH.",
 )
 @click.option(
     "--checkpoint-seconds",
     type=click.FloatRange(1),
     default=600.0,
-    help="Write a checkpoint of a model that has changed at least this often.",
+    help="Write a checkpoint of each changed model at least once in this many seconds.",
 )
 @click.option(
     "--checkpoint-bytes",
     type=click.IntRange(1),
     default=None,
     show_default="256 MiB, at most a quarter of --log-max-bytes",
-    help="Write a checkpoint once the log has this many bytes of newer rows of a model.",
+    help="Write a checkpoint of a model once the log has this many bytes of newer rows.",
 )
 @click.option(
     "--keep-checkpoints",
     type=click.IntRange(2),
     default=3,
-    help="Number of checkpoints of a model to keep. The log reaches back to the second newest.",
+    help="Number of checkpoints to keep of each model. The log reaches back to the second newest.",
 )
 @click.option(
     "--keep-checkpoints-seconds",
     type=click.FloatRange(0),
     default=0.0,
-    help="Also keep every checkpoint that is younger than this.",
+    help="Also keep every checkpoint younger than this.",
 )
 @click.option(
     "--table-memory",
@@ -349,52 +352,52 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
     default=None,
     show_default="memory",
     metavar="DIR",
-    help="Keep tables in scratch files in this folder, on a fast disk: for tables that are larger than memory.",
+    help="Keep tables in scratch files in this folder, on a fast disk. For tables larger than memory.",
 )
 @click.option(
     "--release-memory",
     type=click.IntRange(1 << 20),
     default=64 << 20,
     metavar="BYTES",
-    help="Memory for the rows that replicas are being sent. Larger releases are copied block by block.",
+    help="Memory for rows on their way to replicas. Larger releases are copied block by block.",
 )
 @click.option(
     "--replica-retention-seconds",
     type=click.FloatRange(0),
     default=3600.0,
-    help="A replica away for longer no longer holds its consumer's offset.",
+    help="Drop a replica from its consumer's offset after it has been away this long.",
 )
 @click.option(
     "--drain-seconds",
     type=click.FloatRange(0),
     default=5.0,
-    help="How long open cuts may take to finish on SIGTERM.",
+    help="On SIGTERM, wait this long for open cuts to finish.",
 )
 @click.option(
     "--max-norm-growth",
     type=click.FloatRange(1),
     default=None,
     show_default=False,
-    help="By which factor a row's norm may be over the largest that a row of its table has had. No limit unless "
-    "given.",
+    help="Refuse a cut with a row whose norm exceeds the table's largest so far by this factor. See --poisoned. "
+    "No limit by default.",
 )
 @probe_options
 @click.option(
     "--log-format",
     type=click.Choice(FORMATS),
     default="auto",
-    help="What is written to standard error: text on a terminal and JSON elsewhere, or always one of them.",
+    help="Format of the log on standard error. auto is text on a terminal and JSON elsewhere.",
 )
 @click.option(
     "--log-level",
     default="info",
-    help=f"From which level on: {', '.join(LEVELS)}; with commas also deltasync.NAME=LEVEL.",
+    help=f"Lowest level to log: {', '.join(LEVELS)}. Add ,deltasync.NAME=LEVEL for single loggers.",
 )
 @click.option(
     "--poisoned",
     type=click.Choice(["refuse", "quarantine"]),
     default="refuse",
-    help="What becomes of a cut with a row over that: refused, or sealed with its consumers paused before.",
+    help="What to do with a cut over --max-norm-growth: refuse it, or pause the model's consumers and seal it.",
 )
 @click.option(
     "--limit",
@@ -402,20 +405,20 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
     multiple=True,
     callback=limits_of_flags,
     metavar="NAME=NUMBER",
-    help="Limit of what peers may take; the README of the service has all of them. May be repeated.",
+    help="Limit on what a peer may use, see sync_service/docs/reference/settings.md. May be repeated.",
 )
 def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **settings: Any) -> None:
     """Run the sync service until SIGTERM.
 
-    Every option is also an environment variable, DELTASYNC_ and its name in capitals, and a key of the
-    --config file. A flag wins over the environment, the environment over the file.
+    Every option is also an environment variable, DELTASYNC_ plus its name in capitals, and a key of the
+    --config file. A flag overrides the environment, and the environment overrides the file.
 
-    A table [consumers.NAME] of the file, with a model and the keys of a policy, makes that consumer. One that
-    exists gets this policy at every start, and on SIGHUP, when these tables are read again, and so is a table
-    [limits], of which a --limit wins.
+    The file may also have tables [consumers.NAME], with a model and policy fields, and a table [limits]. The
+    service creates these consumers, or gives existing ones this policy. It reads both tables at the start and
+    again on SIGHUP. A --limit overrides the table.
     """
     log_to_stderr(settings.pop("log_format"), settings.pop("log_level"))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Which would end a process that does not listen to it yet.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # It would end a process without a handler.
     from deltasync.api import process
     from deltasync.api.process import ServerOptions
     from deltasync.cuts.norm_guard import NormLimit
@@ -424,32 +427,32 @@ def serve(consumer: tuple[ConsumerOptions, ...], limit: Mapping[str, int], **set
     try:
         growth, quarantine = settings.pop("max_norm_growth"), settings.pop("poisoned") == "quarantine"
         norm_limit = NormLimit(growth, quarantine) if growth else None
-        found, read = _reloaded(consumer, limit, from_config), reader_of_config()
+        reloaded, read = _reloaded(consumer, limit, from_config), reader_of_config()
         settings["release_memory_bytes"] = settings.pop("release_memory")
         of_service = {
             each.name: settings.pop(each.name) for each in fields(ServiceOptions) if each.name in settings
         }
-        service = ServiceOptions(norm_limit=norm_limit, limits=found.limits, **of_service)
+        service = ServiceOptions(norm_limit=norm_limit, limits=reloaded.limits, **of_service)
         tls = take_tls_options(settings)
         settings["probe"] = take_probe_options(settings, guarded=tls is not None or settings["roles"] is not None)
         settings["shared"] = take_log_options(settings, service.log_max_bytes)
         settings["admin_token"] = take_admin_token(settings)
         read_settings = partial(_reloaded, consumer, limit, read) if read else None
         options = ServerOptions(
-            service=service, consumers=found.consumers, read_settings=read_settings, tls=tls, **settings
+            service=service, consumers=reloaded.consumers, read_settings=read_settings, tls=tls, **settings
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
         asyncio.run(process.serve(options))
     finally:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Likewise one that listens no more.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # The loop's handler no longer works.
 
 
 def _reloaded(
     consumers: tuple[ConsumerOptions, ...], limits: Mapping[str, int], read: Callable[[str, Any], Any]
 ) -> "Reloaded":
-    """What flags and the file say of what is read again on SIGHUP; `read` reads a key of the file."""
+    """The settings that SIGHUP reloads, from flags and the file; `read` reads a key of the file."""
     from deltasync.api.reload import Reloaded
 
     described = {**read("limits", {}), **limits}

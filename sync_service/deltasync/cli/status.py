@@ -31,18 +31,18 @@ _CUTS, _EVENTS = 5, 8
 @json_option
 @operator_options()
 def status(service: Endpoint, watch: bool, as_json: bool) -> None:
-    """Show everything of a service on one screen: what is wrong, models and their trainers, consumers, the last
-    cuts and where their time went, the last events. Of several processes, all of all.
+    """Show a whole service on one screen: problems, models and their trainers, consumers, the last cuts with the
+    time of each phase, and the last events. Combines all processes of the service.
 
     \b
-    of models
-      step        the trainer's, of the newest version
-      last cut    when that was sealed
-      ranks       connected, of all, and how many have finished; one that is gone without a goodbye is named above
-      bytes       of the tables
-      rows sent   that were published since the service started
-      trouble     what keeps its cuts from being sealed or applied
-    of consumers  what `deltasync lag --help` says, and of cuts `deltasync versions --help`
+    models:
+      step        the trainer's step of the newest version
+      last cut    time since that version was sealed
+      ranks       connected ranks / all ranks, and how many have finished; lost ranks are listed above
+      bytes       size of the tables
+      rows sent   rows published since the service started
+      trouble     what keeps cuts from being sealed or applied
+    consumers: see `deltasync lag --help`; cuts: see `deltasync versions --help`
     """
 
     def shown(processes: EachProcess) -> list[str]:
@@ -53,7 +53,7 @@ def status(service: Endpoint, watch: bool, as_json: bool) -> None:
 
 
 def status_lines(answer: dict[str, Any]) -> list[str]:
-    """What the answer says."""
+    """Format a status."""
     parts = [
         _processes(answer),
         _models(answer["models"]),
@@ -66,7 +66,7 @@ def status_lines(answer: dict[str, Any]) -> list[str]:
 
 def _processes(answer: dict[str, Any]) -> list[str]:
     lines = [line for each in answer["processes"] for line in _process(each)]
-    lines += [f"service {name}  DOES NOT ANSWER: what it has is not in here" for name in answer["missing"]]
+    lines += [f"service {name}  DOES NOT ANSWER: its part is missing here" for name in answer["missing"]]
     lost = [each for each in answer["trainers"] if not each["connected"] and not each["finished"]]
     return lines + [f"  {_rank(each)}" for each in lost]
 
@@ -78,8 +78,8 @@ def _process(process: dict[str, Any]) -> list[str]:
     lines += [f"  {each['check']}: {each['trouble']}" for each in process["checks"] if each["trouble"]]
     lines += [f"  {each}" for each in (*process["troubles"], *process["work"])]
     if probe := process["probe"]:
-        found = f"{seconds(probe['seconds'])} from a publisher to a replica, {seconds(probe['age_seconds'])} ago"
-        lines.append(f"  probe: {probe['trouble'] or found}")
+        times = f"{seconds(probe['seconds'])} from a publisher to a replica, {seconds(probe['age_seconds'])} ago"
+        lines.append(f"  probe: {probe['trouble'] or times}")
     return lines + [f"  volume {each['volume']}: {each['refused'] or _room(each)}" for each in process["volumes"]]
 
 
@@ -112,7 +112,7 @@ def _models(models: list[dict[str, Any]]) -> list[str]:
         )
         for each in models
     )
-    return text_table(titles, rows) if models else ["nothing is published yet"]
+    return text_table(titles, rows) if models else ["nothing has been published yet"]
 
 
 _PARTS = ("gather", "send", "seal", "log", "apply", "release", "ack")
@@ -120,21 +120,21 @@ _PARTS = ("gather", "send", "seal", "log", "apply", "release", "ack")
 
 @click.command(context_settings=CONTEXT)
 @click.argument("model", default="")
-@click.option("--last", type=click.IntRange(1, 200), default=20, help="How many of each model.")
+@click.option("--last", type=click.IntRange(1, 200), default=20, help="Versions to show of each model.")
 @watch_option
 @json_option
 @operator_options()
 def versions(model: str, last: int, service: Endpoint, watch: bool, as_json: bool) -> None:
-    """Show the last versions of MODEL, or of each, and where their time went.
+    """Show the last versions of MODEL, or of every model, with the time of each phase.
 
     \b
-    gather   from the end of the step until the slowest rank had its changed rows
-    send     until the service had the last rank's part, by two machines' clocks
-    seal     checks, and waiting for the version before
-    log      until it was durable
+    gather   from the end of the step until the slowest rank had collected its changed rows
+    send     until the service had every rank's part; compares two machines' clocks
+    seal     checks, and waiting for the previous version
+    log      until the version was durable
     apply    until the model's tables had it
-    release  until a replica was sent it whole, of the slowest consumer
-    ack      until that replica said that it holds it
+    release  until the slowest consumer had sent all of it to a replica
+    ack      until that replica acknowledged it
     """
 
     def shown(processes: EachProcess) -> list[str]:
@@ -146,9 +146,9 @@ def versions(model: str, last: int, service: Endpoint, watch: bool, as_json: boo
 
 
 def cut_lines(lines: list[dict[str, Any]]) -> list[str]:
-    """Versions, a line each."""
+    """Format versions, one per line."""
     if not lines:
-        return ["no version was sealed since the service started"]
+        return ["no version has been sealed since the service started"]
     titles = ("model", "version", "step", "rows", "bytes", "ago", *_PARTS)
     rows = (
         (

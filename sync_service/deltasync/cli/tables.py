@@ -1,4 +1,4 @@
-"""`deltasync tables`, `models` and `rows`: what a service keeps, and deleting some of it."""
+"""`deltasync tables`, `models` and `rows`: list and delete data."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from deltasync.client.endpoint import Endpoint
 
 @click.group()
 def tables() -> None:
-    """List tables, and delete some."""
+    """List and delete tables."""
 
 
 @tables.command("list", context_settings=CONTEXT)
@@ -23,12 +23,12 @@ def tables() -> None:
 @json_option
 @operator_options()
 def list_tables(model: str, service: Endpoint, as_json: bool) -> None:
-    """List the tables of MODEL, or of all.
+    """List the tables of MODEL, or of all models.
 
     \b
     kind     embeddings, a parameter, a buffer, or the map of a managed collision module
-    version  the model's newest
-    trouble  that the last cut was refused for its rows, or that ranks of the trainer have different ones
+    version  newest version of the model
+    trouble  why the last cut was refused, or that the trainer's ranks have different rows
     """
 
     def shown(processes: EachProcess) -> list[str]:
@@ -66,9 +66,9 @@ def _table(lines: list[Any]) -> list[str]:
 @click.argument("table")
 @operator_options(changes=True)
 def delete_table(model: str, table: str, service: Endpoint) -> None:
-    """Delete TABLE of MODEL, with its rows: replicas are not sent it any more.
+    """Delete TABLE of MODEL with its rows. Replicas stop receiving it.
 
-    Refused while a connected rank publishes it. A run that announces it again makes it anew.
+    The service refuses this while a connected rank publishes the table. A later run can create it again.
     """
     Admin(service).delete_table(model, table)
     say(f"table {table} of model {model} deleted")
@@ -83,9 +83,9 @@ def models() -> None:
 @click.argument("name")
 @operator_options(changes=True)
 def delete_model(name: str, service: Endpoint) -> None:
-    """Delete model NAME, with its tables and all that is kept of it.
+    """Delete model NAME with all its data.
 
-    Refused while a rank is connected, or a consumer follows it.
+    The service refuses this while a rank is connected or a consumer follows the model.
     """
     Admin(service).delete_model(name)
     say(f"model {name} deleted")
@@ -96,7 +96,7 @@ _KEYS = ("model", "table", "rows")
 
 @click.group()
 def rows() -> None:
-    """Delete rows of embedding tables, everywhere."""
+    """Delete rows from trainer, service and replicas."""
 
 
 @rows.command("delete", context_settings=CONTEXT)
@@ -105,23 +105,22 @@ def rows() -> None:
 @click.argument("ids", metavar="ID...", type=click.IntRange(min=0), nargs=-1, required=True)
 @operator_options(changes=True)
 def delete_rows(model: str, table: str, ids: tuple[int, ...], service: Endpoint) -> None:
-    """Have the rows ID... of TABLE deleted: by MODEL's trainer, with one of its next cuts, and by all replicas.
+    """Delete the rows ID... of TABLE in MODEL's trainer, with one of its next cuts, and in all replicas.
 
-    The service goes on asking, also after a restart of its own or of the trainer, until a sealed cut carries the
-    delete. A row that is looked up in training afterwards is a new row.
+    The service repeats the request, even after a restart of service or trainer, until a sealed cut carries the
+    delete. If training later looks the row up, it is a new row.
     """
     pending = Admin(service).delete_rows(model, table, ids)
     count, reason = pending["rows"], pending["reason"]
     which = f"of table {table} of model {model}"
-    verb = "is" if count == 1 else "are"
-    say(f"{counted(count, 'row')} {which} {verb} to be deleted: {reason}")
+    say(f"requested the delete of {counted(count, 'row')} {which}: {reason}")
 
 
 @rows.command("pending", context_settings=CONTEXT)
 @json_option
 @operator_options()
 def pending_deletes(service: Endpoint, as_json: bool) -> None:
-    """List the deletes that are not done: model, table, number of rows, since when, and what they wait for."""
+    """List pending deletes: model, table, number of rows, time of the request, and reason for the wait."""
 
     def shown(processes: EachProcess) -> list[str]:
         lines = processes.lines("/deletes", "model", "asked_unix_ns")

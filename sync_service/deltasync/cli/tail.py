@@ -26,20 +26,20 @@ _WAIT_SECONDS = 0.5
 
 
 class _Watched:
-    """A target that says what came, and holds nothing of it."""
+    """A target that queues a summary of each release and keeps no rows."""
 
     def __init__(self, rows: int) -> None:
         self.came = queue.SimpleQueue[dict[str, Any]]()
         self._rows = rows
 
     def apply(self, release: Release) -> None:
-        """Note what a release has."""
+        """Queue the summary of a release."""
         self.came.put(summary(release, self._rows))
 
 
 @contextlib.contextmanager
 def goodbye_on_sigterm() -> Iterator[None]:
-    """In the block SIGTERM is what Ctrl-C is: a replica says goodbye then, and is not waited for. Main thread."""
+    """Treat SIGTERM as Ctrl-C in the block, so that a replica can say goodbye. For the main thread."""
 
     def end(*_: object) -> NoReturn:
         raise KeyboardInterrupt
@@ -53,19 +53,19 @@ def goodbye_on_sigterm() -> Iterator[None]:
 
 @click.command(context_settings=CONTEXT)
 @click.argument("consumer")
-@click.option("--rows", type=click.IntRange(0), default=0, help="How many rows of each table are shown.")
-@click.option("--count", type=click.IntRange(1), default=None, show_default="no end", help="End after so many.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON a line.")
+@click.option("--rows", type=click.IntRange(0), default=0, help="Rows to show of each table.")
+@click.option("--count", type=click.IntRange(1), default=None, show_default="no end", help="Stop after this many.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @service_options()
 def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: Endpoint) -> None:
-    """Show the releases of CONSUMER as they pass, beginning with all that there is, until Ctrl-C.
+    """Show the releases of CONSUMER as they arrive, until Ctrl-C. The first one has all current rows.
 
-    A line for each: the version, or release; its rows, and their bytes; how long after the end of the trainer's
-    step it was here, by two machines' clocks. Below that its rows by table; with --rows some of them, by id, with
-    the L2 norm of what they are now; in mode ids, of what has changed in them.
+    Each release prints a line with its version or release number, rows, bytes, and delay since the end of the
+    trainer's step, which compares two machines' clocks. Below that come its rows per table. --rows adds some ids
+    with the L2 norm of the row or, in mode ids, of its change.
 
-    It is a replica of that consumer meanwhile, and needs the role of one. It keeps no rows. Lag lists it as a
-    guest, and does not count it.
+    The command connects as a replica, needs role subscribe, and keeps no rows. The lag lists it as a guest and
+    does not count it.
     """
     target = _Watched(rows)
     options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("tail"), guest=True)
@@ -78,16 +78,17 @@ def tail(consumer: str, rows: int, count: int | None, as_json: bool, service: En
 
 
 def summary(release: Release, rows: int) -> dict[str, Any]:
-    """What a release has; of each table some rows, with the norm of what they are now, or, without values, of what
-    has changed in them.
+    """Summarise a release, with up to `rows` rows of each table.
+
+    Each row has the norm of its values or, in a release without values, of its change.
     """
     tables = dict[str, dict[str, Any]]()
     for batch in release.rows:
-        found = tables.setdefault(batch.table.name, {"rows": 0, "deleted": 0, "shown": []})
-        found["rows"] += len(batch.ids)
-        found["deleted"] += len(batch.ids) if batch.deleted else 0
-        left = rows - len(found["shown"])
-        found["shown"] += [] if left <= 0 else _shown(batch, left)
+        table = tables.setdefault(batch.table.name, {"rows": 0, "deleted": 0, "shown": []})
+        table["rows"] += len(batch.ids)
+        table["deleted"] += len(batch.ids) if batch.deleted else 0
+        left = rows - len(table["shown"])
+        table["shown"] += [] if left <= 0 else _shown(batch, left)
     return {
         "time": utc(time.time_ns()),
         "number": release.position.number,

@@ -1,4 +1,4 @@
-"""`deltasync tokens`, which changes a roles file and leaves its comments and order as they are."""
+"""`deltasync tokens`: edit a roles file, keeping its comments and order."""
 
 import os
 import secrets
@@ -19,17 +19,17 @@ from deltasync.cli.output import say, text_table
 
 
 def add_token(path: Path, name: str, token: str, roles: Sequence[str]) -> None:
-    """Give a token roles. Of the token itself only the digest is kept.
+    """Add a token with roles. The file keeps only its digest.
 
     Raises:
-        InvalidInput: the file cannot be read or written, or the name or a role is none.
-        Contradiction: there is one of that name, or somebody else changes the file just now.
+        InvalidInput: the file cannot be read or written, or the name or a role is invalid.
+        Contradiction: the name is in use, or another process is changing the file.
     """
 
     def add(document: tomlkit.TOMLDocument) -> None:
         tokens = _table(document, "tokens")
         if name in tokens:
-            raise Contradiction(f"{path}: there is a token {name!r}: revoke it first, or choose another name")
+            raise Contradiction(f"{path}: token {name!r} exists; revoke it first, or choose another name")
         entry = tomlkit.table()
         entry["sha256"], entry["roles"] = token_digest(token).hex(), list(roles)
         entry["created"] = datetime.now(UTC).replace(microsecond=0)
@@ -39,11 +39,11 @@ def add_token(path: Path, name: str, token: str, roles: Sequence[str]) -> None:
 
 
 def allow_certificate(path: Path, name: str, roles: Sequence[str]) -> None:
-    """Give the certificates that have a name roles, instead of those that they had.
+    """Set the roles of certificates with a name, replacing earlier ones.
 
     Raises:
-        InvalidInput: the file cannot be read or written, or the name or a role is none.
-        Contradiction: somebody else changes the file just now.
+        InvalidInput: the file cannot be read or written, or the name or a role is invalid.
+        Contradiction: another process is changing the file.
     """
 
     def allow(document: tomlkit.TOMLDocument) -> None:
@@ -55,26 +55,26 @@ def allow_certificate(path: Path, name: str, roles: Sequence[str]) -> None:
 
 
 def take_roles(path: Path, name: str) -> str:
-    """Take all roles from the token, and from the certificates, of that name; which it was, in words.
+    """Remove the token and the certificates of a name; return which of them existed, in words.
 
     Raises:
         InvalidInput: the file cannot be read or written.
-        NotFound: there is none; the message names those that exist.
-        Contradiction: somebody else changes the file just now.
+        NotFound: neither exists; the message lists the existing names.
+        Contradiction: another process is changing the file.
     """
-    found = []
+    removed = []
 
     def remove(document: tomlkit.TOMLDocument) -> None:
         for key in ("tokens", "certificates"):
             if name in document.get(key, {}):
                 del document[key][name]
-                found.append(key.removesuffix("s"))
-        if not found:
+                removed.append(key.removesuffix("s"))
+        if not removed:
             names = listed([*document.get("tokens", {}), *document.get("certificates", {})]) or "none"
-            raise NotFound(f"{path}: no token and no certificate {name!r}; there are: {names}")
+            raise NotFound(f"{path}: no token and no certificate {name!r}; existing names: {names}")
 
     _change(path, remove)
-    return " and ".join(found)
+    return " and ".join(removed)
 
 
 def _table(document: tomlkit.TOMLDocument, key: str) -> Any:
@@ -84,16 +84,16 @@ def _table(document: tomlkit.TOMLDocument, key: str) -> Any:
 
 
 def _change(path: Path, change: Callable[[tomlkit.TOMLDocument], None]) -> None:
-    """Change a file: as a whole, or not at all. One that is new is for its owner alone."""
-    path = path.resolve()  # Behind a link it is the file that changes.
+    """Change a file atomically. Only its owner may read a new one."""
+    path = path.resolve()  # Change the file behind a link, not the link.
     try:
         document = tomlkit.parse(path.read_text()) if path.exists() else tomlkit.document()
-        roles_of(document.unwrap())  # Of a file that is wrong already, nothing is to be changed.
+        roles_of(document.unwrap())  # Refuse a file that is already wrong.
         change(document)
         roles_of(document.unwrap())
         _write(path, tomlkit.dumps(document))
     except FileExistsError as error:
-        text = f"{error.filename} is there: somebody else changes the file just now; if nobody does, remove it"
+        text = f"{error.filename} exists: another process is changing the file; if none is, remove it"
         raise Contradiction(text) from error
     except (OSError, TOMLKitError, InvalidInput) as error:
         raise InvalidInput(f"{path}: {error}") from error
@@ -125,9 +125,9 @@ _BYTES = 32
 
 @click.group()
 def tokens() -> None:
-    """Make and revoke tokens, and give certificates roles: in the file of `deltasync serve --roles`.
+    """Create and revoke tokens, and set the roles of certificates, in the file of `deltasync serve --roles`.
 
-    A running service takes over what has changed within seconds; what is revoked ends its streams, too.
+    A running service applies changes within seconds. It also ends the streams of a revoked token or certificate.
     """
 
 
@@ -136,7 +136,7 @@ def _roles_option(help_text: str) -> Callable[[F], F]:
     return click.option("--roles", type=path, required=True, help=help_text)
 
 
-_made = _roles_option("The roles file; made if missing.")
+_made = _roles_option("The roles file; created if missing.")
 _read = _roles_option("The roles file.")
 
 
@@ -146,8 +146,8 @@ def _role_option(command: F) -> F:
         multiple=True,
         required=True,
         metavar="ROLE[:PATTERN]",
-        help="publish, subscribe, read or admin; publish:clicks* for the models whose names match, "
-        "subscribe:mobile-* for such consumers. May be repeated.",
+        help="publish, subscribe, read or admin. publish:clicks* covers only models whose names match, "
+        "subscribe:mobile-* only such consumers. May be repeated.",
     )(command)
 
 
@@ -156,7 +156,7 @@ def _role_option(command: F) -> F:
 @_role_option
 @_made
 def create(name: str, role: tuple[str, ...], roles: Path) -> None:
-    """Make a token, and print it: it is shown this once, and kept nowhere."""
+    """Create a token and print it. It is shown only now: the file keeps just its digest."""
     token = secrets.token_urlsafe(_BYTES)
     add_token(roles, name, token, role)
     say(token)
@@ -167,7 +167,7 @@ def create(name: str, role: tuple[str, ...], roles: Path) -> None:
 @_role_option
 @_made
 def allow(name: str, role: tuple[str, ...], roles: Path) -> None:
-    """Give certificates with a name (DNS, URI, e-mail or common name) roles, instead of those they had."""
+    """Set the roles of certificates with this DNS, URI, e-mail or common name, replacing earlier ones."""
     allow_certificate(roles, name, role)
     say(f"certificate {name}: {' '.join(role)}")
 
@@ -176,9 +176,9 @@ def allow(name: str, role: tuple[str, ...], roles: Path) -> None:
 @_read
 def list_(roles: Path) -> None:
     """List tokens and certificates with their roles."""
-    found = read_roles(roles)
-    named = [("token", token.name, token.grants) for token in found.tokens]
-    named += [("certificate", name, grants) for name, grants in found.certificates.items()]
+    listing = read_roles(roles)
+    named = [("token", token.name, token.grants) for token in listing.tokens]
+    named += [("certificate", name, grants) for name, grants in listing.certificates.items()]
     rows = ((kind, name, " ".join(map(str, grants))) for kind, name, grants in named)
     say(*text_table(("kind", "name", "roles"), rows))
 
@@ -187,5 +187,5 @@ def list_(roles: Path) -> None:
 @click.argument("name")
 @_read
 def revoke(name: str, roles: Path) -> None:
-    """Take all roles from a token, or from certificates, of that name."""
+    """Remove a token, or certificates with this name, and all their roles."""
     say(f"{take_roles(roles, name)} {name} revoked")

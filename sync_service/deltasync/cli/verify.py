@@ -24,23 +24,23 @@ _TITLES = ("what", "version", "table", "rows", "status", "checksum", "held", "wh
 
 @click.command(context_settings=CONTEXT)
 @click.argument("consumer")
-@click.option("--replica", "replicas", metavar="NAME", multiple=True, help="Only this replica; may be repeated.")
+@click.option("--replica", "replicas", metavar="NAME", multiple=True, help="Only this replica. May be repeated.")
 @click.option(
     "--checkpoint",
     metavar="URL",
     default=None,
     show_default=False,
-    help="Compare the newest checkpoint of the consumer's model at this folder or URL instead.",
+    help="Compare the newest checkpoint of the consumer's model in this folder or URL instead.",
 )
 @click.option(
     "--torch-checkpoint",
     type=click.Path(exists=True, path_type=Path),
     default=None,
     show_default=False,
-    help="Compare a checkpoint of the trainer: a folder of torch.distributed.checkpoint, or a file of torch.save. "
-    "Needs torch, and trusts the checkpoint as whoever loads it.",
+    help="Compare a trainer's checkpoint instead: a folder of torch.distributed.checkpoint, or a file of "
+    "torch.save. Needs torch. Loading can run code from the checkpoint, so use only one that you trust.",
 )
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, help="Seconds it may take.")
+@click.option("--timeout", type=click.FloatRange(0, min_open=True), default=600.0, help="Seconds to wait.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @either_options(
     lambda settings: bool(settings.get("checkpoint") or settings.get("torch_checkpoint")),
@@ -55,34 +55,34 @@ def verify(
     as_json: bool,
     service: Endpoint,
 ) -> None:
-    """Compare rows that somebody holds with those that the service gives CONSUMER: by checksum, then by row.
+    """Compare the rows of replicas or of a checkpoint with the service's rows for CONSUMER.
 
-    Without an option each replica, one after the other: it reads all of its rows again, and goes on to apply what
-    comes meanwhile. Rows that differ are sent again. Guests are not asked. Needs role admin.
+    By default the command checks every replica except guests, one at a time. A replica reads all its rows again
+    while it continues to apply releases, and the service resends rows that differ. This needs role admin.
 
-    With --checkpoint or --torch-checkpoint the service's rows are fetched, which takes the role of a replica. Rows
-    that have changed since the version that was stored are left out.
+    With --checkpoint or --torch-checkpoint the command fetches the service's rows, which needs role subscribe. It
+    skips rows that have changed since the stored version.
 
     \b
-    version   the model's, of which the service's rows are
-    rows      that were compared
-    status    equal, differs, not held, or not shown: it cannot be said what is held
-    checksum  what that of the rows should be; held: what it is
-    why       which rows differ, and how many were left out
+    version   version of the model that the service's rows belong to
+    rows      number of rows compared
+    status    equal, differs, not held (the table is missing) or not shown (no answer)
+    checksum  expected checksum; held: the actual one
+    why       which rows differ, and how many were skipped
 
-    The exit status is 0 if all are equal, and 3 if something differs, is not held or is not shown: a replica that
-    is away or goes meanwhile shows nothing.
+    The exit status is 0 if all are equal, else 3. A replica that is away, or that disconnects meanwhile, counts as
+    not shown.
     """
     if (checkpoint is not None) + (torch_checkpoint is not None) + bool(replicas) > 1:
-        raise click.UsageError("--replica, --checkpoint and --torch-checkpoint: give one of them")
+        raise click.UsageError("give only one of --replica, --checkpoint and --torch-checkpoint")
     if checkpoint is not None:
-        found = _of_copy(service, consumer, stored_checkpoint(checkpoint, consumer), timeout)
+        results = _of_copy(service, consumer, stored_checkpoint(checkpoint, consumer), timeout)
     elif torch_checkpoint is not None:
-        found = _of_copy(service, consumer, _torch_checkpoint(torch_checkpoint), timeout)
+        results = _of_copy(service, consumer, _torch_checkpoint(torch_checkpoint), timeout)
     else:
-        found = _of_replicas(service, consumer, replicas, timeout)
-    say(*(json_lines(found) if as_json else text_table(_TITLES, map(_line, found))))
-    if {each["status"] for each in found} != {VerifiedStatus.EQUAL.value}:
+        results = _of_replicas(service, consumer, replicas, timeout)
+    say(*(json_lines(results) if as_json else text_table(_TITLES, map(_line, results))))
+    if {each["status"] for each in results} != {VerifiedStatus.EQUAL.value}:
         sys.exit(BEHIND)
 
 
@@ -98,14 +98,14 @@ def _torch_checkpoint(path: Path) -> StoredCopy:
 
 def _of_replicas(service: Endpoint, consumer: str, names: Sequence[str], timeout: float) -> list[dict[str, Any]]:
     fleet = dict.fromkeys(names, "") or _fleet(service, consumer)
-    found = list[dict[str, Any]]()
+    results = list[dict[str, Any]]()
     for name, away in fleet.items():
-        found += [_not_shown(name, away)] if away else _of_replica(service, consumer, name, timeout)
-    return found
+        results += [_not_shown(name, away)] if away else _of_replica(service, consumer, name, timeout)
+    return results
 
 
 def _fleet(service: Endpoint, consumer: str) -> dict[str, str]:
-    """The replicas of a consumer, but for guests, and of each that is away since when and why."""
+    """The replicas of a consumer except guests; for each that is away, the reason, else ''."""
     replicas = [each for each in fetch_lag(service, consumer)["replicas"] if not each["guest"]]
     if not replicas:
         raise NotFound(f"consumer {consumer!r} has no replicas")
@@ -113,8 +113,8 @@ def _fleet(service: Endpoint, consumer: str) -> dict[str, str]:
 
 
 def _of_replica(service: Endpoint, consumer: str, name: str, timeout: float) -> list[dict[str, Any]]:
-    """What one replica shows, or why it shows nothing: others are asked all the same."""
-    say(f"replica {name} reads its rows again", err=True)
+    """The result of one replica. An error becomes a line: the other replicas still get their turn."""
+    say(f"replica {name} is reading its rows again", err=True)
     try:
         with waiting_for(service):
             answer = Admin(service).verify_replica(consumer, name, timeout)
@@ -126,20 +126,20 @@ def _of_replica(service: Endpoint, consumer: str, name: str, timeout: float) -> 
 
 
 def _not_shown(name: str, why: str) -> dict[str, Any]:
-    """A replica of whose tables nothing is known."""
+    """The line for a replica that gave no answer."""
     status = VerifiedStatus.NOT_SHOWN.value
     line = VerifiedLine("", 0, status, checksum="", held="", differing=0, ids=[], changed=0, reason=why)
     return {"what": f"replica {name}", "version": None, **vars(line), "rows": None}
 
 
 def _of_copy(service: Endpoint, consumer: str, copy: StoredCopy, timeout: float) -> list[dict[str, Any]]:
-    of = f"version {copy.position.number}" if copy.position.number else "a version that it does not say"
-    say(f"{copy.name} is of {of}; the service's rows are fetched", err=True)
+    version = f"version {copy.position.number}" if copy.position.number else "an unknown version"
+    say(f"{copy.name} has {version}; fetching the service's rows", err=True)
     with goodbye_on_sigterm(), waiting_for(None):
-        found = compare(service, consumer, copy, timeout)
-    if not found.since:
-        say("the service cannot say what has changed since: all rows are compared with those of now", err=True)
-    return [{"what": copy.name, "version": found.version, **vars(VerifiedLine.of(each))} for each in found.tables]
+        diff = compare(service, consumer, copy, timeout)
+    if not diff.since:
+        say("the service no longer knows which rows have changed since: comparing all of them", err=True)
+    return [{"what": copy.name, "version": diff.version, **vars(VerifiedLine.of(each))} for each in diff.tables]
 
 
 def _line(row: dict[str, Any]) -> tuple[Any, ...]:

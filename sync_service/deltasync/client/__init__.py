@@ -1,17 +1,19 @@
-"""What trainers and predictors import.
+"""The public interface for trainers and predictors.
 
     from deltasync.client import NumpyTarget, Publisher, Subscriber
 
-Public are the names in `__all__`, `fetch_lag` of `deltasync.client.admin` and, in `deltasync.client.targets`,
-`torch_target.TorchTarget` and `torch_compiled.CompiledModule`, which need torch, and `redis_target.RedisTarget`
-and `redis_rows.RedisRows`, which need redis. The other modules of this package, and the other packages of the
-service, are internal.
+Public are the names in `__all__`, `fetch_lag` of `deltasync.client.admin`, and in `deltasync.client.targets`:
+
+- with torch: `torch_target.TorchTarget` and `torch_compiled.CompiledModule`
+- with redis: `redis_target.RedisTarget` and `redis_rows.RedisRows`
+
+Everything else in this package and in the service's other packages is internal.
 """
 
 import os
 
-# Before gRPC is imported: its handlers of forks damage the streams that are open in the parent, under load within
-# seconds (grpc/grpc#18075, #31885). Without them a fork leaves them alone; see `connection`.
+# Set this before gRPC is imported. Under load, gRPC's fork handlers damage open streams of the parent within
+# seconds (grpc/grpc#18075, #31885). Without the handlers a fork leaves the streams alone; see `connection`.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from deltasync.base.decision import Decision
@@ -45,6 +47,7 @@ from deltasync.client.targets.target import (
     Release,
     Target,
     TornTarget,
+    Written,
 )
 from deltasync.core.delivery import Mode
 from deltasync.core.policy import Policy
@@ -95,4 +98,5 @@ __all__ = [
     "Target",
     "TornTarget",
     "ValueType",
+    "Written",
 ]

@@ -1,4 +1,4 @@
-"""What operators read and change from a program, over HTTP."""
+"""Manage a service from a program, over HTTP."""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,18 +15,19 @@ _DAY_SECONDS, _WEEK_SECONDS = 86_400.0, 7 * 86_400.0
 
 
 class Admin:
-    """Manages the consumers, models, rows and processes of a service over HTTP. Each call connects anew.
+    """Manage the consumers, models, rows and processes of a service over HTTP.
 
-    Answers are dicts and lists of these, with the keys that the service's /docs describes. Every method raises
-    NotPermitted without the role that it needs, and ServiceUnavailable if the service cannot be reached.
+    Each call opens a connection. Answers are dicts, or lists of dicts, with the keys that the service's /docs
+    describes. Every method raises NotPermitted without the role that it needs, and ServiceUnavailable if the
+    service cannot be reached.
     """
 
     def __init__(self, service: Endpoint | str) -> None:
-        """Ask the service at an endpoint.
+        """Use the service at an endpoint.
 
         Args:
-            service: where it answers HTTP, with a token or a certificate of role admin. An address alone,
-                http://HOST:PORT, is enough for lists that need no role.
+            service: its HTTP endpoint, with a token or a certificate of role admin. Lists that need no role also
+                work with a plain http://HOST:PORT.
 
         Raises:
             InvalidInput: the address is not http://HOST:PORT or https://HOST:PORT.
@@ -34,14 +35,14 @@ class Admin:
         self._endpoint = Endpoint.of_http(service)
 
     def create_consumer(self, name: str, model: str, policy: Policy) -> dict[str, Any]:
-        """Make a consumer; making an equal one again changes nothing.
+        """Create a consumer. Creating the same one again changes nothing.
 
         Returns:
-            The consumer: paused if a version of the model is in quarantine.
+            The consumer. It is paused if a version of the model is in quarantine.
 
         Raises:
-            InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
-            Contradiction: it exists for another model, or with another policy.
+            InvalidInput: the name is not valid, or the policy does not suit the model's tables.
+            Contradiction: the consumer exists for another model, or with another policy.
         """
         body = {"name": name, "model": model, "policy": policy.as_dict()}
         return self._object("POST", "/consumers", body)
@@ -51,12 +52,12 @@ class Admin:
 
         Raises:
             NotFound: no such consumer.
-            InvalidInput: a policy that the model's tables cannot meet.
+            InvalidInput: the policy does not suit the model's tables.
         """
         return self._object("PUT", f"{_consumer(name)}/policy", policy.as_dict())
 
     def consumer(self, name: str) -> dict[str, Any]:
-        """A consumer: its model, policy and replicas.
+        """A consumer's model, policy and replicas.
 
         Raises:
             NotFound: no such consumer.
@@ -64,7 +65,7 @@ class Admin:
         return self._object("GET", _consumer(name))
 
     def delete_consumer(self, name: str) -> None:
-        """Forget a consumer, its offsets and its view.
+        """Delete a consumer with its offsets and its view.
 
         Raises:
             NotFound: no such consumer.
@@ -72,16 +73,16 @@ class Admin:
         self._ask("DELETE", _consumer(name))
 
     def pause_consumer(self, name: str, reason: str = "") -> None:
-        """Keep a consumer's replicas at their version, whatever is published, until it is resumed.
+        """Keep a consumer's replicas at their version until the consumer is resumed.
 
         Raises:
             NotFound: no such consumer.
-            InvalidInput: a reason of more than 400 characters, or of several lines.
+            InvalidInput: the reason has more than 400 characters or several lines.
         """
         self._ask("PUT", f"{_consumer(name)}/pause", {"reason": reason})
 
     def resume_consumer(self, name: str) -> None:
-        """Let a paused consumer go on: replicas get the current rows.
+        """Resume a paused consumer: its replicas get the current rows.
 
         Raises:
             NotFound: no such consumer.
@@ -89,11 +90,11 @@ class Admin:
         self._ask("DELETE", f"{_consumer(name)}/pause")
 
     def forget_replica(self, consumer: str, replica: str) -> None:
-        """Forget a replica that is away: lag no longer counts it.
+        """Forget a disconnected replica, which then no longer counts for lag.
 
         Raises:
-            NotFound: there is no such consumer, or no such replica of it.
-            Contradiction: it is connected.
+            NotFound: no such consumer or replica.
+            Contradiction: the replica is connected.
         """
         self._ask("DELETE", _replica(consumer, replica))
 
@@ -102,95 +103,96 @@ class Admin:
 
         Raises:
             NotFound: no such model.
-            Contradiction: a rank publishes it, or a consumer follows it.
+            Contradiction: a rank publishes the model, or a consumer follows it.
         """
         self._ask("DELETE", _model(name))
 
     def delete_table(self, model: str, table: str) -> None:
-        """Delete a table of a model; replicas no longer get it.
+        """Delete a table of a model. Replicas no longer get it.
 
         Raises:
-            NotFound: there is no such model, or no such table in it.
-            Contradiction: a rank publishes it, or another table belongs to it.
+            NotFound: no such model or table.
+            Contradiction: a rank publishes the table, or another table belongs to it.
         """
         self._ask("DELETE", f"{_model(model)}/tables/{quote(table, safe='')}")
 
     def consumers(self) -> list[dict[str, Any]]:
-        """All consumers of all processes, by name."""
+        """All consumers of all processes, sorted by name."""
         return self._lines("/consumers", "consumer")
 
     def delete_rows(self, model: str, table: str, ids: Iterable[int]) -> dict[str, Any]:
-        """Delete rows: of the trainer, of the service and of all replicas.
+        """Delete rows from the trainer, the service and all replicas.
 
-        The request is durable once this returns. The trainer meets it with one of its next cuts. It is pending
-        until a trainer that can meet it publishes.
+        When this returns, the request is durable, and it stays pending until the trainer deletes the rows with one
+        of its next cuts. Not every trainer supports deletes.
 
         Args:
             model: the model.
             table: one of its embedding tables.
-            ids: global row ids, in any order: 1 to 100,000 of them.
+            ids: 1 to 100,000 global row ids, in any order.
 
         Returns:
-            The delete: how many rows, and what it waits for.
+            The request: its number of rows, and what it waits for.
 
         Raises:
-            NotFound: no such model, or no such table in it.
-            InvalidInput: no ids or too many, an id outside of the table, or a table that is none of embeddings.
+            NotFound: no such model or table.
+            InvalidInput: no ids or too many, an id outside of the table, or not an embedding table.
             Contradiction: too many deletes of the model are pending.
         """
         rows = [int(each) for each in ids]
         if rows and min(rows) < 0:
-            raise InvalidInput(f"row {min(rows)} of table {table!r}: rows count from 0")
+            raise InvalidInput(f"row {min(rows)} of table {table!r}: row ids start at 0")
         return self._object("POST", "/deletes", {"model": model, "table": table, "ids": rows})
 
     def pending_deletes(self) -> list[dict[str, Any]]:
-        """The pending deletes of all processes; each with what it waits for."""
+        """The pending deletes of all processes, each with the reason why it is pending."""
         return self._lines("/deletes", "model", "asked_unix_ns")
 
     def backup(self, url: str, timeout_seconds: float = _WEEK_SECONDS) -> dict[str, Any]:
-        """Copy everything that the service keeps, while it goes on. Its log shows the progress.
+        """Back up a running service. Its log shows the progress.
 
         Args:
-            url: a folder, as an absolute path on the service's machine, or a URL of object storage: new or empty.
-            timeout_seconds: how long it may take.
+            url: a new or empty place: an absolute path on the service's machine, or a URL of object storage.
+            timeout_seconds: maximum duration.
 
         Returns:
-            Files and bytes of the backup, once it is complete.
+            Number of files and bytes of the complete backup.
 
         Raises:
             InvalidInput: the path is relative or inside the data directory, or the place is not empty.
-            Contradiction: another backup is being made.
-            StorageFailed: something could not be read or written.
+            Contradiction: another backup is running.
+            StorageFailed: a file could not be read or written.
         """
         return self._object("POST", "/backup", {"url": url}, timeout_seconds)
 
     def fsck(self, timeout_seconds: float = _WEEK_SECONDS) -> list[dict[str, Any]]:
-        """Read everything that the service keeps: checkpoints, log and rows in memory.
+        """Check all data of the service for damage: checkpoints, logs and rows in memory.
 
         Each process logs its progress.
 
         Args:
-            timeout_seconds: how long it may take.
+            timeout_seconds: maximum duration.
 
         Returns:
-            For each model what was read and what is damaged; last, with an empty name, what belongs to no model.
+            A report for each model: the data that was read, and the damage. The last report, with an empty name,
+            is about data that belongs to no model.
         """
         return [each for lines in self._of_each("POST", "/fsck", timeout_seconds) for each in lines]
 
     def verify_replica(self, consumer: str, replica: str, timeout_seconds: float = _DAY_SECONDS) -> dict[str, Any]:
-        """Make a replica read again all rows that it holds; the service sends those that differ again.
+        """Compare all rows of a replica with the service's. The service sends different rows again.
 
         Args:
             consumer: the name of its consumer.
             replica: its name.
-            timeout_seconds: how long it may take.
+            timeout_seconds: maximum duration.
 
         Returns:
-            The model's version that it holds, and how each table compares with what the replica was sent.
+            The replica's version of the model, and the result for each table.
 
         Raises:
-            NotFound: there is no such consumer, or no such replica of it.
-            Contradiction: it is away, or holds nothing yet.
+            NotFound: no such consumer or replica.
+            Contradiction: the replica is disconnected, or has no rows yet.
         """
         return self._object("POST", f"{_replica(consumer, replica)}/verify", None, timeout_seconds)
 
@@ -199,83 +201,83 @@ class Admin:
 
         Args:
             model: the model.
-            timeout_seconds: how long it may take.
+            timeout_seconds: maximum duration.
 
         Returns:
-            Version, bytes and new bytes of the checkpoint.
+            Version of the checkpoint, its bytes, and the bytes that are new in it.
 
         Raises:
             NotFound: no such model, or nothing of it is published.
-            StorageFailed: it could not be written, or not copied.
+            StorageFailed: the checkpoint could not be written or copied.
         """
         return self._object("POST", f"{_model(model)}/checkpoint", None, timeout_seconds)
 
     def move_model(self, model: str, process: str, timeout_seconds: float = _DAY_SECONDS) -> None:
-        """Give a model to another process of the service.
+        """Move a model to another process of the service. The service writes a checkpoint first.
 
         Args:
             model: the model.
             process: the name of that process.
-            timeout_seconds: how long it may take: a checkpoint is written first.
+            timeout_seconds: maximum duration.
 
         Raises:
-            NotFound: no such model, or no such process.
+            NotFound: no such model or process.
         """
         self._ask("POST", f"{_model(model)}/move", {"process": process}, timeout_seconds)
 
     def drain_process(self, process: str = "", timeout_seconds: float = _DAY_SECONDS) -> list[str]:
-        """Give all models of a process to others. It takes none any more until it is started again.
+        """Move all models of a process to other processes. It gets no new ones until it is restarted.
 
         Args:
-            process: its name; empty is the one at the address, where the endpoint has a single one.
-            timeout_seconds: how long it may take.
+            process: its name. May be empty if the endpoint has a single address: the process at that address.
+            timeout_seconds: maximum duration.
 
         Returns:
-            The names of these models.
+            The names of the models.
 
         Raises:
             InvalidInput: no name, and several addresses.
             NotFound: no such process.
-            Contradiction: there is no other that could have them.
+            Contradiction: no other process could own the models.
         """
         if not process and len(self._endpoint.alone()) > 1:
-            raise InvalidInput("which process is to be drained? The endpoint has several addresses: give a name")
+            raise InvalidInput("the endpoint has several addresses: name the process to drain")
         models: list[str] = self._object("POST", "/drain", {"process": process}, timeout_seconds)["models"]
         return models
 
     def _lines(self, path: str, *by: str) -> list[dict[str, Any]]:
-        """One list of those of all processes; raises what `_of_each` does."""
+        """The lists of all processes in one, or an error: see `_of_each`."""
         return joined(self._of_each("GET", path), *by)
 
     def _of_each(
         self, method: str, path: str, patience_seconds: float | None = None
     ) -> list[list[dict[str, Any]]]:
-        """The lists of all processes. Raises ServiceUnavailable if one is missing: a part is not the whole."""
+        """The lists of all processes; raises ServiceUnavailable if one is missing."""
         processes = EachProcess(self._endpoint)
         answers = processes.answers(path, method, patience_seconds)
         for name, why in processes.missing.items():
             raise ServiceUnavailable(f"process {name} has not answered: {why}")
         for model in processes.unowned:
-            raise ServiceUnavailable(f"model {model!r}: no process that is alive has it; try again")
+            raise ServiceUnavailable(f"model {model!r}: no live process owns it now; try again")
         return answers
 
     def _object(
         self, method: str, path: str, body: Any = None, patience_seconds: float | None = None
     ) -> dict[str, Any]:
-        found: dict[str, Any] = self._ask(method, path, body, patience_seconds)
-        return found
+        answer: dict[str, Any] = self._ask(method, path, body, patience_seconds)
+        return answer
 
     def _ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
         return Route(self._endpoint).ask(method, path, body, patience_seconds)
 
 
 def fetch_lag(service: Endpoint | str, consumer: str) -> dict[str, Any]:
-    """The service's answer to GET /consumers/<consumer>/lag.
+    """Read a consumer's lag: the answer to GET /consumers/<consumer>/lag.
 
     Raises:
-        InvalidInput: `service` is no address of HTTP.
+        InvalidInput: `service` is not an HTTP address.
         NotFound: no such consumer.
-        ServiceUnavailable: the service does not answer, or not with a lag.
+        ServiceUnavailable: the service does not answer, or its answer is not JSON.
     """
     lag: dict[str, Any] = Route(Endpoint.of_http(service)).ask("GET", f"{_consumer(consumer)}/lag")
     return lag
@@ -294,12 +296,12 @@ def _model(name: str) -> str:
 
 
 class EachProcess:
-    """Asks every process of a service over HTTP, all at once. The first one that answers names the others.
+    """Asks all processes of a service over HTTP at the same time. The first that answers lists the others.
 
     Attributes:
-        http: the address of a process, or of several.
-        missing: why a process has not answered, by its name; empty if all have.
-        unowned: the models that no process owns: no answer is about them.
+        http: the address of one or several processes.
+        missing: the reasons why processes have not answered, by process.
+        unowned: the models that no process owns, and no answer covers.
     """
 
     def __init__(self, http: Endpoint) -> None:
@@ -308,7 +310,7 @@ class EachProcess:
         self._processes: dict[str, Endpoint] | None = None
 
     def answers(self, path: str, method: str = "GET", patience_seconds: float | None = None) -> list[Any]:
-        """The JSON answers of all processes to a request, except those that cannot be reached.
+        """The JSON answers of all processes that can be reached.
 
         Raises:
             DeltasyncError: a process refuses to answer, or none can be reached.
@@ -331,7 +333,7 @@ class EachProcess:
         return answers
 
     def lines(self, path: str, *by: str) -> list[dict[str, Any]]:
-        """The lists of all processes in one, sorted by some keys."""
+        """The lists of all processes in one, sorted by keys."""
         return joined(self.answers(path), *by)
 
     def _alive(self) -> dict[str, Endpoint]:
@@ -343,7 +345,7 @@ class EachProcess:
         return self._processes
 
     def _listed(self) -> tuple[Endpoint, list[dict[str, Any]]]:
-        """The processes as one reports them that hears the others, or as any does if there is no such one."""
+        """The list of processes from one that is in touch with all others; from any other if there is none."""
         report: tuple[Endpoint, list[dict[str, Any]]] | None = None
         error = ServiceUnavailable()
         for each in self.http.alone():
@@ -360,7 +362,7 @@ class EachProcess:
         return report
 
     def _named(self, lines: list[dict[str, Any]], answered: Endpoint) -> dict[str, Endpoint]:
-        """The endpoints of processes; for the one that answered, the address at which it did."""
+        """The endpoints of processes. The process that answered keeps the address where it did."""
         endpoints = dict[str, Endpoint]()
         for each in lines:
             name, http = str(each["process"]), str(each["http"])
@@ -372,14 +374,14 @@ class EachProcess:
 
 
 def joined(lists: Iterable[Iterable[dict[str, Any]]], *by: str) -> list[dict[str, Any]]:
-    """One list of those of several processes, sorted by some keys."""
+    """The lists of several processes in one, sorted by keys."""
     return sorted((line for lines in lists for line in lines), key=lambda line: [line[name] for name in by])
 
 
 def owners_lines(lists: Iterable[Iterable[dict[str, Any]]], name: str) -> list[dict[str, Any]]:
-    """One list of those of several processes, sorted by name, with one line for each name.
+    """The lists of several processes in one, sorted by name, with one line per name.
 
-    Several processes may have a line of that name. The owner's has a head.
+    If several processes have a line for a name, the owner's counts: it has a head.
     """
     lines = sorted(joined(lists, name), key=lambda line: line.get("head") is not None)
     return joined([{line[name]: line for line in lines}.values()], name)

@@ -1,4 +1,4 @@
-"""The release that is arriving on one stream."""
+"""Assemble releases from the chunks of one stream."""
 
 import logging
 from collections import Counter
@@ -13,26 +13,26 @@ from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.position import Position
 from deltasync.core.rows import Mask, RowBatch
 from deltasync.core.tables import Shard, TableKind, TableSpec
-from deltasync.v1 import subscribe_pb2, tables_pb2
+from deltasync.v1 import subscribe_pb2
 from deltasync.wire.messages import (
     delivery_from_message,
     event_time_from_message,
     mode_from_message,
     position_from_message,
 )
-from deltasync.wire.row_messages import CHUNK_BYTES, decode_rows
+from deltasync.wire.row_messages import CHUNK_BYTES, Columns
 
 
 def latest_rows(batches: list[RowBatch]) -> list[RowBatch]:
-    """Rows in the order in which they came, without those that come again later. Empties `batches`.
+    """Rows in the order of arrival; of a row that came several times, the last. Empties `batches`.
 
     Raises:
-        IndexError: a table that comes several times has no such rows.
+        IndexError: a row id is outside of its table.
     """
     several = {name for name, count in Counter(each.table.name for each in batches).items() if count > 1}
     seen = dict[str, Mask]()
     latest = list[RowBatch]()
-    while batches:  # From the end on. Each is let go as soon as some of its rows are copied.
+    while batches:  # From the end. This frees each batch as soon as its rows are copied.
         batch = batches.pop()
         if (name := batch.table.name) in several:
             if name not in seen:
@@ -56,34 +56,35 @@ logger = logging.getLogger(__name__)
 
 
 class ReleaseAssembler:
-    """Puts releases together from their chunks.
+    """Assembles releases from their chunks.
 
     Attributes:
-        received_bytes: bytes of ids and values that have arrived.
-        model_history: the history that versions belong to.
+        received_bytes: bytes of ids and values so far.
+        model_history: the history of the model's versions.
     """
 
     def __init__(self, max_outstanding_bytes: int, known: set[str]) -> None:
-        """`known` are the tables of the last release, on an earlier stream too; updated with each release."""
+        """`known` are the tables of the last release of any stream. Each release updates the set."""
         self.received_bytes = 0
         self.model_history = ""
         self._known = known
         self._model = ""
         self._acked_bytes = self._ended_bytes = 0
-        # Large enough that parts cost next to nothing, and that most models come whole.
+        # Parts of this size cost next to nothing, and most models arrive in one piece.
         self._part_bytes = 4 * max_outstanding_bytes
-        # What is not acked yet must leave room for a chunk, or the service and this replica wait for each other.
+        # Unacknowledged bytes must leave room for a chunk, or the service and this replica wait for each other.
         self._ack_bytes = min(max_outstanding_bytes // 4, max_outstanding_bytes - CHUNK_BYTES)
         self._resync = self._in_parts = False
-        self._waiting_bytes = 0  # For a part.
-        self._arrived_rows, self._continues = 0, False  # Of the release under way; whether a part of it was given.
+        self._waiting_bytes = 0  # Bytes for the next part.
+        # For the current release: rows that have arrived, and whether `part` has returned a part of it.
+        self._arrived_rows, self._continues = 0, False
         self._deliveries: list[Delivery] = []
         self._shards: list[Shard] = []
         self._rows: list[RowBatch] = []
         self._checksums: dict[str, int] = {}
 
     def begin(self, opened: subscribe_pb2.SubscribeOpened, *, in_parts: bool = False) -> None:
-        """Learn the tables; `in_parts` says whether a first copy may be given in parts."""
+        """Start a stream. With `in_parts`, `part` may return parts of a first copy."""
         logger.info("subscribed to model %s: %s", opened.model, opened.reason)
         self._model, self.model_history = opened.model, opened.model_history
         mode = mode_from_message(opened.mode)
@@ -91,16 +92,16 @@ class ReleaseAssembler:
         self._shards = [Shard.whole(delivery.wire_spec) for delivery in self._deliveries]
         self._resync, self._in_parts = opened.resync, opened.resync and in_parts
 
-    def add(self, rows: tables_pb2.TableRows) -> bool:
-        """Take some rows; returns whether it is time to return credit.
+    def add(self, slot: int, columns: Columns) -> bool:
+        """Add rows of the table `slot`; returns whether it is time to return credit.
 
         Raises:
-            InvalidInput: rows of no known table, or of another size.
-            Damaged: rows do not fit the digests that they came with.
+            InvalidInput: the table is unknown, or the rows have another size.
+            Damaged: rows do not match their digests.
         """
-        batch = decode_rows(rows, self._shards)
+        batch = columns.rows_of(slot, self._shards)
         batch.check_digests()
-        self._rows.append(_decoded(batch, self._deliveries[rows.slot]))
+        self._rows.append(_decoded(batch, self._deliveries[slot]))
         self._arrived_rows += len(batch)
         self._waiting_bytes += self._rows[-1].nbytes if _goes_ahead(self._rows[-1]) else 0
         self.received_bytes += batch.nbytes
@@ -110,7 +111,7 @@ class ReleaseAssembler:
         return due
 
     def part(self) -> Release | None:
-        """The next part of a first copy, once enough of it has arrived. Its rows may come again in later parts."""
+        """The next part of a first copy, or None until enough has arrived. Later parts may repeat rows."""
         if not self._in_parts or self._waiting_bytes < self._part_bytes:
             return None
         part = Release(
@@ -129,7 +130,7 @@ class ReleaseAssembler:
         return part
 
     def end(self, end: subscribe_pb2.ReleaseEnd) -> Release:
-        """The whole release, or the last part of it.
+        """The whole release, or the last part of a first copy.
 
         Raises:
             InvalidInput: rows are missing.
@@ -161,7 +162,7 @@ class ReleaseAssembler:
         return release
 
     def _whole(self, end: subscribe_pb2.ReleaseEnd) -> frozenset[str]:
-        """The tables to be reset: those the service names, and those that have come with a new stream."""
+        """The tables to reset: tables that the service names, and tables that are new on this stream."""
         new = {delivery.spec.name for delivery in self._deliveries} - self._known if self._known else set()
         return frozenset(new.union(self._deliveries[slot].spec.name for slot in end.whole))
 
@@ -172,7 +173,7 @@ class ReleaseAssembler:
 
     @property
     def has_values(self) -> bool:
-        """Whether rows come with values, which a target could show that it holds."""
+        """Whether rows have values. Only then can a target prove its content with checksums."""
         return all(delivery.mode is Mode.EMBEDDINGS for delivery in self._deliveries)
 
     def by_slot(self, checksums: Mapping[str, int]) -> dict[int, int]:
@@ -181,27 +182,30 @@ class ReleaseAssembler:
         return {slots[name]: checksum for name, checksum in checksums.items()}
 
     def unbound(self, bound: frozenset[str]) -> list[int]:
-        """Slots of the tables that are not among the bound ones."""
+        """Slots of the tables that are not in `bound`."""
         return [slot for slot, delivery in enumerate(self._deliveries) if delivery.spec.name not in bound]
 
     def wrong(self, checksums: Mapping[str, int]) -> list[str]:
-        """Names of the tables of which the service had another checksum with the last release of this stream."""
+        """Names of the tables whose checksum differs from the service's for this stream's last release."""
         expected = self._checksums
         return [name for name, checksum in checksums.items() if expected.get(name, checksum) != checksum]
 
 
 def _goes_ahead(rows: RowBatch) -> bool:
-    """Whether rows may be in a part: a map, for one, is only right as a whole."""
+    """Whether a part may have these rows. A map, for example, is only right as a whole."""
     return rows.table.kind is TableKind.EMBEDDING
 
 
 def _decoded(rows: RowBatch, delivery: Delivery) -> RowBatch:
-    """Rows as a target takes them, from how they travel."""
+    """Rows in the target's form, from the form on the wire."""
     spec = delivery.held_spec
     if delivery.mode is Mode.IDS:
         norms = rows.values[:, 0].astype(np.float32, copy=False)
         return rows.with_values(spec, np.empty((len(rows), 0), spec.dtype), norms)
     if rows.deleted:
         return RowBatch.deletes(Shard.whole(spec), rows.ids)
-    held = rows.with_values(spec, delivery.held(rows.values))
-    return replace(held, digests=rows.digests) if delivery.held_as_encoded else held
+    values = delivery.held(rows.values)
+    # A view of the ids would keep the whole message in memory until the release is applied.
+    ids = rows.ids if np.may_share_memory(values, rows.values) else rows.ids.copy()
+    decoded = replace(rows, ids=ids).with_values(spec, values)
+    return replace(decoded, digests=rows.digests) if delivery.held_as_encoded else decoded

@@ -1,4 +1,4 @@
-"""A replica that holds nothing begins with a checkpoint: the service sends it only what has changed since."""
+"""Start an empty replica from a checkpoint. The service then sends only later changes."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, NotFound, StorageFailed
 from deltasync.client.assembler import latest_rows
 from deltasync.client.targets.target import Release
 from deltasync.core.delivery import Delivery, Mode, delivery_of_record, spec_of_record
 from deltasync.core.position import Position
-from deltasync.core.rows import Ids, RowBatch
+from deltasync.core.rows import RowBatch
 from deltasync.core.tables import TableSpec
 
 if TYPE_CHECKING:
+    from deltasync.checkpoints.chunks import CheckpointChunk
     from deltasync.checkpoints.manifest import Manifest
     from deltasync.checkpoints.store import CheckpointStore
 
@@ -27,10 +27,10 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CheckpointStart:
-    """Rows of a checkpoint, at `release.position`.
+    """The rows of a checkpoint, at `release.position`.
 
-    The replica tells the service that it holds this position. The rows of the service's first release then replace
-    those of the checkpoint, before anything is applied.
+    The replica reports this position to the service. It merges the service's first release into the checkpoint's
+    rows before it applies anything.
 
     Attributes:
         release: all rows of the checkpoint for the replica.
@@ -40,57 +40,57 @@ class CheckpointStart:
 
     @property
     def position(self) -> Position:
-        """The position that the replica tells the service."""
+        """The position that the replica reports to the service."""
         return self.release.position
 
     def completed(self, release: Release) -> Release | None:
-        """A first release together with the checkpoint's rows; None if its tables are others."""
+        """Merge a first release into the checkpoint's rows; None if the tables are different."""
         if release.resync:
             return release
         tables = {each.name: each for each in release.tables if not release.resets(each)}
         rows = [each for each in self.release.rows if each.table.name in tables]
         if any(not _fits(each.table, tables[each.table.name]) for each in rows):
             return None
-        # The tables may have grown.
+        # Tables may have grown since the checkpoint.
         rows = [RowBatch.of_table(tables[each.table.name], each.ids, each.values) for each in rows]
         return replace(release, resync=True, whole=frozenset(), rows=latest_rows([*rows, *release.rows]))
 
     def alone(self, tables: Sequence[TableSpec], version: int) -> Release | None:
-        """The checkpoint's rows as a release of the same version or a later one, if nothing has changed since."""
+        """The checkpoint's rows as a release of `version`, if no row has changed since the checkpoint."""
         return self.completed(replace(self.release, resync=False, tables=list(tables), rows=[], version=version))
 
 
 def read_start(url: str, consumer: str) -> CheckpointStart | None:
-    """Read the newest usable checkpoint for a consumer's replica; None if there is none. The log says why.
+    """Read the newest usable checkpoint for a consumer's replica; None if there is none.
 
     Raises:
-        InvalidInput: there is no file system for such a URL, or what it needs is not installed.
+        InvalidInput: the URL's scheme is not supported, or its package is not installed.
     """
     try:
         for store, manifest in _manifests(url, consumer):
             try:
                 start = _read(store, manifest, consumer)
             except StorageFailed as error:
-                logger.warning("passed over: %s", error)
+                logger.warning("skipped a checkpoint: %s", error)
                 continue
             if start:
-                logger.info("the replica begins with checkpoint %s", manifest.name)
+                logger.info("the replica starts from checkpoint %s", manifest.name)
                 return start
     except StorageFailed as error:
-        logger.warning("the replica begins with nothing: %s", error)
+        logger.warning("the replica starts empty: %s", error)
         return None
-    logger.warning("the replica begins with nothing: %s has no checkpoint for consumer %r", url, consumer)
+    logger.warning("the replica starts empty: %s has no checkpoint for consumer %r", url, consumer)
     return None
 
 
 def newest_start(url: str, consumer: str) -> tuple[str, CheckpointStart]:
-    """Read the newest checkpoint with a consumer: its name, and the rows of the consumer's replicas.
+    """Read the name of the newest checkpoint with a consumer, and the rows of the consumer's replicas.
 
     Raises:
-        InvalidInput: there is no file system for such a URL, or what it needs is not installed.
-        NotFound: there is none.
-        StorageFailed: it cannot be read, or is damaged.
-        Contradiction: the consumer's replicas are sent ids alone.
+        InvalidInput: the URL's scheme is not supported, or its package is not installed.
+        NotFound: there is no such checkpoint.
+        StorageFailed: the checkpoint cannot be read, or is damaged.
+        Contradiction: the consumer's mode is `ids`.
     """
     for store, manifest in _manifests(url, consumer):
         if start := _read(store, manifest, consumer):
@@ -111,26 +111,26 @@ def _manifests(url: str, consumer: str) -> "Iterator[tuple[CheckpointStore, Mani
         store = CheckpointStore(model, place)
         listing = store.manifests()
         for problem in (*listing.problems, *listing.unreachable):
-            logger.warning("passed over: %s", problem)
+            logger.warning("skipped a checkpoint: %s", problem)
         yield from ((store, each) for each in listing.manifests if f"consumer/{consumer}" in each.small)
 
 
 def _read(store: "CheckpointStore", manifest: "Manifest", consumer: str) -> CheckpointStart | None:
-    """Read the rows of a consumer's replicas from a checkpoint; None if replicas hold ids only.
+    """Read the rows of a consumer's replicas from a checkpoint; None if the consumer's mode is `ids`.
 
     Raises:
-        StorageFailed: it cannot be read.
+        StorageFailed: the checkpoint cannot be read.
     """
     try:
         view = manifest.states.get(consumer, {})
-        owner = consumer if view.get("head") else ""  # Without a view, replicas hold the model's tables.
+        owner = consumer if view.get("head") else ""  # Without a view, replicas have the model's own tables.
         deliveries = _of_view(manifest, consumer, view) if owner else _of_model(manifest)
         if any(delivery.mode is Mode.IDS for delivery in deliveries.values()):
             return None
         tables = {slot: _Rows(each) for slot, each in deliveries.items()}
-        for entry, ids, _, values in store.rows_of(manifest, owner):
+        for entry, chunk in store.rows_of(manifest, owner):
             if entry.slot in tables:
-                tables[entry.slot].put(ids, values)
+                tables[entry.slot].put(chunk)
         history = manifest.histories[owner]
         release = _release(manifest.model, history, manifest.states[owner]["head"], list(tables.values()))
     except (DeltasyncError, LookupError, TypeError, ValueError) as error:
@@ -139,13 +139,13 @@ def _read(store: "CheckpointStore", manifest: "Manifest", consumer: str) -> Chec
 
 
 def _of_model(manifest: "Manifest") -> dict[int, Delivery]:
-    """The form in which replicas hold each table of a model, by the table's slot in the checkpoint."""
+    """The form of each of a model's tables in replicas, by the table's slot in the checkpoint."""
     entries = (each for each in manifest.tables if not each.key.owner)
     return {each.slot: Delivery.unchanged(spec_of_record(each.record)) for each in entries}
 
 
 def _of_view(manifest: "Manifest", consumer: str, view: Mapping[str, Any]) -> dict[int, Delivery]:
-    """The same for the tables of a view."""
+    """The form of each of a view's tables in replicas, by the table's slot in the checkpoint."""
     from deltasync.checkpoints.manifest import TableKey
 
     keys = {each.key: each for each in manifest.tables}
@@ -158,7 +158,7 @@ def _of_view(manifest: "Manifest", consumer: str, view: Mapping[str, Any]) -> di
 
 
 class _Rows:
-    """The rows of one table during reading."""
+    """The rows of one table while they are read."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery, spec = delivery, delivery.encoded_spec
@@ -167,17 +167,18 @@ class _Rows:
 
     @property
     def held(self) -> TableSpec:
-        """The table as replicas hold it."""
+        """The table in the replicas' form."""
         return self._delivery.held_spec
 
-    def put(self, ids: Ids, values: "NDArray[np.uint8] | None") -> None:
-        """Set some rows, or delete them."""
-        self._there[ids] = values is not None
-        if values is not None:
-            self._encoded[ids] = values.view(self._encoded.dtype)
+    def put(self, chunk: "CheckpointChunk") -> None:
+        """Set or delete rows."""
+        rows = chunk.rows(self._delivery.encoded_spec)
+        self._there[rows.ids] = not rows.deleted
+        if not rows.deleted:
+            self._encoded[rows.ids] = rows.values
 
     def batches(self) -> Iterator[RowBatch]:
-        """All rows, as replicas hold them."""
+        """All rows in the replicas' form."""
         size = max(1, _BLOCK_BYTES // max(1, self._encoded.itemsize * self._encoded.shape[1]))
         for start in range(0, len(self._there), size):
             ids = start + np.flatnonzero(self._there[start : start + size])

@@ -1,4 +1,4 @@
-"""The state of a publisher's or subscriber's connection, and what a forked process may do."""
+"""The connection state of publishers and subscribers, and checks for forked processes."""
 
 import logging
 import os
@@ -13,22 +13,22 @@ from deltasync.base.words import counted
 
 logger = logging.getLogger(__name__)
 
-# Least time between lines of the log about failed attempts: with another error, after a connection, and otherwise.
+# Shortest time between log lines about failed attempts: for a new error, for a new outage, and otherwise.
 _NEW_ERROR_SECONDS, _NEW_OUTAGE_SECONDS, _SAME_OUTAGE_SECONDS = 10.0, 60.0, 600.0
 
 
 @dataclass(frozen=True)
 class Connection:
-    """The connection to the service, as far as this side knows.
+    """The state of the connection to the service.
 
-    A peer that vanishes is noticed within half a minute.
+    The client detects a peer that has vanished within 30 seconds.
 
     Attributes:
-        connected: the service has answered on a stream that has not ended.
-        since_unix_ns: when `connected` changed last, nanoseconds since 1970.
-        seconds: time since then, by a clock that nobody sets.
+        connected: whether the service has answered on a stream that is still open.
+        since_unix_ns: time of the last change of `connected`, nanoseconds since 1970.
+        seconds: time since then, by a monotonic clock.
         attempts: number of failed attempts since then; 0 while connected.
-        last_error: the last error, even if it is over; empty if there was none.
+        last_error: the last error, also after a reconnect; empty if there was none.
         connections: number of connections so far.
     """
 
@@ -57,8 +57,8 @@ class Connectivity:
         self._since_ns, self._since_unix_ns = steady_ns(), time.time_ns()
         self._attempts = self._connections = 0
         self._error = ""
-        self._logged: tuple[str, int] | None = None  # Error and time of the last line.
-        self._outage_logged = False  # The log has a line about the current outage.
+        self._logged: tuple[str, int] | None = None  # Error and time of the last log line.
+        self._outage_logged = False  # Whether the current outage has been logged.
 
     @property
     def now(self) -> Connection:
@@ -68,11 +68,11 @@ class Connectivity:
             return Connection(self._connected, *since, self._attempts, self._error, self._connections)
 
     def forked(self, why: str) -> Connection:
-        """The state in a forked child. Takes no lock: a thread of the parent may have held it at the fork."""
+        """The state in a forked child. Uses no lock: a parent's thread may have locked it during the fork."""
         return Connection(False, self._since_unix_ns, self._seconds, 0, why, self._connections)
 
     def note_connected(self) -> None:
-        """Note that the service has answered."""
+        """Record that the service has answered."""
         with self._lock:
             if self._outage_logged:
                 text = "%s is connected again, after %.1f s and %s"
@@ -81,19 +81,19 @@ class Connectivity:
             self._set(connected=True)
 
     def note_lost(self, error: DeltasyncError) -> None:
-        """Note that the stream has ended, before a new attempt."""
+        """Record the end of the stream, before a new attempt."""
         with self._lock:
             self._set(connected=False)
             self._error = str(error)
 
     def note_failed(self, error: Exception, pause: float | None) -> None:
-        """Note a failed attempt. The next one follows after `pause` seconds; None = there is none."""
+        """Record a failed attempt. The next one follows after `pause` seconds; None = there is none."""
         with self._lock:
             self._set(connected=False)
             self._attempts, self._error = self._attempts + 1, str(error)
             if pause is not None and self._should_log():
                 self._logged, self._outage_logged = (self._error, steady_ns()), True
-                text = "%s has not been connected for %.1f s, %s failed; the next one is in %.2f s: %s"
+                text = "%s has been disconnected for %.1f s, %s failed, next attempt in %.2f s: %s"
                 failed = counted(self._attempts, "attempt")
                 logger.warning(text, self._who, self._seconds, failed, pause, self._error)
 
@@ -116,20 +116,20 @@ class Connectivity:
 
 
 def should_log(silent_seconds: float, *, new_error: bool, new_outage: bool) -> Decision:
-    """Whether to log a failed attempt.
+    """Decide whether to log a failed attempt.
 
     Args:
-        silent_seconds: time since the last line.
-        new_error: whether that line had another error.
-        new_outage: whether there was a connection since that line.
+        silent_seconds: time since the last log line.
+        new_error: whether that line was about another error.
+        new_outage: whether the client has been connected since that line.
     """
     if new_error and silent_seconds >= _NEW_ERROR_SECONDS:
-        return Decision(True, "it fails with another error")
+        return Decision(True, "the error is a new one")
     if new_outage and silent_seconds >= _NEW_OUTAGE_SECONDS:
-        return Decision(True, "there was a connection since the last line")
+        return Decision(True, "the outage is a new one")
     if silent_seconds >= _SAME_OUTAGE_SECONDS:
         return Decision(True, "the last line is old")
-    return Decision(False, "there was a line lately")
+    return Decision(False, "the last line is recent")
 
 
 _connected_in: int | None = None  # The process that opened this library's first channel.
@@ -137,11 +137,11 @@ _connected_in: int | None = None  # The process that opened this library's first
 
 @dataclass(frozen=True)
 class Home:
-    """The process in which an object works: the one that made it.
+    """The process that made an object. The object works only there.
 
     Attributes:
-        what: names the object in errors.
-        process: the process's id.
+        what: the object's name in errors.
+        process: the id of the process.
     """
 
     what: str
@@ -153,8 +153,8 @@ class Home:
         if (here := os.getpid()) == self.process:
             return ""
         return (
-            f"{self.what} works in process {self.process}, from which this process {here} was forked; "
-            "make one here, after the fork"
+            f"{self.what} belongs to process {self.process}, and this process {here} was forked from it: make a "
+            "new one here, after the fork"
         )
 
     def check(self) -> None:
@@ -164,7 +164,7 @@ class Home:
 
 
 def note_connecting() -> None:
-    """Note that this process opens a channel.
+    """Record that this process opens a channel.
 
     Raises:
         ServiceUnavailable: as `check_process`.
@@ -175,15 +175,14 @@ def note_connecting() -> None:
 
 
 def check_process() -> None:
-    """Check that this process can open a channel.
+    """Check that this process may open a channel.
 
     Raises:
-        ServiceUnavailable: it was forked from one that has opened one: gRPC would hang, or end the process.
+        ServiceUnavailable: it was forked from a connected process; gRPC would hang or crash here.
     """
     here = os.getpid()
     if _connected_in not in (None, here):
         raise ServiceUnavailable(
-            f"process {here} was forked from process {_connected_in}, which was connected already, and gRPC does "
-            "not work in such a process: connect only after the fork, or start processes with 'spawn' or "
-            "'forkserver'"
+            f"process {here} was forked from process {_connected_in} after that had connected, and gRPC does not "
+            "work in such a process: connect only after the fork, or start processes with 'spawn' or 'forkserver'"
         )

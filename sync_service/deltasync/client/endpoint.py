@@ -1,4 +1,4 @@
-"""Where a service is reached and with which rights. All connections to a service are made here."""
+"""The address of a service and the client's credentials. Opens all connections to a service."""
 
 import os
 import random
@@ -23,47 +23,47 @@ from deltasync.wire.errors import from_rpc_error, of_connection, protocol_to_met
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 16 << 20),
-    # Services are reached without a proxy. One that is set for other purposes must not be used.
+    # Do not use a proxy that the environment sets for other purposes.
     ("grpc.enable_http_proxy", 0),
-    # A peer that hangs is found within 15 s; without the third one only after 65 s.
+    # Detect a hanging peer within 15 s. Without the third option this takes 65 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Retries are ours (see `backoff`); gRPC's own pause of up to two minutes would only add to them.
+    # The client retries by itself (see `backoff`). gRPC's own pauses of up to two minutes would come on top.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Despite its name, how long an attempt may take. A shorter one fails in a network with delays.
+    # Despite its name, this is the timeout of an attempt. A shorter one fails in a slow network.
     ("grpc.min_reconnect_backoff_ms", 5_000),
 ]
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a service is reached, and with which rights.
+    """The address of a service, and the client's credentials.
 
-    A string is enough wherever an endpoint is expected: it is an address without rights, in plain text. Files are
-    read for each connection. A file that is renewed in place is used from the next connection on.
+    Wherever an endpoint is expected, a string also works: an address without credentials, in plain text. Every
+    connection reads the files again, so you can renew certificates and tokens in place.
 
     Attributes:
-        address: where trainers and replicas reach it, by gRPC: HOST:PORT. For operators alone it may be where it
-            answers HTTP: http://HOST:PORT or https://HOST:PORT. Of a service of several processes, the addresses
-            of some, separated by commas: each process names the owner of a model.
-        token: shows who calls. A service with roles refuses most calls without a token or a certificate.
-        timeout_seconds: how long a call may take. Streams live as long as they are needed.
-        by: who asks, for the service's log of changes.
-        ca: PEM file of the CA that the service's certificate is from. With it gRPC speaks TLS; HTTP does by its
-            address, without a file with the CAs of this machine.
+        address: the gRPC address, HOST:PORT. If you only use HTTP: http://HOST:PORT or https://HOST:PORT. For a
+            service of several processes, the addresses of some of them, separated by commas. Any process names the
+            owner of a model.
+        token: identifies the caller. A service with roles refuses most calls without a token or a certificate.
+        timeout_seconds: timeout of a call. Streams have none.
+        by: the caller's name in the service's log of changes.
+        ca: PEM file of the CA of the service's certificate. gRPC uses TLS if it is set. HTTP uses TLS if the
+            address is https://, by default with the CAs of this machine.
         cert: PEM file of the client's own certificate.
         key: PEM file of its key.
-        server_name: the name that the service's certificate is for, where it is not the host of the address.
+        server_name: the name in the service's certificate if it is not the host of the address.
         token_file: a file with the token.
-        http: where the same service answers HTTP, for operators.
-        insecure: send a token over plain text to another machine, where anybody on the way can read it.
+        http: the HTTP address of the same service, for operators.
+        insecure: allow a token to be sent to another machine in plain text. Anybody on the way can read it.
 
     Raises:
-        InvalidInput: a token or a name that cannot be sent, no time, or files that do not go together. Connecting
-            raises it too if a file cannot be used, or a token would be sent over plain text.
+        InvalidInput: a value cannot be sent, the timeout is not above 0, or options contradict each other.
+            Connecting raises it too if a file cannot be used, or a token would be sent in plain text.
     """
 
     address: str
@@ -91,20 +91,19 @@ class Endpoint:
         if not self.timeout_seconds > 0:
             raise InvalidInput(f"timeout_seconds: {self.timeout_seconds}, expected more than 0")
         if self.token and self.token_file:
-            raise InvalidInput(f"token and token_file {self.token_file}: give one of them")
+            raise InvalidInput(f"token and token_file {self.token_file}: set only one of them")
         if bool(self.cert) != bool(self.key):
-            raise InvalidInput("cert and key: give both, or none")
+            raise InvalidInput("cert and key belong together: set both, or neither")
 
     def __str__(self) -> str:
         return self.address
 
     @classmethod
     def from_environment(cls, address: str = "", **given: Any) -> "Endpoint":
-        """An endpoint from what is given, then from the environment, then from the file that `endpoint` or
-        DELTASYNC_ENDPOINT names: see `from_file`.
+        """Read an endpoint from arguments, environment variables and a file, in this order of precedence.
 
         The variables are DELTASYNC_SERVICE (the address), _HTTP, _CA, _CERT, _KEY, _SERVER_NAME, _TOKEN,
-        _TOKEN_FILE and _ADMIN_TOKEN.
+        _TOKEN_FILE and _ADMIN_TOKEN. The argument `endpoint` or DELTASYNC_ENDPOINT names a file for `from_file`.
 
         Raises:
             InvalidInput: there is no address, the file cannot be read, or see `Endpoint`.
@@ -112,27 +111,28 @@ class Endpoint:
         settings = endpoint_settings({"address": address, **given}, os.environ)
         if not (settings.get("address") or settings.get("http")):
             raise InvalidInput(
-                "no address of the service: give it, or set DELTASYNC_SERVICE, DELTASYNC_HTTP or "
+                "no address of the service: pass it, or set DELTASYNC_SERVICE, DELTASYNC_HTTP or "
                 "DELTASYNC_ENDPOINT"
             )
         return cls(**settings | {"address": settings.get("address") or settings["http"]})
 
     @classmethod
     def from_file(cls, path: Path | str) -> "Endpoint":
-        """The endpoint that a TOML file describes, by the keys address, http, ca, cert, key, server_name and
-        token_file. Paths are relative to its folder.
+        """Read an endpoint from a TOML file.
+
+        Its keys are address, http, ca, cert, key, server_name and token_file. Paths are relative to its folder.
 
         Raises:
-            InvalidInput: it cannot be read, has other keys or no address, or see `Endpoint`.
+            InvalidInput: the file cannot be read, has other keys or no address, or see `Endpoint`.
         """
         settings = file_settings(Path(path))
         if not (settings.get("address") or settings.get("http")):
-            raise InvalidInput(f"endpoint {path}: there is no address")
+            raise InvalidInput(f"endpoint {path}: no address; set the key address or http")
         return cls(**settings | {"address": settings.get("address") or settings["http"]})
 
     @classmethod
     def of_grpc(cls, service: "Endpoint | str") -> "Endpoint":
-        """Where a service answers gRPC.
+        """The gRPC endpoint of a service, checked.
 
         Raises:
             InvalidInput: the address is not HOST:PORT, or a file cannot be used.
@@ -141,7 +141,7 @@ class Endpoint:
         addresses = list[str]()
         for each in endpoint.alone():
             if is_url(each.address):
-                raise InvalidInput(f"service {each.address!r}: expected HOST:PORT, of gRPC: by default port 50051")
+                raise InvalidInput(f"service {each.address!r}: expected HOST:PORT of gRPC, by default port 50051")
             try:
                 addresses.append(with_port(*host_and_port(each.address)))
             except InvalidInput as error:
@@ -152,10 +152,10 @@ class Endpoint:
 
     @classmethod
     def of_http(cls, service: "Endpoint | str") -> "Endpoint":
-        """Where a service answers HTTP: the address, or `http` beside one of gRPC.
+        """The HTTP endpoint of a service, checked: at `http` if set, else at `address`.
 
         Raises:
-            InvalidInput: that is not http://HOST:PORT or https://HOST:PORT, or a file cannot be used.
+            InvalidInput: the address is not http://HOST:PORT or https://HOST:PORT, or a file cannot be used.
         """
         endpoint = service if isinstance(service, Endpoint) else cls(service)
         if endpoint.http:
@@ -163,7 +163,7 @@ class Endpoint:
         for each in endpoint.alone():
             if not is_url(each.address):
                 text = f"service {each.address!r}: expected http://HOST:PORT, by default port 8080"
-                raise InvalidInput(f"{text}: --service, http or DELTASYNC_HTTP says it")
+                raise InvalidInput(f"{text}: set it with --service, http or DELTASYNC_HTTP")
             each._check_use()
         return endpoint
 
@@ -173,31 +173,31 @@ class Endpoint:
         return [replace(self, address=each, http="") for each in addresses] if len(addresses) > 1 else [self]
 
     def at(self, owner: Owner) -> "Endpoint":
-        """The endpoint of another process of the same service, with these rights: of gRPC, or of HTTP as this one.
+        """The endpoint of another process of the same service, with the same protocol and credentials.
 
         Raises:
-            InvalidInput: that is no address, has another scheme than this one, or would get a secret over plain
-                text.
+            InvalidInput: the owner's address is not valid, has another scheme than this one, or a secret would be
+                sent there in plain text.
         """
         address = owner.http if is_url(self.address) else owner.grpc
         if is_url(self.address) and address.partition(":")[0] != self.address.partition(":")[0]:
-            raise InvalidInput(f"service {address!r}: {self.address} has named it, which has another scheme")
+            raise InvalidInput(f"service {address!r}: {self.address} refers to it, but has another scheme")
         other = replace(self, address=address, http="")
         return Endpoint.of_http(other) if is_url(self.address) else Endpoint.of_grpc(other)
 
     @property
     def tls(self) -> bool:
-        """Whether TLS is spoken."""
+        """Whether connections use TLS."""
         if is_url(self.address):
             return self.address.startswith("https://")
         return self.ca is not None
 
     def channel(self) -> grpc.Channel:
-        """A gRPC channel whose calls carry these rights and the version of the protocol.
+        """Open a gRPC channel whose calls carry the credentials and the protocol version.
 
         Raises:
             ServiceUnavailable: a file cannot be used now, perhaps because it is being renewed, or this process was
-                forked from one that was connected.
+                forked from a connected one.
         """
         self._check_secrecy()
         note_connecting()
@@ -212,18 +212,18 @@ class Endpoint:
         return grpc.intercept_channel(channel, _Calls(metadata, self.timeout_seconds))
 
     def ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
-        """The service's JSON answer to an HTTP request; None where it is empty.
+        """Send an HTTP request; returns the JSON answer, or None if it is empty.
 
         Args:
             method: GET, PUT, POST or DELETE.
             path: with the query.
             body: sent as JSON; None = no body.
-            patience_seconds: how long the answer may take, where that is longer than `timeout_seconds`.
+            patience_seconds: timeout of the answer if it may take longer than `timeout_seconds`.
 
         Raises:
             NotOwner: another process of the service owns the model.
-            DeltasyncError: the error that the service has answered.
-            ServiceUnavailable: it does not answer in time, or not with JSON; or a file cannot be used now.
+            DeltasyncError: the service's own error.
+            ServiceUnavailable: there is no JSON answer in time, or a file cannot be used now.
         """
         self._check_secrecy()
         with _renewing():
@@ -244,7 +244,7 @@ class Endpoint:
         )
 
     def error_of(self, failure: grpc.RpcError) -> DeltasyncError:
-        """The error of a failed call, see `from_rpc_error`; without a connection also its likely cause."""
+        """The error of a failed call, see `from_rpc_error`. Without a connection it includes the likely cause."""
         error = from_rpc_error(failure, self.address)
         if isinstance(error, ServiceUnavailable) and of_connection(failure):
             means = meaning(str(error), tls=self.tls, certificate=self.cert is not None)
@@ -252,7 +252,7 @@ class Endpoint:
         return error
 
     def _rights(self) -> dict[str, str]:
-        """The rights as a call sends them: metadata in gRPC, headers in HTTP."""
+        """The credentials as gRPC metadata or HTTP headers."""
         token = self._read_token() if self.token_file else self.token
         rights = {"authorization": f"Bearer {token}"} if token else {}
         return rights | ({"deltasync-by": self.by} if self.by else {})
@@ -265,22 +265,22 @@ class Endpoint:
         return checked_token(f"token_file {self.token_file}", token)
 
     def _check_secrecy(self) -> None:
-        """Check that no secret would be sent over plain text."""
+        """Check that no secret would be sent in plain text."""
         if self.tls:
             return
         if named := [name for name in ("ca", "cert", "server_name") if getattr(self, name)]:
-            how = "say https://" if is_url(self.address) else "give ca, the file of the service's CA"
-            raise InvalidInput(f"service {self.address!r}: {named[0]} is for TLS: {how}, or leave {named[0]} out")
+            how = "use https://" if is_url(self.address) else "set ca to the file of the service's CA"
+            raise InvalidInput(f"service {self.address!r}: {named[0]} needs TLS: {how}, or leave {named[0]} out")
         http = is_url(self.address)
         host = urllib.parse.urlsplit(self.address).hostname or "" if http else self.address.rpartition(":")[0]
         if (self.token or self.token_file) and not self.insecure and not is_loopback(host.strip("[]")):
             raise InvalidInput(
-                f"service {self.address!r}: a token is not sent over plain text to another machine: give ca, or "
+                f"service {self.address!r}: a token is not sent to another machine in plain text: set ca, use "
                 "https://, or allow it with insecure"
             )
 
     def _check_use(self) -> None:
-        """Check that files can be read, and that no secret would be sent over plain text."""
+        """Check that files can be read, and that no secret would be sent in plain text."""
         self._check_secrecy()
         if self.tls:
             self._files.context()
@@ -294,31 +294,31 @@ class Endpoint:
 
 @contextmanager
 def _renewing() -> Iterator[None]:
-    """Turn an error of files into one that may pass: they were right before, and may be again."""
+    """Turn file errors into a temporary error. The files were valid before, and are perhaps being renewed."""
     try:
         yield
     except InvalidInput as error:
-        raise ServiceUnavailable(f"{error}; it is tried again") from error
+        raise ServiceUnavailable(f"{error}; the client tries again") from error
 
 
 class _Calls(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
-    """Adds metadata to every call, and a timeout to each call that is no stream."""
+    """Adds metadata to every call, and a timeout to every unary call."""
 
     def __init__(self, metadata: tuple[tuple[str, str], ...], timeout_seconds: float) -> None:
         self._metadata = metadata
         self._timeout_seconds = timeout_seconds
 
     def intercept_unary_unary(self, continuation: Callable[[Any, Any], Any], _call: Any, request: Any) -> Any:
-        """Make a call."""
+        """Start a unary call."""
         return continuation(_Details(self._metadata, self._timeout_seconds), request)
 
     def intercept_stream_stream(self, continuation: Callable[[Any, Any], Any], _call: Any, requests: Any) -> Any:
-        """Begin a stream."""
+        """Open a stream."""
         return continuation(_Details(self._metadata, None), requests)
 
 
 class _Details(grpc.ClientCallDetails):
-    """Metadata and timeout of a call; gRPC takes the rest from the call itself."""
+    """Metadata and timeout of a call. gRPC reads the other details from the call itself."""
 
     def __init__(self, metadata: tuple[tuple[str, str], ...], timeout: float | None) -> None:
         self.metadata = metadata
@@ -326,14 +326,14 @@ class _Details(grpc.ClientCallDetails):
 
 
 _PATHS = ("ca", "cert", "key", "token_file")
-# Keys of the file; they are arguments too.
+# Keys of the file, which are also arguments.
 _KEYS = ("address", "http", "server_name", *_PATHS)
 # The variable of each argument in the environment.
 _VARIABLES = {
     "address": "DELTASYNC_SERVICE",
     **{name: f"DELTASYNC_{name.upper()}" for name in ("http", "server_name", "ca", "cert", "key")},
 }
-# The first one that is set counts.
+# The first variable that is set counts.
 _TOKENS = (
     ("token", "DELTASYNC_TOKEN"),
     ("token_file", "DELTASYNC_TOKEN_FILE"),
@@ -343,21 +343,21 @@ _FILE = "DELTASYNC_ENDPOINT"
 
 
 def endpoint_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of an `Endpoint`: those of the caller, then of the environment, then of a file.
+    """Merge an `Endpoint`'s arguments from the caller, the environment and a file, in this order of precedence.
 
     Args:
-        given: arguments of the caller; None and empty values do not count. `endpoint` is the path of the file, by
-            default that of DELTASYNC_ENDPOINT.
-        environment: variables of the process.
+        given: the caller's arguments, without None and empty values. `endpoint` is the path of the file, by
+            default from DELTASYNC_ENDPOINT.
+        environment: environment variables.
 
     Raises:
-        InvalidInput: the file cannot be read, or has other keys.
+        InvalidInput: the file cannot be read, or has unknown keys.
     """
     arguments = {name: value for name, value in given.items() if value not in (None, "")}
     file = arguments.pop("endpoint", None) or environment.get(_FILE)
     merged: dict[str, Any] = {}
     for source in (file_settings(Path(file)) if file else {}, _variables(environment), arguments):
-        if source.keys() & {"token", "token_file"}:  # One replaces the other.
+        if source.keys() & {"token", "token_file"}:  # Either one replaces both.
             merged.pop("token", None)
             merged.pop("token_file", None)
         merged |= source
@@ -365,10 +365,10 @@ def endpoint_settings(given: Mapping[str, Any], environment: Mapping[str, str]) 
 
 
 def file_settings(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file; paths are relative to its folder.
+    """Read the settings in a TOML file. Paths are relative to its folder.
 
     Raises:
-        InvalidInput: it cannot be read, or has other keys or values.
+        InvalidInput: the file cannot be read, a key is unknown, or a value is not a string.
     """
     try:
         settings = tomllib.loads(path.read_text())
@@ -379,7 +379,7 @@ def file_settings(path: Path) -> dict[str, Any]:
     if unknown := sorted(settings.keys() - set(_KEYS)):
         raise InvalidInput(f"endpoint {path}: unknown key {unknown[0]!r}; keys: {', '.join(_KEYS)}")
     if wrong := [name for name, value in settings.items() if not isinstance(value, str)]:
-        raise InvalidInput(f"endpoint {path}: {wrong[0]}: expected a text")
+        raise InvalidInput(f"endpoint {path}: {wrong[0]}: expected a string")
     return {name: path.parent / value if name in _PATHS else value for name, value in settings.items()}
 
 
@@ -391,11 +391,11 @@ def _variables(environment: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """The files of a client's TLS, read for each connection.
+    """A client's TLS files. Every connection reads them again.
 
     Attributes:
-        ca: PEM file of the CAs to trust; None = those of this machine.
-        cert: PEM file of the client's own certificate; None = it has none.
+        ca: PEM file of the CAs to trust; None = the CAs of this machine.
+        cert: PEM file of the client's own certificate; None = no certificate.
         key: PEM file of its key.
     """
 
@@ -404,10 +404,10 @@ class TlsFiles:
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """The settings of a connection by HTTP.
+        """The TLS settings of an HTTP connection.
 
         Raises:
-            InvalidInput: a file cannot be read, is no PEM, or the key is not that of the certificate.
+            InvalidInput: a file cannot be read or is not PEM, or the key does not belong to the certificate.
         """
         try:
             context = ssl.create_default_context(cafile=self.ca)
@@ -416,19 +416,19 @@ class TlsFiles:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self.cert:
             try:
-                # Without a passphrase OpenSSL would ask for it at the terminal.
+                # Without a passphrase OpenSSL would prompt for it in the terminal.
                 context.load_cert_chain(self.cert, self.key, password="")
             except (OSError, ValueError) as error:
                 raise InvalidInput(_unfit(f"cert {self.cert}, key {self.key}", error)) from error
         return context
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """The settings of a connection by gRPC.
+        """The TLS settings of a gRPC connection.
 
         Raises:
-            InvalidInput: as `context`.
+            InvalidInput: see `context`.
         """
-        self.context()  # With files that do not fit each other, gRPC would report that the service is unreachable.
+        self.context()  # For files that do not belong together, gRPC would only report an unreachable service.
         return grpc.ssl_channel_credentials(*map(_content, (self.ca, self.key, self.cert)))
 
 
@@ -441,24 +441,24 @@ def _content(path: Path | None) -> bytes | None:
 
 def _unfit(what: str, error: Exception) -> str:
     if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
-        return f"{what}: the key is not that of the certificate"
+        return f"{what}: the key does not belong to the certificate"
     if isinstance(error, ssl.SSLError):
-        return f"{what}: not in PEM, or with a passphrase ({error})"
+        return f"{what}: expected PEM without a passphrase ({error})"
     return f"{what}: {getattr(error, 'strerror', None) or error}"
 
 
-# Processes may name each other in turn.
+# Bounds the redirects if processes refer to each other.
 _MOST_TURNS = 4
-# The longest pause while a model has no owner: it gets one when the lease of the last owner ends.
+# The longest pause while a model has no owner. It gets one when the last owner's lease ends.
 _LONGEST_SECONDS = 1.0
 
 
 class Route:
-    """The process to ask: one at an address of the endpoint, or the owner that such a process has named.
+    """Chooses the process to ask: one of the endpoint's addresses, or the owner that such a process has named.
 
-    The owner is asked with the endpoint's own rights, over the same scheme: with TLS it shows a certificate of the
-    same CA. A token is not sent to another machine over plain text unless the endpoint allows that. If the owner
-    may not be asked, the endpoint's next address is.
+    The owner gets the endpoint's credentials, over the same scheme. With TLS its certificate must be from the same
+    CA. Without TLS it gets no token on another machine unless the endpoint allows that; the next address of the
+    endpoint is asked instead.
 
     Attributes:
         endpoint: the process to ask now.
@@ -466,14 +466,14 @@ class Route:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._all = endpoint.alone()
-        random.shuffle(self._all)  # Many clients should not all ask the same one first.
+        random.shuffle(self._all)  # Spreads the load of many clients.
         self._next, self._turns = 0, 0
-        # Whether a process has named another owner since the last pause, and before it.
+        # Whether a process has named another owner: since the last pause, and before it.
         self._moving = self._moves = False
         self.endpoint = self._all[0]
 
     def ask(self, method: str, path: str, body: Any = None, patience_seconds: float | None = None) -> Any:
-        """The JSON answer to an HTTP request, of the process that owns the model; see `Endpoint.ask`."""
+        """Send an HTTP request to the process that owns the model; see `Endpoint.ask`."""
         while True:
             try:
                 return self.endpoint.ask(method, path, body, patience_seconds)
@@ -482,14 +482,14 @@ class Route:
                     raise
 
     def answered(self) -> None:
-        """Note that the process has answered: it is the one to ask."""
+        """Record that the process has answered, and stay with it."""
         self._turns = 0
 
     def turn(self, error: DeltasyncError) -> bool:
-        """Choose another process after an error, if the error calls for one.
+        """Choose another process after an error if that can help.
 
         Returns:
-            Whether to ask it at once; otherwise it is time for a pause.
+            Whether to ask it at once; otherwise pause first.
         """
         self._turns += 1
         self._moving |= isinstance(error, NotOwner)
@@ -504,7 +504,7 @@ class Route:
         return unasked or self._pause()
 
     def pause(self, seconds: float) -> float:
-        """How long to pause: `seconds`, or less if processes have just named another owner of the model."""
+        """The length of a pause: `seconds`, or less if the model is just moving to another owner."""
         return min(seconds, random.uniform(0.1, 1.0) * _LONGEST_SECONDS) if self._moves else seconds  # noqa: S311
 
     def _pause(self) -> bool:
@@ -512,7 +512,7 @@ class Route:
         return False
 
     def _owner(self, error: NotOwner) -> Endpoint | None:
-        """The endpoint of the owner that an error names; None if it names none, or one that may not be asked."""
+        """The endpoint of the owner that an error names; None if it names none, or must not be asked."""
         if error.owner is None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""One HTTP request with bounds of time and size for the whole answer, and the likely causes of its failure."""
+"""HTTP requests with limits on the time and size of the answer, and likely causes of failures."""
 
 import http.client
 import io
@@ -17,12 +17,12 @@ from deltasync.base.errors import DeltasyncError, NotOwner, Owner, ServiceFailed
 from deltasync.base.words import printable
 from deltasync.wire.errors import error_named
 
-# The lag of a hundred thousand replicas is smaller.
+# Enough for the lag of 100,000 replicas.
 _MOST_BYTES = 256 << 20
 _MOST_ERROR_BYTES = 16 << 20
 _LONGEST_ERROR, _LONGEST_ADDRESS = 4_000, 300
-# How a peer that has gone without a word is found while an answer takes hours: seconds of silence before the first
-# probe, seconds between probes, and how many may fail. Not every system has all of these options.
+# Detect a vanished peer during an answer that takes hours: seconds of silence before the first probe, seconds
+# between probes, and failed probes. Not every system has all of these options.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
@@ -32,14 +32,14 @@ class HttpRequest:
 
     Attributes:
         url: http:// or https://, with the path and the query.
-        headers: rights, and who asks.
-        timeout_seconds: how long it may take to connect, and after that, until the answer is there as a whole.
+        headers: the credentials, and the caller's name.
+        timeout_seconds: timeout of the connection, and then of the whole answer.
         method: GET, PUT, POST or DELETE.
         body: sent as JSON; None = no body.
-        patience_seconds: how long the answer may take instead, of a request that takes minutes or hours.
-        tls: the context of https://; None = the defaults of this machine.
-        server_name: the name that the service's certificate is for; empty = the host of the URL.
-        certificate: whether the context has a certificate to show.
+        patience_seconds: another timeout of the answer, for a request that takes minutes or hours.
+        tls: the TLS context for https://; None = the defaults of this machine.
+        server_name: the name in the service's certificate; empty = the host of the URL.
+        certificate: whether the context has a client certificate.
     """
 
     url: str
@@ -54,12 +54,12 @@ class HttpRequest:
 
 
 def json_answer(request: HttpRequest) -> Any:
-    """The JSON answer to a request; None if the answer is empty. Follows no redirects and uses no proxy.
+    """Send a request without redirects or a proxy; returns the JSON answer, or None if it is empty.
 
     Raises:
         NotOwner: another process of the service owns the model.
-        DeltasyncError: the error that the service has answered.
-        ServiceUnavailable: it does not answer in time, or not with JSON.
+        DeltasyncError: the service's own error.
+        ServiceUnavailable: there is no JSON answer in time.
     """
     url = request.url
     try:
@@ -91,7 +91,7 @@ def _answer(request: HttpRequest) -> tuple[int, Message, bytes]:
 
 
 class _TimedStream(io.RawIOBase):
-    """The bytes of a socket until a deadline. The socket's own timeout is for each read alone, however small."""
+    """The bytes of a socket until a deadline. The socket's own timeout only limits each single read."""
 
     def __init__(self, connection: socket.socket, stream: io.RawIOBase) -> None:
         self._connection = connection
@@ -113,7 +113,7 @@ class _TimedStream(io.RawIOBase):
 
 
 class _Response(http.client.HTTPResponse):
-    """A response that has to arrive as a whole within the timeout of its connection."""
+    """A response that must be complete within the timeout of its connection."""
 
     def __init__(self, sock: socket.socket, *arguments: Any, **named: Any) -> None:
         super().__init__(sock, *arguments, **named)
@@ -142,7 +142,7 @@ class _Http(http.client.HTTPConnection):
 
 
 class _Https(_Http):
-    """A connection over TLS, whose peer shows a certificate for a name that need not be that of its host."""
+    """A TLS connection. The name in the peer's certificate may differ from its host."""
 
     default_port = http.client.HTTPS_PORT
 
@@ -157,20 +157,20 @@ def _body(answer: Any, most: int) -> bytes:
     except (OSError, http.client.HTTPException) as error:
         if answer.status < HTTPStatus.MULTIPLE_CHOICES:
             raise
-        body = f"{answer.reason}, and then {_words(error)}".encode()
+        body = f"{answer.reason}; reading the error failed: {_words(error)}".encode()
     if len(body) > most:
-        raise ValueError(f"an answer of more than {most} bytes")
+        raise ValueError(f"the answer is larger than the limit of {most} bytes")
     return body
 
 
 def _refused(status: int, headers: Message, body: bytes, url: str) -> DeltasyncError:
     if status == HTTPStatus.TEMPORARY_REDIRECT and (owner := _owner(headers.get("Location", ""))):
-        return NotOwner(f"{url}: {owner.http} has it", owner=owner)
+        return NotOwner(f"{url}: the owner is {owner.http}", owner=owner)
     text = printable(body.decode(errors="replace"), _LONGEST_ERROR)
     try:
         said = json.loads(body)
         kind, words = error_named(said["error"]), printable(str(said["message"]), _LONGEST_ERROR)
-    except (ValueError, LookupError, TypeError):  # It is not our service that has answered.
+    except (ValueError, LookupError, TypeError):  # The answer is not from a deltasync service.
         kind, words = None, ""
     if kind is None:
         failed = status == HTTPStatus.INTERNAL_SERVER_ERROR
@@ -185,47 +185,48 @@ def _owner(location: str) -> Owner | None:
 
 
 def _words(error: Exception) -> str:
-    """An error's text, unless that holds the raw bytes of an answer that is no HTTP."""
+    """An error's text, unless it contains raw bytes of an answer that is not HTTP."""
     text = str(error).strip()
     return text if text.isprintable() else f"{type(error).__name__}: no HTTP answer"
 
 
-_OTHER_NAME = "its certificate is for another name, which server_name may say"
-_OTHER_HOST = "is the name of its host right, and can this machine look it up?"
-# Errors of gRPC and OpenSSL, and their causes; the first that fits.
+_OTHER_NAME = "its certificate is for another name: set server_name to the name in it"
+_OTHER_HOST = "is its host name right, and can this machine resolve it?"
+# Errors of gRPC and OpenSSL, and their causes. The first match counts.
 _MEANINGS = {
     "Hostname Verification Check failed": _OTHER_NAME,
     "Hostname mismatch": _OTHER_NAME,
     "IP address mismatch": _OTHER_NAME,
     "certificate has expired": "its certificate, or its CA's, has expired, or this machine's clock is wrong",
-    "certificate is not yet valid": "its certificate, or its CA's, is of later, or this machine's clock is wrong",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from the CA that was given, or, where none was, from "
-    "those of this machine: give its ca",
+    "certificate is not yet valid": "its certificate, or its CA's, is not yet valid, or this machine's clock is "
+    "wrong",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not from a CA that this client trusts: set ca to the file of "
+    "the service's CA",
     "Connection refused": "nothing listens there: is the service running, and is this its address?",
     "lookup failed": _OTHER_HOST,
     "service not known": _OTHER_HOST,
     "No address associated": _OTHER_HOST,
     "name resolution": _OTHER_HOST,
-    "no HTTP answer": "perhaps gRPC is answered there: give the service's HTTP address, by default port 8080",
-    "http1.x server": "HTTP is answered there: give the service's gRPC address, by default port 50051",
-    "WRONG_VERSION_NUMBER": "it does not speak TLS there: give no CA, and http://, or the port that does",
+    "no HTTP answer": "perhaps this is a gRPC port: use the service's HTTP address, by default port 8080",
+    "http1.x server": "this is an HTTP port: use the service's gRPC address, by default port 50051",
+    "WRONG_VERSION_NUMBER": "this port does not use TLS: use http:// and no CA, or the port with TLS",
 }
-# An alert of the other side.
+# A TLS alert from the peer.
 _ALERT = "_ALERT_"
-# The other side broke the handshake off. gRPC does not report why.
+# The peer aborted the handshake. gRPC does not report why.
 _BROKEN_OFF = ("Socket closed", "Connection reset", "Broken pipe")
 _BEFORE_A_CONNECTION = "failed to connect"
-# The same with the HTTP of our service.
+# The same over the service's HTTP.
 _NO_ANSWER = "Remote end closed connection without response"
 
 
 def meaning(details: str, *, tls: bool, certificate: bool) -> str:
-    """The likely cause of a failed connection, in words; empty if it may have many.
+    """The likely cause of a failed connection, in words; empty if there is no single likely one.
 
     Args:
         details: the error of gRPC or OpenSSL.
-        tls: whether the client tried to speak TLS.
-        certificate: whether the client showed a certificate.
+        tls: whether the client used TLS.
+        certificate: whether the client sent a certificate.
     """
     if sign := next((sign for sign in _MEANINGS if sign in details), None):
         return _MEANINGS[sign]
@@ -235,11 +236,11 @@ def meaning(details: str, *, tls: bool, certificate: bool) -> str:
     if tls and (broken_off or (certificate and _NO_ANSWER in details)):
         return _certificate_hint(certificate)
     if not tls and (broken_off or _NO_ANSWER in details):
-        return "it may speak TLS there: give its CA, and https://"
+        return "this port may need TLS: set ca, and use https:// for HTTP"
     return ""
 
 
 def _certificate_hint(certificate: bool) -> str:
     if certificate:
-        return "it may refuse this client's certificate: is that of a CA that it knows, and not expired?"
-    return "it may want a certificate of this client: give cert and key"
+        return "it may refuse this client's certificate: is it from a CA that the service trusts, and not expired?"
+    return "it may need a client certificate: set cert and key"

@@ -17,14 +17,14 @@ class PublisherOptions:
     """The service and the model that a rank publishes to.
 
     Attributes:
-        service: where the service answers gRPC; an address alone is HOST:PORT.
+        service: the gRPC endpoint of the service, or its address HOST:PORT.
         model: name of the model.
-        run: id shared by all ranks of this training run, and by no other run.
-        run_started_unix_ns: when the run began, nanoseconds since 1970, the same on all ranks.
+        run: unique id of this training run, the same on all ranks.
+        run_started_unix_ns: start of the run, nanoseconds since 1970, the same on all ranks.
         rank: number of this process, from 0.
         world_size: number of ranks.
-        continues: the last position whose rows this run holds, from its checkpoint.
-        takes_deletes: whether this rank meets requests to delete rows (`Publisher.deletes`).
+        continues: the position of this run's rows, from the checkpoint that it loaded.
+        takes_deletes: whether this rank deletes rows on request (`Publisher.deletes`).
     """
 
     service: Endpoint | str
@@ -49,19 +49,19 @@ class SubscriberOptions:
     """The service and the consumer that a replica subscribes to.
 
     Attributes:
-        service: where the service answers gRPC; an address alone is HOST:PORT.
+        service: the gRPC endpoint of the service, or its address HOST:PORT.
         consumer: name of an existing consumer.
         replica: name of this process in the consumer's fleet; by default a unique one.
-        held: the position of the target's rows if they outlived an earlier process.
-        checkpoints: folder or URL of the service's checkpoints. A replica that holds nothing reads the newest one,
-            and the service sends only later changes. It sends everything if no checkpoint can be used.
-        max_outstanding_bytes: bound of the bytes under way to this replica. A target that takes parts writes four
-            times as many of a large first copy at a time.
-        guest: whether this replica only looks: it does not count for lag and state of its consumer, and the
-            service forgets it when it disconnects.
-        on_readiness: called with each change of `Subscriber.ready`, in a thread of its own, one call at a time. Of
-            several changes during a call it gets the last one. Its errors are logged. It is not called in a forked
-            process, which may share files or probes with its parent: ask `readiness` there.
+        held: the position of rows that are in the target already, from an earlier process.
+        checkpoints: folder or URL of the service's checkpoints. An empty replica reads the newest one, and the
+            service sends only later changes. Without a usable checkpoint it sends everything.
+        max_outstanding_bytes: limit of the bytes in flight to this replica. A target that supports parts receives
+            a large first copy in parts of four times this size.
+        guest: whether this replica does not count for its consumer's lag and state. The service forgets a guest
+            when it disconnects.
+        on_readiness: called with each change of `Subscriber.ready`, in a separate thread, one call at a time. Its
+            errors are logged. It is not called in a forked process, which may share files or probes with its
+            parent: read `readiness` there.
     """
 
     service: Endpoint | str
@@ -79,4 +79,4 @@ class SubscriberOptions:
         check_name("consumer", self.consumer)
         check_name("replica", self.replica)
         if self.max_outstanding_bytes < 1:
-            raise InvalidInput(f"max_outstanding_bytes: {self.max_outstanding_bytes}, expected at least 1")
+            raise InvalidInput(f"max_outstanding_bytes {self.max_outstanding_bytes}: expected at least 1")

@@ -1,4 +1,4 @@
-"""Publishing without TorchRec: parts of cuts, from any program that has rows."""
+"""Publish rows from any program, without TorchRec."""
 
 import logging
 import queue
@@ -33,7 +33,7 @@ from deltasync.wire.messages import (
     shard_to_message,
     table_to_message,
 )
-from deltasync.wire.row_messages import chunked, fits_message, part_chunk, serialized, whole_part
+from deltasync.wire.row_messages import chunked, fits_message, part_chunk, serialized, whole_message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,18 @@ class Part:
     """This rank's share of a cut.
 
     Attributes:
-        step: the optimizer step after which the rows were read; later than that of the last part that was
-            sealed.
-        step_end_unix_ns: when the step ended on this rank, nanoseconds since 1970.
+        step: the optimizer step after which the rows were read. Must be later than the last sealed step.
+        step_end_unix_ns: end of the step on this rank, nanoseconds since 1970.
         rows: the rows; may be empty.
         full: whether these are all rows of all shards of this rank.
-        deletes: numbers of the requests that this rank has met by now, of those in `Publisher.deletes`.
+        deletes: numbers of the requests in `Publisher.deletes` that this rank has carried out.
         event_time_unix_ns: the time of the newest event that this rank has trained on, nanoseconds since 1970;
-            None where it does not know.
-        differing: names of the tables of which other ranks have other rows than this one, which publishes its own.
-        made_unix_ns: when the rows had been read, nanoseconds since 1970: when the part is made, unless given.
+            None = unknown.
+        differing: names of tables that should be equal on all ranks, but are not. This rank publishes its rows.
+        made_unix_ns: end of reading the rows, nanoseconds since 1970; by default, when the part is constructed.
 
     Raises:
-        InvalidInput: the event time is no whole number from 1 on.
+        InvalidInput: the event time is not a positive whole number.
     """
 
     step: int
@@ -70,7 +69,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ids and values, as they are sent."""
+        """Bytes of ids and values on the wire."""
         return sum(rows.nbytes for rows in self.rows)
 
 
@@ -79,34 +78,34 @@ logger = logging.getLogger(__name__)
 _Requests: TypeAlias = "queue.SimpleQueue[Part | publish_pb2.PublishGoodbye | None]"
 _Call: TypeAlias = "grpc._CallIterator[publish_pb2.PublishResponse]"
 
-# How long a service may take to answer a goodbye.
+# Timeout of the service's answer to a goodbye.
 _GOODBYE_SECONDS = 2.0
 
 _PUBLISH = f"/{publish_pb2.DESCRIPTOR.services_by_name['PublishService'].full_name}/Publish"
 
 
 class Publisher:
-    """Sends parts to the service, and again until they are sealed, whatever happens to the connection.
+    """Publishes parts of cuts. Reconnects, and sends a part again until its cut is sealed.
 
-    One part is under way at a time: its arrays must not change until its future is done.
+    Only one part can be in flight. Its arrays must not change until its future is done.
 
     Attributes:
-        deletes: what operators want deleted and no sealed cut has met, oldest first, as of the service's last
-            answer; replaced as a whole, by the publisher's thread. All ranks meet the same of it with a cut.
-        quarantine: why the service keeps replicas from the last version; empty if it does not.
+        deletes: pending delete requests of operators, oldest first, as of the service's last answer. The
+            publisher's thread replaces the tuple. All ranks must carry out the same requests in a cut.
+        quarantine: the reason why the service withholds the last version from replicas; empty if it does not.
     """
 
     def __init__(self, options: PublisherOptions, tables: list[TableSpec], shards: list[Shard]) -> None:
-        """Start to publish from a thread.
+        """Start the publisher's thread.
 
         Args:
             options: see `PublisherOptions`.
             tables: all tables of the model.
-            shards: those that this rank has.
+            shards: the shards of this rank.
 
         Raises:
-            TypeError: other types.
-            InvalidInput: a shard comes twice.
+            TypeError: an argument has another type.
+            InvalidInput: a shard appears twice.
         """
         call = "Publisher(options, tables, shards)"
         check_type(call, "options", options, PublisherOptions)
@@ -121,7 +120,7 @@ class Publisher:
         self._slots = {shard: slot for slot, shard in enumerate(shards)}
         if len(self._slots) < len(shards):
             twice = next(shard for slot, shard in enumerate(shards) if self._slots[shard] != slot)
-            raise InvalidInput(f"{twice} is announced twice: name each shard once")
+            raise InvalidInput(f"{twice} appears twice: pass each shard once")
         self._continues = options.continues
         self.deletes: tuple[DeleteRequest, ...] = ()
         self.quarantine = ""
@@ -131,63 +130,66 @@ class Publisher:
         self._stream: _Stream | None = None
         self._busy = False
         self._sealed_step: int | None = None
-        self._told: Position | None = None  # The service's head when it last named the rows that came after ours.
+        self._told: Position | None = None  # The service's head when it last named rows that are newer than ours.
         self._thread = threading.Thread(target=self._run, name="deltasync-publisher", daemon=True)
         self._thread.start()
 
     @property
     def connection(self) -> Connection:
-        """Whether it is connected, since when, and what went wrong last. It connects with its first part."""
+        """The state of the connection, which the first part opens."""
         if left := self._home.left:
             return self._connectivity.forked(left)
         if (stream := self._stream) and (error := stream.ending):
-            self._connectivity.note_lost(error)  # With no part under way nobody has noticed.
+            self._connectivity.note_lost(error)  # Without a part in flight, no other code notices.
         return self._connectivity.now
 
     def publish(self, part: Part) -> "Future[Position]":
-        """Send a part. Returns at once.
+        """Send a part, without waiting.
 
         Returns:
-            A future of the position at which the whole cut was sealed. Its exceptions: `ResyncRequired` when
-            the service does not hold what this run builds on, or more, so that the next part must be full, or have
-            the rows that the error names; `InvalidInput` or `Contradiction` when the service refuses the part for
-            good, as it does where the other ranks have gone on to a later step: what the part has then goes with
-            the part of that; `Damaged` when rows do not fit their digests here already.
+            A future of the position of the sealed cut. Its exceptions:
+
+            - `ResyncRequired`: the service's rows do not match this run's. Publish a full part, or add the rows
+              that the error names to the next part.
+            - `InvalidInput`, `Contradiction`: the service refuses the part for good. If the other ranks are at a
+              later step, publish these rows again with the part of that step.
+            - `Damaged`: rows have changed in this process since their digests were computed.
 
         Raises:
-            InvalidInput: rows that do not fit their shard, a step that is sealed already, or a part is still
-                under way.
-            ServiceUnavailable: the publisher is closed, or works in the process that this one was forked from.
+            InvalidInput: rows do not match their shard, the step is sealed already, or a part is in flight.
+            ServiceUnavailable: the publisher is closed, or belongs to the process that this one was forked from.
         """
         self._home.check()
         if self._closing.is_set():
             raise ServiceUnavailable(f"part of step {part.step}: the publisher is closed")
         if self._busy:
-            raise InvalidInput(f"part of step {part.step}: the part before it is still under way")
+            raise InvalidInput(f"part of step {part.step}: wait for the future of the previous part first")
         if self._sealed_step is not None and part.step <= self._sealed_step:
-            raise InvalidInput(f"part of step {part.step}: step {self._sealed_step} is sealed already")
+            raise InvalidInput(
+                f"part of step {part.step}: step {self._sealed_step} is sealed already; publish a later step"
+            )
         for rows in part.rows:
             self._check(rows)
         done: Future[Position] = Future()
         self._busy = True
         if stream := self._stream:
-            stream.begin(part)  # Not once the publisher's thread is awake: training keeps the interpreter busy.
+            stream.begin(part)  # In this thread: while training uses the interpreter, the other one wakes up late.
         self._parts.put((part, done))
         return done
 
     def close(self) -> None:
-        """Tell the service that this rank has finished, and close the connection. In a process that was forked
-        since, do nothing.
+        """Sign off from the service and close the connection. Does nothing in a forked process.
 
-        A part under way is given up, and then, or while the service cannot be reached, this rank counts as lost.
+        If a part is in flight or the service cannot be reached, this is the same as `abort`.
         """
         if (stream := self._stream) and not self._busy and not self._home.left:
             stream.say_goodbye(_GOODBYE_SECONDS)
         self.abort()
 
     def abort(self) -> None:
-        """Give up what is under way, and close the connection: this rank counts as lost until it comes back. In a
-        process that was forked since, do nothing.
+        """Drop the part in flight and close the connection. Does nothing in a forked process.
+
+        The service counts this rank as lost until it comes back.
         """
         if self._home.left:
             return
@@ -207,7 +209,7 @@ class Publisher:
     def _check(self, rows: RowBatch) -> None:
         shard = rows.shard
         if shard not in self._slots:
-            raise InvalidInput(f"rows of {shard}, which is none of this publisher's {len(self._slots)} shards")
+            raise InvalidInput(f"rows of {shard}: expected one of this publisher's {len(self._slots)} shards")
         if (
             not isinstance(rows.ids, np.ndarray)
             or rows.ids.ndim != 1
@@ -215,7 +217,7 @@ class Publisher:
         ):
             kind = getattr(rows.ids, "dtype", type(rows.ids).__name__)
             raise InvalidInput(
-                f"table {shard.table.name!r}: ids of type {kind}, expected int64 [n], as RowBatch.of_table has"
+                f"table {shard.table.name!r}: ids of type {kind}, expected int64 [n], as RowBatch.of_table makes"
             )
         if not isinstance(rows.values, np.ndarray):
             kind = type(rows.values).__name__
@@ -234,10 +236,10 @@ class Publisher:
             part, done = item
             try:
                 position = self._deliver(part)
-            except Exception as error:  # noqa: BLE001  # handed over to whoever waits for the part
+            except Exception as error:  # noqa: BLE001  # becomes the future's exception
                 self._drop_stream()
                 self._note_failed(error, None)
-                self._busy = False  # Before the waiter is woken: it may publish again at once.
+                self._busy = False  # First: a thread that waits for the future may publish again at once.
                 done.set_exception(error)
             else:
                 self._continues, self._sealed_step = position, part.step
@@ -286,10 +288,10 @@ class Publisher:
         self._stream = None
 
     def _check_opened(self, answer: publish_pb2.PublishOpened, changed: Mapping[int, Ids], part: Part) -> None:
-        """See whether a part can be sent to who has answered so, and named rows of tables by their index.
+        """Check that a part matches the service's answer. `changed` has newer rows by the index of their table.
 
         Raises:
-            ResyncRequired: it lacks rows.
+            ResyncRequired: the part lacks rows.
         """
         head = position_from_message(answer.head)
         if part.full:
@@ -300,7 +302,9 @@ class Publisher:
             self._told = head
             rows = [(self._tables[table].name, ids) for table, ids in changed.items()]
             raise ResyncRequired(
-                f"publish what came after version {answer.since}: {answer.reason}", head=head, changed=rows
+                f"also publish the rows that changed after version {answer.since}: {answer.reason}",
+                head=head,
+                changed=rows,
             )
 
     def _note_requests(self, answer: publish_pb2.PublishOpened | publish_pb2.CutSealed) -> None:
@@ -314,7 +318,7 @@ class Publisher:
 
     def _note_quarantine(self, reason: str) -> None:
         if reason and not self.quarantine:
-            text = "replicas are kept from the last version, and stay so until operators resume: %s"
+            text = "the last version is in quarantine: replicas get no new rows until an operator resumes them: %s"
             logger.warning(text, reason)
         self.quarantine = reason
 
@@ -359,23 +363,25 @@ class _Stream:
 
     @property
     def ending(self) -> DeltasyncError | None:
-        """Why the connection has ended; None if it has not."""
+        """Why the connection has ended; None while it is open."""
         if self._call.is_active() or not isinstance(self._call, grpc.RpcError):
             return None
         return self._endpoint.error_of(self._call)
 
     def begin(self, part: Part) -> None:
-        """Begin to send a part that `send` is called with next, if the service has let this rank in."""
+        """Start to send the part for the next `send`, if the service has accepted this rank already."""
         if self._opened:
             self._begun = part
             self._parts.put(part)
 
     def open(self) -> tuple[publish_pb2.PublishOpened, dict[int, Ids]] | None:
-        """Wait until the service has let this rank in; what it has answered, and the rows it has named, by index
-        of their table. None if it has before.
+        """Wait until the service accepts this rank.
+
+        Returns:
+            The answer, and the row ids in it by the index of their table; None if this is not the first call.
 
         Raises:
-            DeltasyncError: what the service has answered instead, or that it did not answer.
+            DeltasyncError: the service has refused this rank, or has not answered.
         """
         if self._opened:
             return None
@@ -390,10 +396,10 @@ class _Stream:
         return opened, joined(changed)
 
     def send(self, part: Part) -> Position:
-        """Send a part, once the service has let this rank in, and wait until its cut is sealed.
+        """Send a part after `open`, and wait until its cut is sealed.
 
         Raises:
-            DeltasyncError: what the service has answered instead, or that it did not answer.
+            DeltasyncError: the service has refused the part, or has not answered.
         """
         if self._begun is not part:
             self._parts.put(part)
@@ -402,7 +408,7 @@ class _Stream:
         return position_from_message(sealed.position)
 
     def say_goodbye(self, seconds: float) -> None:
-        """Tell the service that this rank has finished, and wait for its answer, `seconds` at most."""
+        """Sign off from the service, and wait for its answer, `seconds` at most."""
         if self._opened and self._call.is_active():
             ended = threading.Event()
             self._call.add_callback(ended.set)
@@ -421,7 +427,7 @@ class _Stream:
                 return response
         except grpc.RpcError as error:
             raise self._endpoint.error_of(error) from error
-        raise ServiceUnavailable(f"{self._endpoint} has ended the stream")
+        raise ServiceUnavailable(f"{self._endpoint} closed the stream")
 
     def _requests(self) -> Iterator[publish_pb2.PublishRequest | bytes]:
         yield publish_pb2.PublishRequest(open=self._message)
@@ -429,8 +435,8 @@ class _Stream:
             if isinstance(part, publish_pb2.PublishGoodbye):
                 yield publish_pb2.PublishRequest(goodbye=part)
                 return
-            if fits_message(part.nbytes):
-                yield whole_part(_pieces(part, self._slots), self._close(part))
+            if fits_message(sum(rows.message_bytes for rows in part.rows)):
+                yield whole_message(_pieces(part, self._slots), self._close(part))
             else:
                 yield from (part_chunk(part.step, *piece) for piece in _pieces(part, self._slots))
                 yield publish_pb2.PublishRequest(close=self._close(part))
@@ -449,18 +455,18 @@ class _Stream:
 
 
 def _check_digests(part: Part) -> None:
-    """Check that a part is not damaged here already: then it stays so, however often it is sent.
+    """Check that a part was not damaged in this process. Sending it again would not help.
 
     Raises:
-        Damaged: it is.
+        Damaged: rows do not match their digests.
     """
     try:
         for rows in part.rows:
             rows.check_digests()
     except Damaged as error:
         raise Damaged(
-            f"part of step {part.step}: {error}; they have changed in this process already: rows must not change "
-            "until their part is sealed, and if nothing here has changed them, this machine's memory has"
+            f"part of step {part.step}: {error}; they have changed in this process: do not write to rows until "
+            "their part is sealed, and if your program did not, check this machine's memory"
         ) from error
 
 

@@ -1,11 +1,11 @@
-"""Whether a replica is ready: what it holds was the newest a short while ago, whatever clocks say.
+"""Decides whether a replica is ready: whether its rows were the newest a short while ago.
 
     the replica    sends its own time with every ack, as a token
-    the service    gives back the newest token it has read, and for how long what it names had not been the newest
-    the replica    now knows that this was the newest at the token's time less that while, or later
+    the service    returns the newest token with a version, and for how long that version has been out of date
+    the replica    subtracts that duration from the token: the version was the newest then, or later
 
-No clock is compared with another one, and nothing that delays a message can make what it shows look younger: the
-token in it was sent before it was made.
+This compares no clocks of different machines. A delayed message cannot make a version look newer, because its
+token was sent before the message was written.
 """
 
 import logging
@@ -19,13 +19,14 @@ from deltasync.base.decision import Decision
 from deltasync.base.words import listed
 
 logger = logging.getLogger(__name__)
-# A callback that does not return is told no more than so many changes.
+# Bounds the queue of a callback that does not return.
 _MOST_UNTOLD = 1_000
 
 
 class Readiness:
-    """The readiness of one replica. Evidence comes from the subscriber's thread; a thread of its own tells each
-    change, also that the limit is over.
+    """The readiness of one replica.
+
+    The subscriber's thread adds evidence. A separate thread reports changes, also when the limit expires.
     """
 
     def __init__(
@@ -50,32 +51,32 @@ class Readiness:
         return decide(self._evidence, self._clock())
 
     def wait(self, timeout_seconds: float | None) -> Decision:
-        """Wait until the replica is ready or its subscriber has stopped, or for so long."""
+        """Wait until the replica is ready, its subscriber has stopped, or the time is over."""
         with self._changed:
             return self._changed.wait_for(self._settled, timeout_seconds) or self.decision
 
     def limit(self, seconds: float) -> None:
-        """The consumer's limit; 0 = none."""
+        """Set the consumer's limit; 0 = none."""
         self._learn(lambda evidence: replace(evidence, limit_ns=int(seconds * 1e9) or None))
 
     def lacks(self, why: str) -> None:
-        """What keeps the replica from showing that what it holds is newer."""
+        """Record why the replica cannot prove newer rows."""
         self._learn(lambda evidence: replace(evidence, lacking=why))
 
     def holds(self, newest: int | None, *, reset: bool = False) -> None:
-        """The replica holds something: see `Evidence.holding`."""
+        """Record new rows in the replica: see `Evidence.holding`."""
         self._learn(lambda evidence: evidence.holding(newest, reset=reset))
 
     def differs(self, tables: Iterable[str]) -> None:
-        """The tables of which the replica holds other rows than it was sent."""
+        """Record the tables whose rows differ from the service's."""
         self._learn(lambda evidence: replace(evidence, wrong=tuple(tables)))
 
     def end(self, why: str) -> None:
-        """The replica's subscriber has stopped; the first reason counts."""
+        """Record why the subscriber has stopped. The first reason counts."""
         self._learn(lambda evidence: replace(evidence, ended=evidence.ended or why))
 
     def close(self) -> None:
-        """End the thread, once the last change is told. `end` comes before."""
+        """Report the last change and end the thread. Call `end` before."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -85,7 +86,7 @@ class Readiness:
     def _learn(self, learnt: "Callable[[Evidence], Evidence]") -> None:
         with self._changed:
             self._evidence = learnt(self._evidence)
-            self._note()  # However soon it changes again: who is told late is told all the same.
+            self._note()  # Now: a change must be reported even if the next one follows before the thread wakes up.
             self._changed.notify_all()
 
     def _note(self) -> None:
@@ -97,7 +98,7 @@ class Readiness:
         decision = self.decision
         return decision if decision.yes or self._evidence.ended else None
 
-    # The thread of its own.
+    # The reporting thread.
 
     def _watch(self) -> None:
         closed = False
@@ -107,19 +108,19 @@ class Readiness:
                 self._tell(decision)
 
     def _next(self) -> tuple[list[Decision], bool]:
-        """What is to be told, after a wait if that is nothing yet; and whether it is the last."""
+        """Wait for changes to report. Returns them, and whether they are the last."""
         with self._changed:
-            seconds = self._seconds_left()  # Before it is decided: None also where the limit is over.
+            seconds = self._seconds_left()  # Before `_note`, which may find that the limit has expired.
             self._note()
             if not self._closed and not self._untold:
-                self._changed.wait(seconds)  # Only once: what is learnt may end it sooner.
+                self._changed.wait(seconds)  # Only once: new evidence may bring the end of the limit forward.
                 self._note()
             decisions = list(self._untold)
             self._untold.clear()
             return decisions, self._closed
 
     def _seconds_left(self) -> float | None:
-        """How long the replica stays ready if nothing comes; None = until something does."""
+        """How long the replica stays ready without new evidence; None = without a limit."""
         evidence = self._evidence
         if evidence.newest_ns is None or evidence.limit_ns is None or not self.decision.yes:
             return None
@@ -127,60 +128,60 @@ class Readiness:
 
     def _tell(self, decision: Decision) -> None:
         level = logging.INFO if decision.yes or self._evidence.ended else logging.WARNING
-        state = "ready" if decision.yes else "not ready any more"
-        logger.log(level, "replica %s is %s: %s", self._replica, state, decision.reason)
+        state = "is ready" if decision.yes else "is no longer ready"
+        logger.log(level, "replica %s %s: %s", self._replica, state, decision.reason)
         try:
             if self._on_change:
                 self._on_change(decision)
-        except Exception:  # it must not end the telling
-            logger.exception("replica %s: on_readiness has failed", self._replica)
+        except Exception:  # An error of the callback must not end this thread.
+            logger.exception("replica %s: on_readiness failed", self._replica)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What a replica knows of how new its rows are. Times are its own, by `steady_ns`.
+    """A replica's knowledge of the age of its rows. Times are its own, by `steady_ns`.
 
     Attributes:
-        started_ns: when its subscriber was made.
-        newest_ns: when what it holds was the newest, or that was later; None = nobody has shown that yet.
-        limit_ns: how long ago that may be; None = as long as it likes, but not before `started_ns`.
-        lacking: what keeps it from showing that what it holds is newer; empty if nothing does.
-        wrong: tables of which it holds other rows than it was sent.
+        started_ns: when its subscriber was constructed.
+        newest_ns: a time at which its rows were the newest; None = not known yet.
+        limit_ns: how long ago that may be; None = any time since `started_ns`.
+        lacking: why it cannot prove newer rows; empty if nothing prevents that.
+        wrong: tables whose rows differ from the service's.
         ended: why its subscriber has stopped; empty if it has not.
     """
 
     started_ns: int
     newest_ns: int | None = None
     limit_ns: int | None = None
-    lacking: str = "it has not reached the service yet"
+    lacking: str = "it has not yet connected to the service"
     wrong: tuple[str, ...] = ()
     ended: str = ""
 
     def holding(self, newest_ns: int | None, *, reset: bool = False) -> "Evidence":
-        """The same once the replica holds what was the newest at a time or later; None where nobody knows.
+        """Evidence for new rows, which were the newest at `newest_ns` or later; None = unknown.
 
-        `reset` says that this does not continue what it held before. Otherwise it is later than that.
+        `reset` means that the rows do not continue the previous ones. Otherwise they are newer.
         """
         before = None if reset else self.newest_ns
-        known = [each for each in (before, newest_ns) if each is not None]
-        lacking = "" if newest_ns is not None else "nobody knows since when there is something newer"
-        return replace(self, newest_ns=max(known, default=None), lacking=lacking)
+        times = [each for each in (before, newest_ns) if each is not None]
+        lacking = "" if newest_ns is not None else "the service does not know how old these rows are"
+        return replace(self, newest_ns=max(times, default=None), lacking=lacking)
 
 
 def decide(evidence: Evidence, now_ns: int) -> Decision:
-    """Whether a replica is ready at a time, and why."""
+    """Decide whether a replica is ready at a time."""
     if evidence.ended:
         return Decision(False, evidence.ended)
     if evidence.wrong:
-        return Decision(False, f"its rows are not those that it was sent in {listed(evidence.wrong)}")
+        return Decision(False, f"its rows differ from the service's in {listed(evidence.wrong)}")
     if evidence.newest_ns is None:
         return Decision(False, evidence.lacking)
     if evidence.limit_ns is None:
         if evidence.newest_ns >= evidence.started_ns:
-            return Decision(True, "it has held the newest since it was started")
-        return Decision(False, _with("it has not held the newest since it was started", evidence.lacking))
+            return Decision(True, "it has caught up since it started")
+        return Decision(False, _with("it has not caught up since it started", evidence.lacking))
     ago_ns = max(0, now_ns - evidence.newest_ns)
-    text = f"what it holds was the newest {ago_ns / 1e9:.1f} s ago, the limit is {evidence.limit_ns / 1e9:.15g} s"
+    text = f"its rows were the newest {ago_ns / 1e9:.1f} s ago, the limit is {evidence.limit_ns / 1e9:.15g} s"
     return Decision(ago_ns <= evidence.limit_ns, _with(text, evidence.lacking))
 
 
@@ -189,11 +190,11 @@ def _with(text: str, lacking: str) -> str:
 
 
 def newest_ns(token_ns: int, behind_ns: int, opened_ns: int) -> int | None:
-    """When what a message names was the newest, or that was later; None if the message does not show it.
+    """A time at which a message's version was the newest; None if the message does not show it.
 
     Args:
-        token_ns: the token that came back with it; 0 = none.
-        behind_ns: for how long what it names had not been the newest, as the service says.
-        opened_ns: when its stream was opened: the message was made later.
+        token_ns: the token in the message; 0 = none.
+        behind_ns: for how long the version has been out of date, according to the service.
+        opened_ns: when the stream was opened, which is before the message was written.
     """
     return None if behind_ns >= FOREVER_NS else (token_ns or opened_ns) - behind_ns

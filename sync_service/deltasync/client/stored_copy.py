@@ -1,4 +1,4 @@
-"""Compare rows that are stored outside of a service with those that it sends to a consumer's replicas."""
+"""Compare rows that are stored elsewhere with the rows that a service sends to a consumer's replicas."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -29,14 +29,14 @@ _NO_DIGESTS, _NO_MASK = np.empty(0, np.uint64), np.empty(0, np.bool_)
 
 @dataclass(frozen=True)
 class StoredCopy:
-    """Tables of a model that are stored somewhere.
+    """Tables of a model that are stored outside of the service.
 
     Attributes:
-        name: its name, for people.
-        position: the position of the rows; some may be of a later one. Empty if it is not known.
-        rows: reads a table: ids [n] and values [n, dim] of its type, some at a time. Other rows are zeros. Returns
+        name: a name for messages.
+        position: the position of the rows; some rows may be newer. Empty if unknown.
+        rows: reads a table in pieces: ids [n], and values [n, dim] of its type. Missing rows are zeros. Returns
             None for a table that is not stored.
-        made_of: the consumer whose replicas hold these rows; empty if they are the model's own.
+        made_of: the consumer whose replicas have these rows; empty if they are the model's own.
     """
 
     name: str
@@ -50,9 +50,9 @@ class Comparison:
     """The result of comparing a copy.
 
     Attributes:
-        version: the model's version of the service's rows.
+        version: the model's version in the service.
         since: whether rows that changed after the copy was made were left out.
-        tables: the tables that the consumer follows.
+        tables: the results for the consumer's tables.
     """
 
     version: int
@@ -61,56 +61,56 @@ class Comparison:
 
 
 def compare(service: Endpoint | str, consumer: str, copy: StoredCopy, timeout_seconds: float) -> Comparison:
-    """Compare a copy with the current rows of a consumer's replicas, table by table and row by row.
+    """Compare a copy with the current rows of a consumer's replicas, row by row.
 
-    This is a replica of the consumer twice: it gets every row, and then the rows that have changed since the copy
-    was made. It keeps 9 bytes of each row.
+    Subscribes to the consumer twice: first for all rows, then for the rows that changed after the copy was made.
+    Keeps 9 bytes per row in memory.
 
     Args:
-        service: where it answers gRPC, with the role of a subscriber.
+        service: the gRPC endpoint, with the role of a subscriber.
         consumer: the name of the consumer.
         copy: the copy.
-        timeout_seconds: how long each of the two may take.
+        timeout_seconds: timeout of each of the two subscriptions.
 
     Raises:
-        TimeoutError: it took longer.
-        Contradiction: the consumer streams ids only, or the copy is of another shape or type than its tables.
+        TimeoutError: a subscription took longer.
+        Contradiction: the consumer's mode is `ids`, or the copy's tables have another shape or type.
         DeltasyncError: the service refuses to send its rows.
     """
     now, since = _Seen(), _Seen()
     options = SubscriberOptions(service=service, consumer=consumer, replica=guest_name("verify"), guest=True)
     head = _follow(options, now, Position(), timeout_seconds)
     if not copy.made_of and now.history != head.history:
-        raise Contradiction(f"consumer {consumer!r} is given what a policy lets out: name one without a policy")
+        raise Contradiction(f"consumer {consumer!r} has a policy: name a consumer without one")
     left_out = copy.position.number > 0
     if left_out:
         _follow(replace(options, held=copy.position), since, head, timeout_seconds)
-        left_out = not since.everything  # The copy has another history: nothing tells what has changed.
+        left_out = not since.everything  # With another history, the changes since the copy are unknown.
     tables = [_compared(copy, each, now, since if left_out else _Seen()) for each in now.tables]
     return Comparison(head.number, left_out, tables)
 
 
 def stored_checkpoint(url: str, consumer: str) -> StoredCopy:
-    """The newest checkpoint of a consumer's model at a folder or URL.
+    """The newest checkpoint of a consumer's model in a folder or at a URL.
 
     Raises:
-        InvalidInput: there is no file system for such a URL, or what it needs is not installed.
-        NotFound: there is none.
-        StorageFailed: it cannot be read, or is damaged.
-        Contradiction: the consumer's replicas are sent ids alone.
+        InvalidInput: the URL's scheme is not supported, or its package is not installed.
+        NotFound: there is no checkpoint.
+        StorageFailed: the checkpoint cannot be read, or is damaged.
+        Contradiction: the consumer's mode is `ids`.
     """
     name, start = newest_start(url, consumer)
-    held = {table.name for table in start.release.tables}
+    names = {table.name for table in start.release.tables}
 
     def rows(table: TableSpec) -> Rows | None:
         batches = [each for each in start.release.rows if each.table.name == table.name]
-        return ((each.ids, each.values) for each in batches) if table.name in held else None
+        return ((each.ids, each.values) for each in batches) if table.name in names else None
 
     return StoredCopy(f"checkpoint {name}", start.position, rows, made_of=consumer)
 
 
 def _follow(options: SubscriberOptions, seen: "_Seen", least: Position, timeout_seconds: float) -> Position:
-    """Subscribe until `seen` holds the current rows, at `least` or later; return their position."""
+    """Subscribe until `seen` has the current rows, at `least` or later; returns their position."""
     with Subscriber(options, seen) as subscriber:
         subscriber.wait_until_ready(timeout_seconds)
         if least.number:
@@ -122,15 +122,15 @@ def _compared(copy: StoredCopy, table: TableSpec, now: "_Seen", since: "_Seen") 
     rows = copy.rows(table)
     if rows is None:
         return VerifiedTable(table.name, 0, VerifiedStatus.NOT_HELD)
-    expected, held, changed = now.digests(table), _digests(copy, table, rows), since.came(table)
-    ids = np.flatnonzero((held != expected) & ~changed)
+    expected, actual, changed = now.digests(table), _digests(copy, table, rows), since.came(table)
+    ids = np.flatnonzero((actual != expected) & ~changed)
     compared = np.flatnonzero(~changed)
     return VerifiedTable(
         table.name,
         len(compared),
         VerifiedStatus.DIFFERS if len(ids) else VerifiedStatus.EQUAL,
         checksum(compared, expected[compared]),
-        checksum(compared, held[compared]),
+        checksum(compared, actual[compared]),
         ids[:MOST_NAMED],
         len(ids),
         int(changed.sum()),
@@ -145,7 +145,7 @@ def _digests(copy: StoredCopy, table: TableSpec, rows: Rows) -> RowDigests:
         if (values.shape[1], values.dtype) != (table.dim, table.dtype):
             form = f"rows of {values.shape[1]} {values.dtype}"
             raise Contradiction(
-                f"{copy.name} has {form} in table {table.name!r}, replicas hold {table.dim} {table.dtype}"
+                f"{copy.name} has {form} in table {table.name!r}, replicas have {table.dim} {table.dtype}"
             )
         if len(ids) and ids[-1] >= table.rows:
             raise Contradiction(
@@ -157,7 +157,7 @@ def _digests(copy: StoredCopy, table: TableSpec, rows: Rows) -> RowDigests:
 
 
 class _Seen:
-    """A target that keeps the digest of each row, and which rows came.
+    """A target that keeps the digest of each row, and which rows it received.
 
     Attributes:
         takes_parts: see `GradualTarget`.
@@ -172,7 +172,7 @@ class _Seen:
         self._came = dict[str, Mask]()
 
     def apply(self, release: Release) -> None:
-        """Take a release over."""
+        """Apply a release."""
         release.check_values()
         self.tables, self.history = release.tables, release.position.history
         self.everything |= release.resync
@@ -183,7 +183,7 @@ class _Seen:
             else:
                 self._digests[table.name] = _grown(self._digests.get(table.name, _NO_DIGESTS), table.rows)
                 self._came[table.name] = _grown(self._came.get(table.name, _NO_MASK), table.rows)
-        progress = Progress("taking the service's rows", sum(map(len, release.rows)))
+        progress = Progress("reading the service's rows", sum(map(len, release.rows)))
         for batch in release.rows:
             digests = batch.digested().digests
             self._digests[batch.table.name][batch.ids] = 0 if digests is None else digests
@@ -195,11 +195,11 @@ class _Seen:
         return self._digests[table.name]
 
     def came(self, table: TableSpec) -> Mask:
-        """Which rows of a table came."""
+        """Which rows of a table were received."""
         return _grown(self._came.get(table.name, _NO_MASK), table.rows)
 
 
 def _grown(array: NDArray[S], rows: int) -> NDArray[S]:
-    """The array with `rows` rows: zeros for new ones."""
+    """The array, extended to `rows` rows with zeros."""
     more = max(0, rows - len(array))
     return np.concatenate([array[:rows], np.zeros(more, array.dtype)])

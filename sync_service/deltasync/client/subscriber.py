@@ -1,4 +1,4 @@
-"""A replica: receives releases, writes them into a target, and acknowledges what it holds."""
+"""A replica: receives releases, writes them into a target, and acknowledges them."""
 
 import logging
 import queue
@@ -44,54 +44,56 @@ from deltasync.wire.messages import (
     position_from_message,
     position_to_message,
 )
+from deltasync.wire.row_messages import ReceivedRows, SubscribeResponse, read_response
 
 logger = logging.getLogger(__name__)
 
 Requests: TypeAlias = "queue.SimpleQueue[subscribe_pb2.SubscribeRequest | None]"
-_Responses: TypeAlias = "grpc._CallIterator[subscribe_pb2.SubscribeResponse]"
+_Responses: TypeAlias = "grpc._CallIterator[SubscribeResponse]"
 _Moment: TypeAlias = subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress
-# How long close() waits for the service to take the last ack, or the goodbye.
+# How long `close` waits until the service has received the last ack or the goodbye.
 _GOODBYE_SECONDS = 2.0
-# For how long at a time all rows are read again: releases that have come meanwhile are applied in between.
+_SUBSCRIBE = f"/{subscribe_pb2.DESCRIPTOR.services_by_name['SubscribeService'].full_name}/Subscribe"
+# The verification of all rows pauses after this time to apply new releases.
 _READ_SECONDS = 0.1
-# After a larger first copy, the memory that it took goes back to the system.
+# After a larger first copy, freed memory is returned to the system.
 _LARGE_BYTES = 64 << 20
 
 
 class Subscriber:
-    """Subscribes to a consumer and applies its releases to a target; reconnects by itself.
+    """Subscribes to a consumer and applies its releases to a target. Reconnects by itself.
 
     Attributes:
-        held: the position the target is at: for a consumer with a policy, that of a release.
-        version: the position, in the model's history, of what that was made of. With a policy, rows that have
-            changed before may still be left for later releases.
+        held: the target's position. If the consumer has a policy, it is the position of a release.
+        version: the position in the model's history from which that release was made. With a policy, later
+            releases may still bring older changes.
         event_time_unix_ns: the time of the newest event that the model had been trained on at `version`,
-            nanoseconds since 1970; None where the trainer does not say it, and before anything has come.
+            nanoseconds since 1970; None if the trainer does not report it, and before the first release.
     """
 
     def __init__(self, options: SubscriberOptions, target: Target) -> None:
-        """Start to follow a consumer in a thread.
+        """Start the subscriber's thread.
 
         Raises:
-            TypeError: other types, such as a module that is not in a `TorchTarget`.
+            TypeError: an argument has another type, such as a torch module without a `TorchTarget`.
         """
         check_type("Subscriber(options, target)", "options", options, SubscriberOptions)
         check_target("Subscriber(options, target)", target)
-        check_process()  # At once, and not first in the thread, which would try again.
+        check_process()  # Here, because the thread would retry after this error.
         self._options = options
         self._home = Home(f"replica {options.replica!r}")
         self._route = Route(Endpoint.of_grpc(options.service))
         self._target = target
         self.held = options.held
         self.version = options.held
-        self._told_version = Position()  # With its seal; not what the options say, which may be a release's.
+        self._told_version = Position()  # With its seal. `options.held` may be a release's position instead.
         self.event_time_unix_ns: int | None = None
         self._instance = uuid.uuid4().hex
         self._checksums = TargetChecksums(target) if isinstance(target, ReadableTarget) else None
         self._tables: set[str] = set()
-        self._applied: list[TableSpec] = []  # Those of the last release.
-        self._start: CheckpointStart | None = None  # What the first one goes on top of.
-        self._bound = set[str]()  # All tables that the target has ever held.
+        self._applied: list[TableSpec] = []  # The tables of the last release.
+        self._start: CheckpointStart | None = None  # The checkpoint to merge with the first release.
+        self._bound = set[str]()  # All tables that the target has ever had.
         self._opened_ns = 0
         self._moved = threading.Condition()
         self._failure: Exception | None = None
@@ -99,9 +101,9 @@ class Subscriber:
         self._closing = threading.Event()
         self._call: _Responses | None = None
         self._requests: Requests | None = None
-        self._gives_back = False  # Freed memory, once a release is applied.
-        self._let_in = False  # On the stream that there is.
-        self._known = False  # To the service, which has not been told that this replica has ended.
+        self._gives_back = False  # Whether to return freed memory after the current release.
+        self._let_in = False  # Whether the service has accepted this replica on the current stream.
+        self._known = False  # Whether the service knows this replica and has had no goodbye.
         self._connectivity = Connectivity(f"replica {options.replica!r} of consumer {options.consumer!r}")
         self._readiness = Readiness(options.replica, options.on_readiness, steady_ns)
         self._thread = threading.Thread(target=self._run, name="deltasync-subscriber", daemon=True)
@@ -109,21 +111,21 @@ class Subscriber:
 
     @property
     def connection(self) -> Connection:
-        """Whether it is connected, since when, and what went wrong last."""
+        """The state of the connection."""
         return self._connectivity.forked(left) if (left := self._home.left) else self._connectivity.now
 
     @property
     def ready(self) -> bool:
-        """Whether what the target holds is new enough to be served: see `readiness`."""
+        """Whether the target's rows are new enough to serve: see `readiness`."""
         return self.readiness.yes
 
     @property
     def readiness(self) -> Decision:
-        """Whether the replica is ready, and why.
+        """Whether the replica is ready, and the reason.
 
-        It is while what it holds was the newest no longer ago than its consumer's limit. Without a limit it is
-        once it has held the newest since this subscriber was made. It is not while it holds other rows than it
-        was sent, nor after the subscriber has stopped, nor in a process that was forked since.
+        With a limit (`Policy.ready_within_seconds`), it is ready while its rows were the newest at most that long
+        ago. Without a limit, it is ready after it has caught up once. It is never ready while rows differ from the
+        service's, after the subscriber has stopped, or in a forked process.
         """
         return Decision(False, left) if (left := self._home.left) else self._readiness.decision
 
@@ -131,10 +133,10 @@ class Subscriber:
         """Wait until the replica is ready.
 
         Args:
-            timeout_seconds: how long, at most; None = for ever.
+            timeout_seconds: timeout; None = no limit.
 
         Raises:
-            TimeoutError: it was not in time; the message says why.
+            TimeoutError: the replica is still not ready; the message has the reason.
             DeltasyncError: the subscriber has stopped for good.
         """
         self.check()
@@ -144,17 +146,17 @@ class Subscriber:
             raise TimeoutError(f"replica {self._options.replica!r} is not ready: {decision.reason}")
 
     def wait_for(self, wanted: Position | int, timeout_seconds: float | None = None) -> Position:
-        """Wait until the target holds at least a version of the model, or one made of a later one.
+        """Wait until the target has a version of the model, or a later one.
 
         Args:
-            wanted: a version, or a position: of the model's history, as publishers return it, or of a release.
-            timeout_seconds: how long, at most; None = for ever.
+            wanted: a version, a position from a publisher, or the position of a release.
+            timeout_seconds: timeout; None = no limit.
 
         Returns:
-            The position it holds.
+            The target's position.
 
         Raises:
-            TimeoutError: it did not in time.
+            TimeoutError: the target is still at an earlier version.
             DeltasyncError: the subscriber has stopped for good.
         """
         self.check()
@@ -164,25 +166,23 @@ class Subscriber:
             )
         self.check()
         if not self._reached(wanted):
-            trouble = f"last trouble: {self._trouble}" if self._trouble else "its consumer's lag may say why"
+            trouble = f"last error: {self._trouble}" if self._trouble else "its consumer's lag may show the reason"
             replica = f"replica {self._options.replica!r}"
-            raise TimeoutError(f"{replica} holds version {self.version.number}, not {wanted}; {trouble}")
+            raise TimeoutError(f"{replica} is at version {self.version.number}, not {wanted}; {trouble}")
         return self.held
 
     def check(self) -> None:
-        """Raise what has stopped the subscriber, if anything has; in a process that was forked since, that it does
-        not work there.
-        """
+        """Raise the error that has stopped the subscriber, if any. Also raises in a forked process."""
         self._home.check()
         if self._failure:
             raise self._failure
 
     def close(self) -> None:
-        """End the subscription; what is under way is dropped, what was applied is acknowledged.
+        """Stop: drop an incomplete release, acknowledge applied ones, and sign off from the service.
 
-        The service then forgets the replica: no lag counts it any more. One that comes back under its name goes on
-        from what it holds. A service that cannot be told within 2 seconds counts it as away. In a process that
-        was forked since, nothing is done: its parent's replica goes on.
+        The service forgets the replica, which then no longer counts for lag. A new subscriber with the same
+        name can continue from the target's position. If the service cannot be reached within 2 seconds, it
+        counts the replica as disconnected. Does nothing in a forked process; the parent's replica continues.
         """
         if self._home.left:
             return
@@ -197,7 +197,11 @@ class Subscriber:
         self._thread.join()
         if self._known:
             self._known = False
-            say_goodbye(self._route.endpoint, self._leaving, (ends_ns - steady_ns()) / 1e9)
+            options = self._options
+            replica = subscribe_pb2.LeaveRequest(
+                consumer=options.consumer, replica=options.replica, instance=self._instance
+            )
+            say_goodbye(self._route.endpoint, replica, (ends_ns - steady_ns()) / 1e9)
         self._connectivity.note_lost(ServiceUnavailable("the subscriber is closed"))
         with self._moved:
             self._moved.notify_all()
@@ -216,7 +220,7 @@ class Subscriber:
             if self._options.checkpoints and not self.held.number:
                 self._start = read_start(self._options.checkpoints, self._options.consumer)
             self._follow()
-        except Exception as error:  # noqa: BLE001  # kept for check() and wait_for()
+        except Exception as error:  # noqa: BLE001  # `check` and `wait_for` raise it.
             logger.error("replica %s has stopped: %s", self._options.replica, error)
             self._connectivity.note_failed(error, None)
             with self._moved:
@@ -234,11 +238,11 @@ class Subscriber:
                 error = self._route.endpoint.error_of(failure)
                 if self._stops(error, failure) and not self._closing.is_set():
                     raise error from failure
-            except ServiceUnavailable as unusable:  # A file of the endpoint is, or what has arrived.
+            except ServiceUnavailable as unusable:  # A file of the endpoint, or the received data.
                 error = unusable
             else:
                 error = ServiceUnavailable("the service ended the stream")
-                self._known &= not self._closing.is_set()  # Else it has been told that this was the last one.
+                self._known &= not self._closing.is_set()  # After `close` the stream's end confirms the goodbye.
             if self.held != before:
                 self._route.answered()
                 pauses = backoff()
@@ -250,11 +254,11 @@ class Subscriber:
             self._closing.wait(pause)
 
     def _stops(self, error: DeltasyncError, failure: grpc.RpcError) -> bool:
-        """Whether a failed stream is the last one: only if the service itself has refused this replica.
+        """Whether to stop after a failed stream: only if the service itself has refused this replica.
 
-        An error that gRPC has found on the way may be gone with the next stream, and so may an unforeseen error
-        of the service. A replica that was let in once goes on: tokens are renewed, roles mended, and consumers
-        made again where a service has lost its data. A consumer that ends while it is followed was deleted.
+        A network error or an unexpected error of the service may not occur again. A replica that was accepted
+        once keeps trying, because an operator may renew tokens, repair roles, or create a lost consumer again.
+        If the service no longer finds the consumer of an open stream, the consumer was deleted.
         """
         if of_connection(failure) or isinstance(error, ServiceFailed):
             return False
@@ -266,16 +270,21 @@ class Subscriber:
     def _subscribe(self) -> None:
         requests: Requests = queue.SimpleQueue()
         requests.put(self._open())
-        self._requests = requests  # Now: close() says goodbye after that.
+        self._requests = requests  # From here on `close` can send a goodbye.
         self._opened_ns, self._let_in = steady_ns(), False
         with self._route.endpoint.channel() as channel:
-            self._call = subscribe_pb2_grpc.SubscribeServiceStub(channel).Subscribe(iter(requests.get, None))
+            subscribe: Any = channel.stream_stream(
+                _SUBSCRIBE,
+                request_serializer=subscribe_pb2.SubscribeRequest.SerializeToString,
+                response_deserializer=read_response,
+            )
+            self._call = subscribe(iter(requests.get, None))
             if self._closing.is_set():
                 hang_up(requests)
             try:
                 self._take(self._call, requests)
             except Exception as error:
-                # The service knows of an RpcError; after a ServiceUnavailable this replica comes again.
+                # The service knows about an RpcError. After a ServiceUnavailable this replica reconnects.
                 if not isinstance(error, grpc.RpcError | ServiceUnavailable):
                     say_why(requests, self._call, error, _GOODBYE_SECONDS)
                 raise
@@ -296,54 +305,60 @@ class Subscriber:
         )
         return subscribe_pb2.SubscribeRequest(open=message)
 
-    @property
-    def _leaving(self) -> subscribe_pb2.LeaveRequest:
-        options = self._options
-        return subscribe_pb2.LeaveRequest(
-            consumer=options.consumer, replica=options.replica, instance=self._instance
-        )
-
     def _take(self, responses: _Responses, requests: Requests) -> None:
         assembler = ReleaseAssembler(self._options.max_outstanding_bytes, self._tables)
         for response in responses:
             self._connectivity.note_connected()
-            kind = response.WhichOneof("message")
-            if kind == "opened":
+            if isinstance(response, ReceivedRows):
+                self._take_rows(assembler, response, requests)
+            elif response.HasField("opened"):
                 self._known = self._let_in = True
                 if self._checksums:
                     self._checksums.forget_question()
-                in_parts = self._takes_parts
+                # An empty target may get a first copy in parts, so that its rows are not in memory twice.
+                takes_parts = isinstance(self._target, GradualTarget) and self._target.takes_parts
+                in_parts = takes_parts and not (self.held.number or self._start)
                 with _arriving():
                     assembler.begin(response.opened, in_parts=in_parts)
                 self._readiness.limit(response.opened.ready_within_seconds)
-                self._readiness.lacks("it has yet to show that it holds what it is sent")
-            elif kind == "chunk":
-                with _arriving():
-                    due, part = assembler.add(response.chunk.rows), assembler.part()
-                if due:
-                    return_credit(requests, assembler.received_bytes)
-                if part:
-                    self._put(assembler, part)
-            elif kind == "release":
-                with _arriving():
-                    for rows in response.release.rows:
-                        assembler.add(rows)  # All credit is returned with the ack.
-                self._apply(assembler, response.release.end, requests)
-            elif kind == "progress":
+                self._readiness.lacks("it has not applied a release yet")
+            elif response.HasField("progress"):
                 self._go_on(assembler, response.progress, requests)
                 if response.progress.read_again:
                     self._read_again(assembler, response.progress, requests)
-            elif kind == "release_end":
+            elif response.HasField("release_end"):
                 self._apply(assembler, response.release_end, requests)
-            if self._gives_back:  # Here, where nothing holds the release any more.
+            if self._gives_back:  # Here, because nothing refers to the release any more.
                 self._gives_back = False
                 give_back_memory()
 
+    def _take_rows(
+        self,
+        assembler: ReleaseAssembler,
+        received: ReceivedRows[subscribe_pb2.ReleaseEnd],
+        requests: Requests,
+    ) -> None:
+        due = False
+        with _arriving():
+            for slot, columns in received.rows:
+                due = assembler.add(slot, columns)
+            part = None if received.end else assembler.part()
+        if received.end:  # The ack returns all credit.
+            self._apply(assembler, received.end, requests)
+        elif due:
+            return_credit(requests, assembler.received_bytes)
+        if part:  # Nobody can read parts of a first copy yet. If the stream breaks, the next one starts again.
+            if not part.continues:
+                logger.info("writing a first copy as it arrives; the target cannot be read until it is complete")
+            written = self._target.apply(part)
+            if self._checksums and assembler.has_values:
+                self._checksums.after(part, written)
+
     def _go_on(self, assembler: ReleaseAssembler, progress: subscribe_pb2.Progress, requests: Requests) -> None:
-        """Go on to the version that a message names while there is nothing to send."""
+        """Advance to a version that changes no rows of this replica."""
         head = position_from_message(progress.head)
         if head.number == 0:
-            self._readiness.lacks("the service has no rows for its consumer yet, whose lag says why")
+            self._readiness.lacks("the service has no rows for its consumer yet; see its lag for the reason")
         if self._start and head == self._start.position:
             release = self._on_top(self._start.alone(assembler.tables, progress.version))
             self._tables.update(table.name for table in release.tables)
@@ -365,25 +380,11 @@ class Subscriber:
         self._take_over(assembler, release, end, requests)
 
     def _on_top(self, release: Release | None) -> Release:
-        """A release that has the rows of the checkpoint it goes on top of, too."""
+        """A release merged with the checkpoint's rows."""
         self._start = None
         if release is None:
-            raise ServiceUnavailable("it has begun with a checkpoint of other tables: it begins with nothing")
+            raise ServiceUnavailable("the checkpoint has other tables than the service: the replica starts empty")
         return release
-
-    @property
-    def _takes_parts(self) -> bool:
-        """Whether a first copy may be written as it arrives: nothing is held, and what comes is not held twice."""
-        target = self._target
-        return isinstance(target, GradualTarget) and target.takes_parts and not (self.held.number or self._start)
-
-    def _put(self, assembler: ReleaseAssembler, part: Release) -> None:
-        """Write a part of a first copy. Nobody reads it, and the next stream begins anew if this one breaks."""
-        if not part.continues:
-            logger.info("a first copy is written as it arrives: nothing can be read until it is whole")
-        written = self._target.apply(part)
-        if self._checksums and assembler.has_values:
-            self._checksums.after(part, written)
 
     def _take_over(self, assembler: ReleaseAssembler, release: Release, end: _Moment, requests: Requests) -> None:
         checksums_of = self._checksums if assembler.has_values else None
@@ -392,22 +393,22 @@ class Subscriber:
         if new or release.changes or release.tables != self._applied:
             written = self._target.apply(release)
             self._applied = release.tables
-            # What follows a first copy needs far less.
+            # Later releases need far less memory than a first copy.
             large = release.continues or sum(each.nbytes for each in release.rows) > _LARGE_BYTES
             self._gives_back |= release.resync and large
         checksums = checksums_of.after(release, written) if checksums_of else {}
         say(requests, self._ack(assembler, release.position, checksums))
         if self._differs(assembler, checksums):
-            if release.resync:  # What repairs it will be none.
+            if release.resync:  # The release that repairs the rows will not be a resync.
                 self._readiness.holds(None, reset=True)
             return
         self._show(assembler, end, reset=release.resync)
-        # After the ack is on its way: whoever waits for the version may close the subscription at once.
+        # After the ack: a thread that waits for the version may close the subscriber at once.
         version = Position(assembler.model_history, release.version, end.version_seal)
         self._hold(release.position, version, release.event_time_unix_ns)
 
     def _look_again(self, assembler: ReleaseAssembler, requests: Requests) -> None:
-        """While nothing comes, read some more of what the target holds, and show what was found."""
+        """Verify a block of the target's rows while there is no new release, and send the checksums."""
         if self._checksums and assembler.has_values and self._applied and assembler.tables == self._applied:
             checksums = self._checksums.look()
             say(requests, self._ack(assembler, self.held, checksums))
@@ -418,10 +419,10 @@ class Subscriber:
     def _read_again(
         self, assembler: ReleaseAssembler, progress: subscribe_pb2.Progress, requests: Requests
     ) -> None:
-        """Read for a while all that the target holds, and show what was found so far."""
+        """Continue to verify all of the target's rows for a while, and send the checksums."""
         reads = self._checksums if assembler.has_values else None
         left = reads.read_again(progress.read_again, _READ_SECONDS) if reads else 0
-        # What differs is not held; it is shown all the same.
+        # If rows differ, the ack has no position, only checksums.
         held = self.held if self.held == position_from_message(progress.head) else None
         ack = self._ack(assembler, held, reads.by_table if reads else {})
         ack.read_again, ack.rows_left = progress.read_again, left
@@ -430,7 +431,7 @@ class Subscriber:
     def _ack(
         self, assembler: ReleaseAssembler, applied: Position | None, checksums: Mapping[str, int]
     ) -> subscribe_pb2.Ack:
-        """An ack of what the target holds: a position, if any, and the checksum of each table it keeps."""
+        """An ack with the target's position, if any, and the checksum of each of its tables."""
         target = self._target
         return subscribe_pb2.Ack(
             received_bytes=assembler.received_bytes,
@@ -441,30 +442,26 @@ class Subscriber:
         )
 
     def _differs(self, assembler: ReleaseAssembler, checksums: Mapping[str, int]) -> bool:
-        """Whether the target holds other rows than it was sent."""
+        """Whether the target's rows differ from the service's."""
         wrong = assembler.wrong(checksums)
         self._readiness.differs(wrong)
         if wrong:
-            text = "replica %s holds other rows than it was sent in %s, and will be sent them again"
+            text = "replica %s holds other rows than it was sent in %s; the service sends them again"
             logger.error(text, self._options.replica, listed(wrong))
         return bool(wrong)
 
     def _show(self, assembler: ReleaseAssembler, message: _Moment, *, reset: bool = False) -> None:
-        """Note since when what a message names, and the target holds, may not be the newest any more."""
-        if unbound := self._unbound_by_now(assembler):
-            # What the target goes on to hold of them gets older.
-            self._readiness.lacks(f"its target can follow no more: {listed(unbound)}")
+        """Record until when the version of a message, which the target has, was the newest."""
+        unbound = list[str]()
+        if isinstance(self._target, PartialTarget):
+            bound = self._target.bound()
+            self._bound |= bound
+            unbound = sorted(self._bound.intersection(table.name for table in assembler.tables) - bound)
+        if unbound:  # The target no longer updates these tables.
+            self._readiness.lacks(f"its target no longer updates {listed(unbound)}")
         else:
             newest = newest_ns(message.token, message.behind_ns, self._opened_ns)
             self._readiness.holds(newest, reset=reset)
-
-    def _unbound_by_now(self, assembler: ReleaseAssembler) -> list[str]:
-        """The tables that the target has held, and is sent without holding them."""
-        if not isinstance(self._target, PartialTarget):
-            return []
-        bound = self._target.bound()
-        self._bound |= bound
-        return sorted(self._bound.intersection(table.name for table in assembler.tables) - bound)
 
     def _hold(self, position: Position, version: Position, event_time_unix_ns: int | None) -> None:
         with self._moved:
@@ -481,13 +478,13 @@ class Subscriber:
 
 @contextmanager
 def _arriving() -> Iterator[None]:
-    """Take whatever cannot be read of a stream for damage of that stream: the next one may be whole."""
+    """Treat unreadable data as damage of the stream, so that the replica reconnects."""
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        raise ServiceUnavailable(f"the stream is damaged, and opened again: {error}") from error
+        raise ServiceUnavailable(f"the stream is damaged, the replica reconnects: {error}") from error
 
 
 def say(requests: Requests, ack: subscribe_pb2.Ack) -> None:
@@ -496,18 +493,18 @@ def say(requests: Requests, ack: subscribe_pb2.Ack) -> None:
 
 
 def return_credit(requests: Requests, received_bytes: int) -> None:
-    """Say how much was taken, and nothing of what became of it."""
+    """Return credit for received bytes, without acknowledging a position."""
     say(requests, subscribe_pb2.Ack(received_bytes=received_bytes, token=steady_ns()))
 
 
 def hang_up(requests: Requests) -> None:
-    """Say goodbye, and nothing more."""
+    """Send a goodbye and end the requests."""
     say(requests, subscribe_pb2.Ack(goodbye=True))
     requests.put(None)
 
 
 def say_why(requests: Requests, call: Any, error: Exception, seconds: float) -> None:
-    """Say on a stream why the replica stops, and wait until the service has read it, `seconds` at most."""
+    """Report on a stream why the replica stops, and wait up to `seconds` until the service has read it."""
     say(requests, subscribe_pb2.Ack(stopped=printable(f"{type(error).__name__}: {error}")))
     requests.put(None)
     ended = threading.Event()
@@ -516,10 +513,10 @@ def say_why(requests: Requests, call: Any, error: Exception, seconds: float) -> 
 
 
 def say_goodbye(endpoint: Endpoint, replica: subscribe_pb2.LeaveRequest, seconds: float) -> None:
-    """Tell a service, once and for at most so many seconds, that a replica has ended."""
+    """Sign a replica off from a service, with one attempt of at most `seconds`."""
     with replace(endpoint, timeout_seconds=max(seconds, 0.01)).channel() as channel:
         try:
             subscribe_pb2_grpc.SubscribeServiceStub(channel).Leave(replica)
         except grpc.RpcError as error:
-            text = "replica %s of consumer %s has ended, and counts as away, since nobody could be told: %s"
+            text = "replica %s of consumer %s could not sign off and counts as disconnected: %s"
             logger.info(text, replica.replica, replica.consumer, error.details())

@@ -1,4 +1,4 @@
-"""The tables of a checkpoint that torch has written."""
+"""Read the tables of a checkpoint written by torch."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,14 +24,14 @@ Tensors: TypeAlias = Mapping[str, Callable[[], torch.Tensor]]
 
 
 def checkpoint_copy(path: Path) -> StoredCopy:
-    """The tables of a checkpoint, read one at a time when they are compared.
+    """The tables of a checkpoint as a copy to compare, which reads one table at a time.
 
-    The state of `DeltaSync`, in `sync-*.pt` beside the weights, has their version. Read only checkpoints that you
-    trust: the metadata of a folder is pickled.
+    Their version comes from the state of `DeltaSync`, in `sync-*.pt` beside the weights. Only use checkpoints that
+    you trust, because the metadata of a folder is pickled.
 
     Args:
-        path: a folder of `torch.distributed.checkpoint`, or a folder with several in `step-*`, of which the newest
-            counts, or a file of `torch.save` with weights by name.
+        path: a folder of `torch.distributed.checkpoint`, or a folder with several of them in `step-*`, which means
+            the newest one, or a file of `torch.save` with weights by name.
 
     Raises:
         InvalidInput: the path is none of these, or cannot be read.
@@ -43,8 +43,8 @@ def checkpoint_copy(path: Path) -> StoredCopy:
         tensors = _tensors(folder)
         states = sorted((folder if folder.is_dir() else folder.parent).glob("sync-*.pt"))
         position = _position([torch.load(each, weights_only=True, mmap=True) for each in states])
-    except Exception as error:  # torch raises anything for a file of another kind.
-        raise InvalidInput(f"{folder} is no checkpoint that torch can read: {_why(error)}") from error
+    except Exception as error:  # torch raises any exception for a file of another kind.
+        raise InvalidInput(f"{folder} is not a checkpoint that torch can read: {_why(error)}") from error
     name = f"checkpoint {folder}"
 
     def rows(table: TableSpec) -> Rows | None:
@@ -67,7 +67,7 @@ def _loader(path: Path, key: str, entry: TensorStorageMetadata) -> Callable[[], 
     def tensor() -> torch.Tensor:
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that this process is alone.
+            warnings.simplefilter("ignore")  # torch warns about a missing process group.
             load({key: whole}, storage_reader=FileSystemReader(path), no_dist=True)
         return whole
 
@@ -77,12 +77,12 @@ def _loader(path: Path, key: str, entry: TensorStorageMetadata) -> Callable[[], 
 def _read(name: str, key: str, tensors: Tensors) -> torch.Tensor:
     try:
         return tensors[key]()
-    except (Exception, CheckpointException) as error:  # torch raises anything for a missing or damaged file.
+    except (Exception, CheckpointException) as error:  # torch raises any exception for a missing or damaged file.
         raise InvalidInput(f"{name}: {key} cannot be read: {_why(error)}") from error
 
 
 def _why(error: BaseException) -> str:
-    """An error of torch on one line; of a failed load, the first error of a rank."""
+    """The first line of an error of torch; for a failed load, of the first rank's error."""
     if isinstance(error, CheckpointException):
         error = next((failure for failure, _ in error.failures.values()), error)
     return next(iter(str(error).splitlines()), type(error).__name__)
@@ -97,7 +97,7 @@ def _flat(state: Any, prefix: str) -> Iterator[tuple[str, Callable[[], torch.Ten
 
 
 def _position(states: Sequence[Mapping[str, Any]]) -> Position:
-    """The earliest position of all ranks: the changes after it include those after the others."""
+    """The earliest position of all ranks: the changes after it include the changes after the others."""
     positions = [Position(state["history"], state["version"], state["seal"]) for state in states]
     return min(positions, key=lambda each: each.number, default=NOWHERE)
 
@@ -115,10 +115,10 @@ def _rows(name: str, table: TableSpec, tensor: torch.Tensor) -> Rows:
         raise Contradiction(f"{name} has {rows} rows of table {table.name!r}, the service {table.rows}")
     try:
         values = tensor.detach().reshape(rows, dim).numpy()
-    except (TypeError, RuntimeError) as error:  # Sparse, or of a type that NumPy lacks.
+    except (TypeError, RuntimeError) as error:  # A sparse tensor, or a type that NumPy lacks.
         sparse = "sparse " if tensor.layout is not torch.strided else ""
         form = f"{sparse}rows of {dim} {str(tensor.dtype).removeprefix('torch.')} in table {table.name!r}"
-        raise Contradiction(f"{name} has {form}, replicas hold {table.dim} {table.dtype}") from error
+        raise Contradiction(f"{name} has {form}, replicas have {table.dim} {table.dtype}") from error
     for start in range(0, rows, BLOCK_ROWS):
         some = values[start : start + BLOCK_ROWS]
         yield np.arange(start, start + len(some)), some

@@ -1,1 +1,1 @@
-"""Which process of the service owns which model."""
+"""Ownership of models among the processes of a cluster. Internal."""

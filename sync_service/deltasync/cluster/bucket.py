@@ -1,8 +1,8 @@
-"""The bucket in which the processes of a service write down who they are and what they own."""
+"""The bucket in which the processes of a cluster record themselves and their claims, and a local copy of it."""
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from deltasync.base.arguments import check_name
@@ -12,7 +12,7 @@ from deltasync.cluster.member import Claim, Member
 
 @dataclass(frozen=True)
 class Entry:
-    """What a key holds: empty if it was deleted; and a number that grows with every change in the bucket."""
+    """A key's value, empty if it was deleted, and its revision, which grows with every change of the bucket."""
 
     key: str
     value: bytes
@@ -20,54 +20,55 @@ class Entry:
 
 
 class Changed(DeltasyncError):
-    """A key is not at the revision at which it was to be written; nothing was."""
+    """A key has another revision than the writer expects; nothing was written."""
 
 
 class Bucket(Protocol):
-    """A few thousand small entries, none of them the truth: it may be lost, or be put back to an earlier copy.
+    """A store of a few thousand small entries. It may be lost or restored from an old copy; the log decides.
 
-    Used in the event loop. Everything raises `ServiceUnavailable` if brokers do not answer in time.
+    Used in the event loop. All methods raise `ServiceUnavailable` if brokers do not answer in time.
     """
 
     async def put(self, key: str, value: bytes, revision: int) -> int:
-        """Write a key that is at a revision, 0 if it never was written; answers with the new one.
+        """Write a key whose revision is `revision`, 0 if it was never written; return the new revision.
 
         Raises:
-            Changed: it is at another one.
+            Changed: the key has another revision.
         """
 
     async def follow(self, seen: Callable[[Entry], None]) -> None:
-        """Have `seen` called with all entries, once each, before this returns; from then on with each change.
-        None is left out, but at some moment they may end, unsaid. Ends what was followed before, and makes
-        a lost bucket anew.
+        """Call `seen` with each entry once before this returns, and from then on with each change.
+
+        No change is skipped, but changes may stop without an error. Replaces an earlier call. Creates a missing
+        bucket.
         """
 
     async def close(self) -> None:
-        """Follow it no more."""
+        """Stop following."""
 
 
 PROCESS, MODEL, CONSUMER = "process", "model", "consumer"
 _KINDS = {PROCESS, MODEL, CONSUMER}
 
-# A key is made of tokens with dots between them, none of them empty; a name may hold dots anywhere but at its
-# beginning, and never this:
+# A key consists of non-empty tokens with dots between them. A name may contain dots, except at its beginning, but
+# never this character:
 _DOT = "="
 
 
 def key_of(kind: str, name: str) -> str:
-    """The key of what has a name.
+    """The key of a process, model or consumer.
 
     Raises:
-        InvalidInput: it is no name (`check_name`).
+        InvalidInput: an invalid name (`check_name`).
     """
     return f"{kind}.{check_name(kind, name).replace('.', _DOT)}"
 
 
 def name_of(key: str) -> tuple[str, str]:
-    """What kind of thing a key is of, and its name.
+    """The kind and the name of a key.
 
     Raises:
-        InvalidInput: no such key is made here.
+        InvalidInput: not a key of `key_of`.
     """
     kind, _, token = key.partition(".")
     if kind not in _KINDS or "." in token:
@@ -84,10 +85,10 @@ def of_member(member: Member) -> bytes:
 
 
 def to_member(value: bytes) -> Member:
-    """The process that an entry is of.
+    """The process in an entry.
 
     Raises:
-        InvalidInput: it is none.
+        InvalidInput: the entry is invalid.
     """
     return _made(Member, _fields(value))
 
@@ -98,10 +99,10 @@ def of_claim(claim: Claim) -> bytes:
 
 
 def to_claim(value: bytes) -> Claim:
-    """What an entry of a model says.
+    """The claim in an entry.
 
     Raises:
-        InvalidInput: it is none.
+        InvalidInput: the entry is invalid.
     """
     fields = _fields(value)
     owner = fields.get("owner")
@@ -114,10 +115,10 @@ def of_consumer(model: str) -> bytes:
 
 
 def to_consumer(value: bytes) -> str:
-    """The model that the consumer of an entry follows.
+    """The model of the consumer in an entry.
 
     Raises:
-        InvalidInput: it is none.
+        InvalidInput: the entry is invalid.
     """
     model = _fields(value).get("model")
     if not isinstance(model, str):
@@ -136,7 +137,7 @@ def _fields(value: bytes) -> dict[str, Any]:
 
 
 def _made(kind: type[T], fields: Any) -> T:
-    """One of that kind, whatever a later version may add to it."""
+    """Create an object of `kind`; ignore fields that a later version added."""
     types = {name: type_ for name, type_ in kind.__annotations__.items() if isinstance(type_, type)}
     if not isinstance(fields, dict):
         raise InvalidInput(f"entry of {kind.__name__.lower()} {fields!r}: expected an object")
@@ -149,3 +150,155 @@ def _made(kind: type[T], fields: Any) -> T:
         return kind(**{name: fields[name] for name in kind.__annotations__ if name in fields})
     except TypeError as error:
         raise InvalidInput(f"entry of {kind.__name__.lower()} {fields!r}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """The knowledge of a process at one moment.
+
+    Attributes:
+        me: its name.
+        confirmed: whether brokers confirmed its lease in time.
+        members: the processes that are alive, by name.
+        claims: the latest claim of each model that this process has seen.
+        stored: the claims in the bucket now.
+        own: the claims of the models that this process owns, takes over or gives up.
+        open: the models of `own` whose logs are open.
+        with_log: models that have a log, with or without a claim.
+        waiting: models that it failed to take over and will retry later.
+    """
+
+    me: str
+    confirmed: bool
+    members: Mapping[str, Member]
+    claims: Mapping[str, Claim]
+    stored: Mapping[str, Claim] = field(default_factory=dict)
+    own: Mapping[str, Claim] = field(default_factory=dict)
+    open: Collection[str] = ()
+    with_log: Collection[str] = ()
+    waiting: Collection[str] = ()
+
+    def owner_of(self, model: str) -> Owner | None:
+        """The owner of a model if it is alive; this process only if it really has the model."""
+        claim = self.claims.get(model)
+        if claim is None or claim.owner is None:
+            return None
+        if claim.process == self.me:
+            return claim.owner if model in self.own else None
+        member = self.members.get(claim.process)
+        return replace(claim.owner, grpc=member.grpc, http=member.http) if member else None
+
+
+@dataclass(frozen=True)
+class _LastWord:
+    """The last entry of a process, and when it arrived, nanoseconds by this process's clock."""
+
+    member: Member
+    revision: int
+    at_ns: int
+
+
+class BucketCopy:
+    """A copy of the bucket and its earlier entries, which stay if the bucket is lost or restored from an old copy.
+    Used in the event loop.
+    """
+
+    def __init__(self, lease_ns: int) -> None:
+        self._lease_ns = lease_ns
+        self._revisions = dict[str, int]()
+        self._last_words = dict[str, _LastWord]()
+        self.claims = dict[str, Claim]()  # The latest of each model.
+        self.stored = dict[str, Claim]()  # The claims in the bucket now.
+        self.consumers = dict[str, str]()  # Model by name.
+        self.stored_consumers = dict[str, str]()
+        self.deletions = 0  # Number of deletions of models that it saw.
+        self._followed = dict[str, int]()  # Revision by key of the last change that `follow` reported.
+        self._epoch = 0
+
+    @property
+    def next_epoch(self) -> int:
+        """A later epoch than that of all claims so far."""
+        return self._epoch + 1
+
+    def revision(self, key: str) -> int:
+        """The revision of a key in the bucket; 0 if it has none."""
+        return self._revisions.get(key, 0)
+
+    def restart(self) -> None:
+        """Begin to read the bucket again."""
+        self._followed.clear()
+        self._revisions.clear()
+        self.stored.clear()
+        self.stored_consumers.clear()
+
+    def follow(self, entry: Entry) -> None:
+        """Record a change that the bucket reported, not the result of a write."""
+        self._followed[entry.key] = entry.revision
+
+    def followed(self, key: str) -> int:
+        """The revision of the last change of a key that the bucket reported; 0 without any."""
+        return self._followed.get(key, 0)
+
+    def see(self, entry: Entry, now_ns: int) -> None:
+        """Copy an entry.
+
+        Raises:
+            InvalidInput: this version cannot read it; only the revision was copied.
+        """
+        if entry.revision <= self.revision(entry.key):
+            return
+        self._revisions[entry.key] = entry.revision
+        kind, name = name_of(entry.key)
+        if kind == PROCESS:
+            self._see_process(name, entry, now_ns)
+        elif kind == MODEL:
+            self._see_model(name, entry.value)
+        elif kind == CONSUMER:
+            self._see_consumer(name, entry.value)
+
+    def living(self, now_ns: int) -> dict[str, Member]:
+        """The processes that renewed their lease in time, by name."""
+        return {name: last.member for name, last in sorted(self._last_words.items()) if self._lives(last, now_ns)}
+
+    def silent(self, now_ns: int) -> list[Member]:
+        """The processes whose lease expired without a goodbye, by name."""
+        return [last.member for _, last in sorted(self._last_words.items()) if not self._lives(last, now_ns)]
+
+    def silent_seconds(self, process: str, now_ns: int) -> float | None:
+        """Seconds since a process last wrote; None if it never did."""
+        last = self._last_words.get(process)
+        return None if last is None else (now_ns - last.at_ns) / 1e9
+
+    def member(self, process: str) -> Member | None:
+        """The last entry of a process, even if its lease expired."""
+        last = self._last_words.get(process)
+        return None if last is None else last.member
+
+    def _lives(self, last: _LastWord, now_ns: int) -> bool:
+        return now_ns - last.at_ns < self._lease_ns
+
+    def _see_process(self, name: str, entry: Entry, now_ns: int) -> None:
+        if not entry.value:
+            self._last_words.pop(name, None)
+            return
+        # The same entry again, from a new read of the bucket, does not prove that the process is alive.
+        last = self._last_words.get(name)
+        if last is None or last.revision != entry.revision:
+            self._last_words[name] = _LastWord(to_member(entry.value), entry.revision, now_ns)
+
+    def _see_model(self, name: str, value: bytes) -> None:
+        self.stored.pop(name, None)
+        if not value:
+            self.claims.pop(name, None)
+            self.deletions += 1
+            return
+        claim = self.stored[name] = to_claim(value)
+        self._epoch = max(self._epoch, claim.epoch)
+        if claim.counts_before(self.claims.get(name)):
+            self.claims[name] = claim
+
+    def _see_consumer(self, name: str, value: bytes) -> None:
+        self.stored_consumers.pop(name, None)
+        self.consumers.pop(name, None)
+        if value:
+            self.stored_consumers[name] = self.consumers[name] = to_consumer(value)

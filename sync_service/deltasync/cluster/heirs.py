@@ -1,23 +1,23 @@
-"""What a process does next about the models, who answers for one, and who comes next. Pure decisions."""
+"""Decides which process owns, serves and inherits a model, and the next steps of a process. Pure functions."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from deltasync.base.errors import Owner
-from deltasync.cluster.bucket_copy import ClusterState
+from deltasync.base.errors import NotFound, Owner
+from deltasync.cluster.bucket import ClusterState
 from deltasync.cluster.member import Member
 
 
 def ranked(model: str, names: Iterable[str]) -> list[str]:
-    """Processes in the order in which they are to have a model (rendezvous hashing): each model has its own order,
-    and where a process goes, only its models get another first one.
+    """The order of processes for a model, by rendezvous hashing: each model has its own order, and the loss of a
+    process changes the first one only for its own models.
     """
     return sorted(names, key=lambda name: (_weight(model, name), name), reverse=True)
 
 
 def heir_of(model: str, members: Collection[Member], preferred: str = "") -> Member | None:
-    """The process that is to have a model: the preferred one, if it can; None where nobody can."""
+    """The process that should take over a model: the preferred one if it can; None if none can."""
     able = {member.name: member for member in members if not member.draining}
     if preferred in able:
         return able[preferred]
@@ -25,10 +25,23 @@ def heir_of(model: str, members: Collection[Member], preferred: str = "") -> Mem
 
 
 def next_after(model: str, name: str, members: Collection[Member]) -> str:
-    """Who is to try after a process that cannot have a model; empty where there is no other."""
+    """The process that tries next after one that failed to take over a model; empty without another."""
     able = ranked(model, {member.name for member in members if not member.draining} | {name})
     following = able[(able.index(name) + 1) % len(able)]
     return following if following != name else ""
+
+
+def next_heir(model: str, state: ClusterState, to: str = "") -> str:
+    """The other process that should take over a model: `to` if it is given; empty without another.
+
+    Raises:
+        NotFound: no process `to` is alive, or it is draining.
+    """
+    others = {each.name: each for each in state.members.values() if not each.draining and each.name != state.me}
+    if to and to not in others:
+        raise NotFound(f"no process {to!r} that could take over a model", detail=f"; processes: {sorted(others)}")
+    heir = heir_of(model, others.values(), to)
+    return heir.name if heir else ""
 
 
 def _weight(model: str, name: str) -> bytes:
@@ -37,11 +50,11 @@ def _weight(model: str, name: str) -> bytes:
 
 @dataclass(frozen=True)
 class Responsibility:
-    """Whether this process answers for a model.
+    """Whether this process serves a model.
 
     Attributes:
-        here: it does.
-        owner: where to ask otherwise; None: nowhere yet, come back here.
+        here: whether it does.
+        owner: the process to ask instead; None if there is none yet and the caller should retry here.
         reason: why, in words.
     """
 
@@ -50,24 +63,14 @@ class Responsibility:
     reason: str
 
 
-def responsibility_for(model: str, state: ClusterState, *, is_open: bool) -> Responsibility:
-    """Who answers for a model.
-
-    Args:
-        model: its name.
-        state: what this process knows.
-        is_open: whether it has opened the model, and not only claimed it.
-    """
+def responsibility_for(model: str, state: ClusterState) -> Responsibility:
+    """Decide which process serves a model."""
     if not state.confirmed:
-        return Responsibility(
-            False, None, "brokers have not confirmed within the lease that this process is alive"
-        )
+        return Responsibility(False, None, "brokers have not confirmed the lease of this process in time")
     if model in state.own:
-        return Responsibility(
-            is_open,
-            None,
-            "this process owns it" if is_open else "this process is about to have it, or to give it up",
-        )
+        if model in state.open:
+            return Responsibility(True, None, "this process owns it")
+        return Responsibility(False, None, "this process is taking it over, or giving it up")
     if owner := state.owner_of(model):
         return Responsibility(False, owner, f"{owner.process} owns it")
     return _unowned(model, state)
@@ -76,39 +79,37 @@ def responsibility_for(model: str, state: ClusterState, *, is_open: bool) -> Res
 def _unowned(model: str, state: ClusterState) -> Responsibility:
     claim = state.claims.get(model)
     preferred = claim.process or claim.heir if claim else ""
-    heir = heir_of(model, list(state.members.values()), preferred)
+    heir = heir_of(model, state.members.values(), preferred)
     if heir is None:
-        return Responsibility(False, None, "no process owns it, and none that is not draining is there to")
+        return Responsibility(False, None, "no process owns it, and all live ones are draining")
     if heir.name != state.me:
-        return Responsibility(False, heir.owner(), f"no process owns it, and {heir.name} is to")
+        return Responsibility(False, heir.owner(), f"no process owns it, and {heir.name} should take it over")
     if claim or model in state.with_log or model in state.waiting:
-        return Responsibility(False, None, "no process owns it, and this one is about to")
-    return Responsibility(True, None, "no process has heard of it, and this one would own it")
+        return Responsibility(False, None, "no process owns it, and this one is about to take it over")
+    return Responsibility(True, None, "it is a new model, which this process would own")
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Models, each with the reason in words.
+    """The next steps of a process: models, each with the reason in words.
 
     Attributes:
-        claim: to be claimed.
-        give_up: to be given up by this process.
-        say_again: to be written into the bucket again, which has lost their claims.
-        let_go: claimed by this process, which neither has nor takes them any more.
+        claim: models to claim.
+        give_up: models to give up.
+        write_again: models whose claims are missing in the bucket; write them again.
+        let_go: models whose claims name this process, which will not take them over; release the claims.
     """
 
     claim: dict[str, str] = field(default_factory=dict)
     give_up: dict[str, str] = field(default_factory=dict)
-    say_again: dict[str, str] = field(default_factory=dict)
+    write_again: dict[str, str] = field(default_factory=dict)
     let_go: dict[str, str] = field(default_factory=dict)
 
 
 def next_steps(state: ClusterState) -> Steps:
-    """What a process is to do, given what it knows."""
+    """Decide the next steps of a process."""
     if not state.confirmed:
-        reason = (
-            "brokers have not confirmed within the lease that this process is alive: another one may own it by now"
-        )
+        reason = "brokers have not confirmed the lease of this process in time: another one may own the model"
         return Steps(give_up=dict.fromkeys(sorted(state.own), reason))
     steps = Steps()
     for model in sorted({*state.claims, *state.own, *state.with_log}):
@@ -119,28 +120,28 @@ def next_steps(state: ClusterState) -> Steps:
         elif _is_left_over(state, model):
             steps.let_go[model] = "this process is draining"
         elif _is_forgotten(state, model):
-            steps.say_again[model] = "the bucket does not know what this process knows"
+            steps.write_again[model] = "its claim is missing in the bucket"
     return steps
 
 
 def claim_reason(state: ClusterState, model: str) -> str:
-    """Why a process is to claim a model that it does not have; empty if it is not to."""
+    """Why this process should claim a model that it does not own; empty if it should not."""
     if state.owner_of(model) or model in state.waiting:
         return ""
-    claim, heir = state.claims.get(model), heir_of(model, list(state.members.values()), _preferred(state, model))
+    claim, heir = state.claims.get(model), heir_of(model, state.members.values(), _preferred(state, model))
     if heir is None or heir.name != state.me:
         return ""
     if claim is None:
-        return "no process has it"
+        return "no process owns it"
     if claim.process == state.me:
-        return "this process had it before"
+        return "this process owned it before"
     if claim.owner:
-        return f"{claim.process} had it, and was not heard of within the lease"
+        return f"{claim.process} owned it, and its lease has expired"
     return "it was given up" + (" for this process" if claim.heir == state.me else "")
 
 
 def _preferred(state: ClusterState, model: str) -> str:
-    """Who is to have a model whatever its order: who had it before, or for whom it was given up."""
+    """The process that takes precedence for a model: this one if it owned it before, otherwise the heir."""
     claim = state.claims.get(model)
     if claim is None:
         return ""
@@ -150,19 +151,19 @@ def _preferred(state: ClusterState, model: str) -> str:
 def _keep(state: ClusterState, model: str, steps: Steps) -> None:
     own, latest, stored = state.own[model], state.claims.get(model), state.stored.get(model)
     if latest is not None and latest != own and latest.counts_before(own):
-        by = f"{latest.process} has claimed it since" if latest.process else "it was given up in its name"
+        by = f"{latest.process} has claimed it since" if latest.process else "its claim was released"
         steps.give_up[model] = by
     elif stored is None or own.counts_before(stored):
-        steps.say_again[model] = "the bucket was lost, or is of before it was claimed"
+        steps.write_again[model] = "the bucket was lost, or restored from an older copy"
 
 
 def _is_left_over(state: ClusterState, model: str) -> bool:
-    """Whether others wait for this process to have a model which it is not going to take."""
+    """Whether a claim makes others wait for this process although it is draining."""
     claim, me = state.claims.get(model), state.members.get(state.me)
     return claim is not None and claim.process == state.me and me is not None and me.draining
 
 
 def _is_forgotten(state: ClusterState, model: str) -> bool:
-    """Whether the bucket has forgotten a claim: its owner, started anew, may not know that it is one."""
+    """Whether the bucket has lost a claim, so that its restarted owner may not know about it."""
     claim = state.claims.get(model)
     return claim is not None and claim.counts_before(state.stored.get(model))

@@ -1,4 +1,4 @@
-"""Reading and writing the bucket: claims to models, names of consumers, and each process's heartbeat."""
+"""Reads and writes the bucket: claims to models, names of consumers, and heartbeats."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
+from deltasync.base.waiting import backoff
 from deltasync.cluster.bucket import (
     CONSUMER,
     MODEL,
     PROCESS,
     Bucket,
+    BucketCopy,
     Changed,
     Entry,
     key_of,
@@ -18,18 +20,20 @@ from deltasync.cluster.bucket import (
     of_consumer,
     of_member,
 )
-from deltasync.cluster.bucket_copy import BucketCopy
-from deltasync.cluster.member import Claim, Member, OwnershipOptions
+from deltasync.cluster.member import Claim, ClusterOptions, Member
+
+# Attempts to read the bucket at the start.
+_START_TRIES = 8
 
 
 class Ledger:
-    """What the processes have written down, and what this one writes. Every write is a comparison with the
-    copy of the bucket: nobody's entry is replaced unseen. In the event loop.
+    """Reads and writes the bucket. A write names the revision in the local copy, so that it never replaces an
+    unseen entry. Used in the event loop.
 
     Writing raises `Changed` if the copy is behind the bucket, and `ServiceUnavailable` if brokers do not answer.
 
     Attributes:
-        stale: whether the copy may be behind: it is to be read again.
+        stale: whether the copy may be behind the bucket, and has to be read again.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class Ledger:
         self._read.set()
 
     async def read(self) -> None:
-        """Read all of the bucket, and follow it from there.
+        """Read the whole bucket, and follow its changes.
 
         Raises:
             ServiceUnavailable: brokers do not answer.
@@ -66,24 +70,41 @@ class Ledger:
         finally:
             self._read.set()
 
+    async def read_patiently(self) -> None:
+        """Read the bucket, with retries: brokers that started with this process may still be electing a leader.
+
+        Raises:
+            ServiceUnavailable: brokers do not answer.
+        """
+        pauses = backoff()
+        for tries in range(_START_TRIES, 0, -1):
+            try:
+                await self.read()
+                return
+            except ServiceUnavailable as error:
+                if tries == 1:
+                    raise
+                self._events.emit(EventKind.FAILED, "the owners of models could not be read; trying again", error)
+                await asyncio.sleep(next(pauses))
+
     async def write_member(self, member: Member) -> int:
-        """Write down that a process is alive; answers with the revision."""
+        """Write the entry of a live process; return the revision."""
         return await self._write(key_of(PROCESS, member.name), of_member(member))
 
     async def erase_member(self, name: str) -> None:
-        """A process leaves."""
+        """Remove the entry of a process that leaves."""
         await self._write(key_of(PROCESS, name), b"")
 
     async def write_claim(self, model: str, claim: Claim | None) -> None:
-        """Write down who owns a model; None: it was deleted."""
+        """Write the claim of a model; None removes it."""
         await self._write(key_of(MODEL, model), of_claim(claim) if claim else b"")
 
     async def write_consumer(self, name: str, model: str) -> None:
-        """Write down which model a consumer follows; empty: there is no such consumer any more."""
+        """Write the model of a consumer; an empty model removes the entry."""
         await self._write(key_of(CONSUMER, name), of_consumer(model) if model else b"")
 
     async def close(self) -> None:
-        """Follow the bucket no more."""
+        """Stop following the bucket."""
         await self._bucket.close()
 
     async def _write(self, key: str, value: bytes) -> int:
@@ -103,26 +124,26 @@ class Ledger:
         try:
             self._copy.see(entry, self._clock_ns())
         except InvalidInput as error:
-            self._events.emit(EventKind.FAILED, "an entry of the owners of models is not understood", error)
+            self._events.emit(EventKind.FAILED, "an entry in the bucket could not be read", error)
         self._changed.set()
 
 
-# So often the bucket is read anew because another process has written the same name.
+# Attempts to write a name that other processes write at the same time.
 _TRIES = 3
 
 
 class ConsumerNames:
-    """The names reserved by this process, for the models that it owns. In the event loop."""
+    """The consumer names that this process has reserved for its models. Used in the event loop."""
 
     def __init__(self, ledger: Ledger, copy: BucketCopy) -> None:
         self._ledger, self._copy = ledger, copy
         self._reserved = dict[str, str]()
 
     async def reserve(self, name: str, model: str) -> None:
-        """Have a name for a model; again changes nothing.
+        """Reserve a name for a model. Idempotent.
 
         Raises:
-            Contradiction: it is of a consumer of another model.
+            Contradiction: a consumer of another model has the name.
             ServiceUnavailable: brokers do not answer.
         """
         for _ in range(_TRIES):
@@ -135,7 +156,7 @@ class ConsumerNames:
         raise ServiceUnavailable(f"consumer {name!r}: its name is being written by other processes; try again")
 
     async def forget(self, name: str) -> None:
-        """Free a name; again changes nothing.
+        """Free a name. Idempotent.
 
         Raises:
             ServiceUnavailable: brokers do not answer.
@@ -147,20 +168,22 @@ class ConsumerNames:
         raise ServiceUnavailable(f"consumer {name!r}: its name is being written by other processes; try again")
 
     def drop(self, model: str) -> None:
-        """A model is not owned here any more: its owner says which consumers it has."""
+        """Drop the names of a model before a takeover, which reserves them again."""
         self._reserved = {name: of for name, of in self._reserved.items() if of != model}
 
-    def unsaid(self, owned: set[str]) -> dict[str, str]:
-        """What the bucket does not know of the consumers of models owned here: the model of each, empty for those
-        that are no more.
+    def unwritten(self, owned: set[str]) -> dict[str, str]:
+        """The model of each name that is missing or wrong in the bucket, for models owned here; empty for a
+        deleted consumer.
         """
         stored = self._copy.stored_consumers
-        unsaid = {name: model for name, model in self._reserved.items() if model in owned and name not in stored}
+        unwritten = {
+            name: model for name, model in self._reserved.items() if model in owned and name not in stored
+        }
         left = {name for name, model in stored.items() if model in owned and self._reserved.get(name) != model}
-        return unsaid | dict.fromkeys(left, "")
+        return unwritten | dict.fromkeys(left, "")
 
-    async def say(self, name: str, model: str) -> None:
-        """Write one of them down; if the bucket has changed meanwhile, the next time."""
+    async def write(self, name: str, model: str) -> None:
+        """Write an entry of `unwritten`. If the bucket has changed, a later call repeats it."""
         await self._wrote(name, model)
 
     async def _wrote(self, name: str, model: str) -> bool:
@@ -175,15 +198,15 @@ class ConsumerNames:
 
 
 class Heartbeat:
-    """Says that this process is alive, and knows whether it was heard. In the event loop.
+    """Renews the lease of this process, and checks that brokers confirm it. Used in the event loop.
 
-    It is to come back with what is followed of the bucket: by this it is found out where changes do not come any
-    more, and where the bucket was lost or put back to an earlier copy.
+    The bucket has to report each heartbeat as a change. If it does not, its changes have stopped, or the bucket
+    was lost or restored from an old copy: then read it again.
     """
 
     def __init__(
         self,
-        options: OwnershipOptions,
+        options: ClusterOptions,
         me: Member,
         ledger: Ledger,
         copy: BucketCopy,
@@ -196,7 +219,7 @@ class Heartbeat:
         self._copy = copy
         self._events = events
         self._clock_ns = clock_ns
-        self._said_ns: int | None = None
+        self._spoke_ns: int | None = None
         self._confirmed_ns: int | None = None
         self._revision = 0
         self._was_confirmed: bool | None = None
@@ -204,53 +227,53 @@ class Heartbeat:
 
     @property
     def confirmed(self) -> bool:
-        """Whether it was heard within the lease. It counts from when it began to speak."""
+        """Whether brokers confirmed a heartbeat that began within the lease."""
         since = self._confirmed_ns
         fresh = since is not None and self._clock_ns() - since < self._options.lease_ns
         return fresh and not self._superseded
 
     @property
     def seconds_left(self) -> float:
-        """How long until it is to speak again."""
-        if self._said_ns is None:
+        """Seconds until the next heartbeat."""
+        if self._spoke_ns is None:
             return 0.0
-        return max(self._options.beat_seconds - (self._clock_ns() - self._said_ns) / 1e9, 0.0)
+        return max(self._options.beat_seconds - (self._clock_ns() - self._spoke_ns) / 1e9, 0.0)
 
     @property
     def due(self) -> bool:
-        """Whether it is to speak again."""
+        """Whether the next heartbeat is due."""
         return self.seconds_left == 0.0 or self._ledger.stale
 
     def change(self, *, draining: bool) -> None:
-        """Say something else of it from the next time on."""
+        """Change the entry that the next heartbeat writes."""
         self.me = replace(self.me, draining=draining)
 
     async def speak(self, models: int) -> None:
-        """Say that this process is alive, and owns so many models. `confirmed` shows if brokers do not answer."""
+        """Write a heartbeat with the number of models. `confirmed` shows whether that worked."""
         if self._superseded:
             return
         if self._was_confirmed:
-            self._tell(None)  # It may have slept.
-        began_ns = self._said_ns = self._clock_ns()
+            self._report(None)  # The process may have been suspended.
+        began_ns = self._spoke_ns = self._clock_ns()
         self.me = replace(self.me, models=models)
         try:
-            # In a bucket made anew, it may be at a lower revision than what was followed of the one before.
+            # In a new bucket, the revision may be lower than in the lost one.
             if self._ledger.stale or self._copy.followed(key_of(PROCESS, self.me.name)) != self._revision:
                 await self._ledger.read()
             self._revision = await self._write()
             self._confirmed_ns = began_ns
-            self._tell(None)
+            self._report(None)
         except DeltasyncError as error:
-            self._tell(error)
+            self._report(error)
 
     async def leave(self) -> None:
-        """Say that it is gone."""
+        """Remove the entry of this process."""
         if self._superseded:
             return
         try:
             await self._ledger.erase_member(self.me.name)
         except DeltasyncError as error:
-            self._events.emit(EventKind.FAILED, "telling the other processes that this one ends", error)
+            self._events.emit(EventKind.FAILED, "the entry of this process could not be removed", error)
 
     async def _write(self) -> int:
         self._give_way()
@@ -267,13 +290,13 @@ class Heartbeat:
             self._superseded = True
             raise Contradiction(f"another process was started as {me.name!r}, at {other.grpc}: names must differ")
 
-    def _tell(self, error: Exception | None) -> None:
+    def _report(self, error: Exception | None) -> None:
         confirmed = self.confirmed
         if confirmed == self._was_confirmed:
             return
         if confirmed:
             self._events.emit(EventKind.PROCESS_CONFIRMED, process=self.me.name)
         else:
-            text = "it gives up its models" if self._was_confirmed else "it takes no models"
+            text = "it gives up its models" if self._was_confirmed else "it takes over no models"
             self._events.emit(EventKind.PROCESS_UNCONFIRMED, text, error, process=self.me.name)
         self._was_confirmed = confirmed

@@ -1,4 +1,4 @@
-"""The processes of one service, as they tell each other of themselves, their claims, and their leases."""
+"""Processes of a cluster, claims to models, and options of leases."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from deltasync.base.errors import InvalidInput, Owner
 
 @dataclass(frozen=True)
 class Member:
-    """A process of the service.
+    """A process of the cluster.
 
     Attributes:
-        name: its name among the processes of the service.
-        grpc: where others reach it by gRPC, HOST:PORT.
-        http: where others reach it by HTTP, a URL.
-        run: made anew each time it starts: tells two processes of one name apart.
-        draining: it gives its models away, and takes none.
-        models: how many it owns.
-        started: when it was started, nanoseconds since 1970, by its own clock; for people.
+        name: its name, unique in the cluster.
+        grpc: its gRPC address for others, HOST:PORT.
+        http: its HTTP URL for others.
+        run: id of this start, to distinguish two processes of one name.
+        draining: whether it gives its models away and takes over none.
+        models: number of models that it owns.
+        started: when it started, nanoseconds since 1970 by its own clock; for display only.
     """
 
     name: str
@@ -28,18 +28,18 @@ class Member:
     started: int = 0
 
     def owner(self, epoch: int = 0) -> Owner:
-        """It as the owner of a model."""
+        """This process as the owner of a model."""
         return Owner(self.name, self.grpc, self.http, epoch)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Who owns a model; or that nobody does, and who is to.
+    """The claim of a process to a model, or the release of a claim.
 
     Attributes:
-        owner: who claims it; None: it was given up.
-        epoch: grows with every claim and with every giving up.
-        heir: the process that is to have it after it was given up; empty: whoever is chosen.
+        owner: the process that claims it; None if the claim was released.
+        epoch: grows with every claim and every release.
+        heir: the process that should take over a released model; empty = the first in its order.
     """
 
     owner: Owner | None
@@ -52,20 +52,20 @@ class Claim:
         return self.owner.process if self.owner else ""
 
     def counts_before(self, other: "Claim | None") -> bool:
-        """Whether it is the later one of two, or the only one. Of two that were made with one epoch, while the
-        bucket was lost, all processes take the same one for the later.
+        """Whether it is later than `other`, or there is no other. After a loss of the bucket, two claims may have
+        the same epoch; all processes then choose the same one.
         """
         return other is None or (self.epoch, self.process) > (other.epoch, other.process)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnershipOptions:
-    """How a process takes part in owning models.
+class ClusterOptions:
+    """Options of a process in a cluster.
 
     Attributes:
-        lease_seconds: after so long without a word of a process, others take its models; it speaks three times as
-            often, and gives them up by itself when nobody confirms to have heard it for as long.
-        taking_at_once: how many models are taken at the same time; more of them wait.
+        lease_seconds: others take over the models of a process that has not renewed its lease for this long. It
+            renews three times as often, and gives its models up if brokers confirm nothing for this long.
+        taking_at_once: number of models to take over concurrently.
     """
 
     lease_seconds: float = 6.0
@@ -84,5 +84,5 @@ class OwnershipOptions:
 
     @property
     def beat_seconds(self) -> float:
-        """How often a process speaks."""
+        """Seconds between two heartbeats of a process."""
         return self.lease_seconds / 3

@@ -1,4 +1,4 @@
-"""The bucket on brokers: JetStream's key-value store. Needs `deltasync[jetstream]`."""
+"""A bucket in JetStream's key-value store. Needs `deltasync[jetstream]`."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from deltasync.cluster.bucket import Changed, Entry
 
 @dataclass(frozen=True, kw_only=True)
 class BucketOptions:
-    """Which bucket.
+    """Options of a bucket.
 
     Attributes:
-        name: of letters, digits, `_` and `-`; the processes of one service have the same.
-        replicas: on how many brokers it is, from 1 to 5, where it has to be made.
-        timeout_seconds: how long brokers may take to answer; less than the lease.
+        name: letters, digits, `_` and `-`; the same for all processes of a cluster.
+        replicas: number of brokers that store a new bucket, 1 to 5.
+        timeout_seconds: longest wait for an answer of brokers; less than the lease.
     """
 
     name: str = "deltasync_owners"
@@ -31,7 +31,7 @@ class BucketOptions:
 
 
 class NatsBucket:
-    """A bucket on brokers: a `Bucket`. The connection stays that of who made it."""
+    """A `Bucket` on brokers. It does not close the connection."""
 
     def __init__(self, client: Client, options: BucketOptions) -> None:
         self._options = options
@@ -41,10 +41,10 @@ class NatsBucket:
         self._following: asyncio.Task[None] | None = None
 
     async def put(self, key: str, value: bytes, revision: int) -> int:
-        """Write a key that is at a revision, 0 if it never was written; answers with the new one.
+        """Write a key whose revision is `revision`, 0 if it was never written; return the new revision.
 
         Raises:
-            Changed: it is at another one, or the bucket is gone.
+            Changed: the key has another revision, or the bucket is missing.
             ServiceUnavailable: brokers do not answer.
         """
         try:
@@ -56,7 +56,7 @@ class NatsBucket:
             raise self._unavailable(error) from error
 
     async def follow(self, seen: Callable[[Entry], None]) -> None:
-        """Have `seen` called with all entries before this returns; from then on with each change.
+        """Call `seen` with all entries before this returns, and from then on with each change.
 
         Raises:
             ServiceUnavailable: brokers do not answer.
@@ -73,14 +73,14 @@ class NatsBucket:
         self._following = asyncio.create_task(_pass_on(watcher, seen))
 
     async def close(self) -> None:
-        """Follow it no more."""
+        """Stop following."""
         task, self._following = self._following, None
         if task:
             task.cancel()
             await asyncio.wait([task])
         watcher, self._watcher = self._watcher, None
         if watcher:
-            with suppress(Error):  # The connection is gone, or what was followed.
+            with suppress(Error):  # The connection or the subscription may be gone.
                 await watcher.stop()  # type: ignore[no-untyped-call]
 
     async def _open(self) -> KeyValue:
@@ -93,7 +93,7 @@ class NatsBucket:
     def _made(self) -> KeyValueConfig:
         return KeyValueConfig(
             bucket=self._options.name,
-            description="who owns which model of deltasync",
+            description="owners of deltasync models",
             history=1,
             storage=StorageType.FILE,
             replicas=self._options.replicas,

@@ -1,4 +1,4 @@
-"""What the rest of a service asks about owners, in a service of one process or of several."""
+"""The interface to ownership of models, for a service of one process or of a cluster."""
 
 from collections.abc import Collection, Sequence
 from typing import NoReturn, Protocol
@@ -8,7 +8,7 @@ from deltasync.cluster.member import Member
 
 
 class Owners(Protocol):
-    """Which process owns which model. Used in the event loop; what waits for brokers is a coroutine."""
+    """The owners of models. Used in the event loop; methods that wait for brokers are coroutines."""
 
     @property
     def me(self) -> Member:
@@ -16,52 +16,43 @@ class Owners(Protocol):
 
     @property
     def confirmed(self) -> bool:
-        """Whether this process may answer for its models: the others have heard of it within the lease."""
+        """Whether this process may serve its models: brokers confirmed a heartbeat within the lease."""
 
     def check(self, model: str) -> None:
-        """Make sure that a model is answered for here. Passes, too, for one that nobody has heard of yet and that
-        this process would get.
+        """Check that this process serves a model, or would own it if it is new.
 
         Raises:
-            NotOwner: it is not, or not yet; with the process to ask, where that is known.
+            NotOwner: it does not, or not yet. The error names the process to ask, if there is one.
         """
 
     def owner_of(self, model: str) -> Owner | None:
-        """Who owns a model; None if nobody does, or whoever did is gone."""
+        """The live owner of a model; None without one."""
 
     def models(self) -> Collection[str]:
-        """The models that anybody is known to have or have had."""
+        """All models of the cluster that this process knows."""
 
     def model_of(self, consumer: str) -> str | None:
-        """The model that a consumer follows; None if no such consumer is known."""
+        """The model of a consumer; None if there is no such consumer."""
 
     def consumers_of(self, model: str) -> Collection[str]:
-        """The names of the consumers that are known to follow a model."""
+        """The names of the consumers that follow a model."""
 
     def processes(self) -> Sequence[Member]:
-        """The processes of the service that are alive, this one among them, by name."""
+        """The live processes of the cluster, including this one, by name."""
 
     def gone(self) -> Sequence[Member]:
-        """The processes that went silent for longer than the lease without saying goodbye, by name."""
+        """The processes whose lease expired without a goodbye, by name."""
 
     async def claim(self, model: str) -> Owner:
-        """Own a model, if this process has it, or is to have it: when this returns, it was taken.
+        """Own a model if this process has it or is its heir. Its log is open here when this returns.
 
         Raises:
-            NotOwner: another process has it or is to have it, or this one cannot take it now.
+            NotOwner: another process owns it or is its heir, or this one cannot take it over now.
             ServiceUnavailable: brokers do not answer.
         """
 
-    async def release(self, model: str, to: str | None = None) -> None:
-        """Give a model up, for another process to take: the one named, if it lives.
-
-        Raises:
-            NotOwner: this process does not own it.
-            NotFound: no such process is alive.
-        """
-
     async def move(self, model: str, to: str) -> None:
-        """Save a model (`Host.save`), and give it up for another process to take.
+        """Save a model (`Host.save`) and hand it over to another process.
 
         Raises:
             NotOwner: this process does not own it.
@@ -69,57 +60,57 @@ class Owners(Protocol):
         """
 
     async def lost(self, model: str, reason: str) -> None:
-        """Give a model up that was found to be owned by another: its log refuses what this process appends."""
+        """Give up a model after another process took over its log."""
 
     async def forget(self, model: str) -> None:
-        """Remove the log of a model that was deleted; nobody owns it until somebody claims it anew."""
+        """Remove the log and the claim of a deleted model."""
 
     async def reserve_consumer(self, name: str, model: str) -> None:
-        """Have the name of a consumer for a model owned here. Again changes nothing.
+        """Reserve the name of a consumer for a model owned here. Idempotent.
 
         Raises:
-            Contradiction: it follows another model.
+            Contradiction: a consumer of another model has the name.
             ServiceUnavailable: brokers do not answer.
         """
 
     async def forget_consumer(self, name: str) -> None:
-        """Free the name of a consumer of a model owned here. Again changes nothing."""
+        """Free the name of a consumer of a model owned here. Idempotent."""
 
     async def drain(self) -> None:
-        """Take no more models, and give away those owned here, one after the other, each saved first."""
+        """Take over no more models; save the models owned here and hand them over one by one."""
 
     async def start(self) -> None:
-        """Begin: see who is there, be seen, and take what this process is to have.
+        """Join the cluster: read the bucket, write heartbeats, and take over models as their heir.
 
         Raises:
             ServiceUnavailable: brokers do not answer.
         """
 
     async def close(self) -> None:
-        """Give all models up, and leave."""
+        """Give up all models and leave the cluster."""
 
 
 class Host(Protocol):
-    """Takes models into this process and gives them up, as their owner changes."""
+    """Opens and closes models in this process as their owner changes."""
 
     async def take(self, model: str, owner: Owner) -> None:
-        """Open its log as `owner`, fence others off it, and recover the tables. Its consumers are reserved here.
+        """Open a model's log as `owner`, fence off other processes, recover the tables, and reserve its consumers.
 
         Raises:
-            DeltasyncError: it cannot; it is given back, and tried again later, perhaps by another process.
+            DeltasyncError: this failed; the model is released, and this or another process retries later.
         """
 
     async def give_up(self, model: str, reason: str) -> None:
-        """End its streams, and close its log. Called, too, after `take` failed or was cancelled."""
+        """End a model's streams and close its log. Also called after `take` failed or was cancelled."""
 
     async def forget(self, model: str) -> None:
         """Remove the log of a model that was deleted, or was never published."""
 
     async def save(self, model: str) -> None:
-        """Write a checkpoint, from which the next owner is quickly at the head. That it fails hinders no move."""
+        """Write a checkpoint, which leaves the next owner little of the log to read. May fail."""
 
-    async def known(self) -> Collection[str]:
-        """The names of all models that have a log, whoever owns them.
+    async def models_with_log(self) -> Collection[str]:
+        """The names of all models that have a log, in any process.
 
         Raises:
             ServiceUnavailable: brokers do not answer.
@@ -127,9 +118,9 @@ class Host(Protocol):
 
 
 class Alone:
-    """Everything is owned here, and nobody else is there: an `Owners` that needs no brokers.
+    """The `Owners` of a single process, which owns all models and needs no brokers.
 
-    Names of consumers are not kept: the one log has them all.
+    Its log has the names of all consumers.
     """
 
     confirmed = True
@@ -138,26 +129,26 @@ class Alone:
         self.me = me
 
     def check(self, model: str) -> None:
-        """All models are answered for here."""
+        """Do nothing: this process serves all models."""
 
     def owner_of(self, _model: str) -> Owner | None:
         """This process."""
         return self.me.owner()
 
     def models(self) -> Collection[str]:
-        """None but those that the service knows itself."""
+        """None besides those of the service itself."""
         return ()
 
     def model_of(self, _consumer: str) -> str | None:
-        """None that the service does not know itself."""
+        """None besides those of the service itself."""
         return None
 
     def consumers_of(self, _model: str) -> Collection[str]:
-        """None that the service does not know itself."""
+        """None besides those of the service itself."""
         return ()
 
     def processes(self) -> Sequence[Member]:
-        """This one."""
+        """This process."""
         return [self.me]
 
     def gone(self) -> Sequence[Member]:
@@ -165,30 +156,21 @@ class Alone:
         return ()
 
     async def claim(self, _model: str) -> Owner:
-        """Nothing is to be done."""
+        """Do nothing."""
         return self.me.owner()
 
-    async def release(self, model: str, to: str | None = None) -> None:
-        """There is nobody to have it.
+    async def move(self, model: str, to: str) -> None:
+        """Refuse: there is no other process.
 
         Raises:
             NotFound: always.
         """
-        name = f" {to!r}" if to else ""
         raise NotFound(
-            f"model {model!r} stays: there is no other process{name} to own it; the log is of this one alone"
+            f"model {model!r} cannot move to {to!r}: this process is not in a cluster and owns its log alone"
         )
 
-    async def move(self, model: str, to: str) -> None:
-        """There is nobody to have it.
-
-        Raises:
-            NotFound: always.
-        """
-        await self.release(model, to)
-
     async def lost(self, model: str, reason: str) -> None:
-        """No other process can have it.
+        """Refuse: no other process can own it.
 
         Raises:
             NotOwner: always.
@@ -196,44 +178,44 @@ class Alone:
         raise NotOwner(f"model {model!r}: {reason}")
 
     async def forget(self, model: str) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     async def reserve_consumer(self, name: str, model: str) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     async def forget_consumer(self, name: str) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     async def drain(self) -> None:
-        """Nothing is to be done: there is nobody to have the models."""
+        """Do nothing: no other process could take the models."""
 
     async def start(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     async def close(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
 
 class Joining(Alone):
-    """Nothing is owned here yet, and nobody else is known: an `Owners` until there is a better one."""
+    """The `Owners` of a process that has not joined its cluster yet: it owns nothing and knows no others."""
 
     confirmed = False
 
     def check(self, model: str) -> None:
-        """Always raises NotOwner."""
+        """Raise NotOwner."""
         self._refuse(model)
 
     def owner_of(self, _model: str) -> Owner | None:
-        """Nobody knows."""
+        """None: this process has not read the bucket yet."""
         return None
 
     async def claim(self, model: str) -> Owner:
-        """Always raises NotOwner."""
+        """Raise NotOwner."""
         self._refuse(model)
 
     async def reserve_consumer(self, _name: str, model: str) -> None:
-        """Always raises NotOwner."""
+        """Raise NotOwner."""
         self._refuse(model)
 
     def _refuse(self, model: str) -> NoReturn:
-        raise NotOwner(f"model {model!r}: this process is about to join the others; try again")
+        raise NotOwner(f"model {model!r}: this process is joining the cluster; try again")

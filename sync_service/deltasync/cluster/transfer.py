@@ -1,31 +1,34 @@
-"""Taking models and giving them up, and which of them a process owns meanwhile."""
+"""Takes over models and gives them up."""
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
 from deltasync.base.errors import DeltasyncError, NotOwner, Owner, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
 from deltasync.base.waiting import backoff
-from deltasync.cluster.bucket import Changed
-from deltasync.cluster.bucket_copy import BucketCopy
-from deltasync.cluster.ledger import Heartbeat, Ledger
-from deltasync.cluster.member import Claim
+from deltasync.cluster.bucket import BucketCopy, Changed, ClusterState
+from deltasync.cluster.heirs import Steps, next_after, next_heir
+from deltasync.cluster.ledger import ConsumerNames, Heartbeat, Ledger
+from deltasync.cluster.member import Claim, ClusterOptions
 from deltasync.cluster.owners import Host
 
 
 class Transfer:
-    """Takes models, and gives them up: first the claim, then the log, and the other way round. In the event loop.
+    """Takes over models (claim first, then log) and gives them up (log first). Used in the event loop.
 
     Args:
-        tenures: the models that this process has.
-        ledger: where claims are written.
-        copy: of the bucket.
-        host: opens and closes their logs.
-        events: told of each.
-        beat: this process.
-        at_once: how many models are taken at the same time.
+        tenures: the models of this process.
+        ledger: writes the claims.
+        copy: the copy of the bucket.
+        names: the names of the consumers of these models.
+        host: opens and closes the models.
+        events: receives events.
+        beat: the heartbeat of this process.
+        state: returns the present knowledge of this process.
+        options: number of models to take over concurrently.
     """
 
     def __init__(
@@ -33,48 +36,52 @@ class Transfer:
         tenures: "Tenures",
         ledger: Ledger,
         copy: BucketCopy,
+        names: ConsumerNames,
         host: Host,
         events: Events,
         beat: Heartbeat,
-        at_once: int,
+        state: Callable[[], ClusterState],
+        options: ClusterOptions,
     ) -> None:
         self._tenures = tenures
         self._ledger = ledger
         self._copy = copy
+        self._names = names
         self._host = host
         self._events = events
         self._beat = beat
-        self._gate = asyncio.Semaphore(at_once)
+        self._state = state
+        self._gate = asyncio.Semaphore(options.taking_at_once)
 
-    def take(self, model: str, reason: str, heir: Callable[[], str]) -> "asyncio.Task[Owner]":
-        """Begin to take a model, unless that was begun.
+    def take(self, model: str, reason: str) -> "asyncio.Task[Owner]":
+        """Begin the takeover of a model, or join one that has begun. If it fails, the next process tries.
 
         Args:
-            model: its name.
+            model: name of the model.
             reason: why, in words.
-            heir: who is to have it if this process cannot take it.
 
         Returns:
-            The task, which raises `NotOwner` or `ServiceUnavailable` if it cannot.
+            The task, which raises `NotOwner` or `ServiceUnavailable` on failure.
         """
         tenure = self._tenures.get(model)
         if tenure is None:
+            self._names.drop(model)
             tenure = Tenure(self._new_claim())
             self._tenures.add(model, tenure)
-            tenure.taking = asyncio.create_task(self._take(model, tenure, reason, heir))
+            tenure.taking = asyncio.create_task(self._take(model, tenure, reason))
             tenure.taking.add_done_callback(_retrieve)
         if tenure.taking is None:
-            raise NotOwner(f"model {model!r} is not to be taken now")
+            raise NotOwner(f"model {model!r} cannot be taken over now; try again")
         return tenure.taking
 
     def leave(self, model: str, reason: str, heir: str | None = None) -> "asyncio.Task[None]":
-        """Begin to give a model up, unless that was begun.
+        """Begin to give up a model, or join a release that has begun.
 
         Args:
-            model: its name, of one that this process has.
+            model: name of a model of this process.
             reason: why, in words.
-            heir: who is to have it, empty for whoever is chosen; None: another has it already, or brokers do not
-                answer, and nothing is written.
+            heir: the process that should take it over; empty = the first in its order; None = write no release,
+                because another process already owns it or brokers do not answer.
         """
         tenure = self._tenures.get(model)
         if tenure is None:
@@ -84,24 +91,36 @@ class Transfer:
             tenure.leaving.add_done_callback(_retrieve)
         return tenure.leaving
 
-    async def let_go(self, model: str, heir: str) -> None:
-        """Write down that this process does not own a model any more."""
-        await self._ledger.write_claim(model, Claim(None, self._copy.next_epoch, heir))
+    async def write(self, steps: Steps) -> None:
+        """Write entries that are missing in the bucket: claims, releases, and names of consumers."""
+        owned = self._tenures.open()
+        # The next heartbeat repeats a failed write, and reports the error.
+        with suppress(Changed, ServiceUnavailable):
+            for model in steps.write_again:
+                tenure = self._tenures.get(model)
+                claim = tenure.claim if tenure else self._copy.claims.get(model)
+                if claim and (tenure is None or tenure.stage is Stage.OPEN):
+                    await self._ledger.write_claim(model, claim)
+            for model in steps.let_go:
+                heir = next_heir(model, self._state())
+                await self._ledger.write_claim(model, Claim(None, self._copy.next_epoch, heir))
+            for name, model in self._names.unwritten(owned).items():
+                await self._names.write(name, model)
 
     def _new_claim(self) -> Claim:
         epoch = self._copy.next_epoch
         return Claim(self._beat.me.owner(epoch), epoch)
 
-    async def _take(self, model: str, tenure: "Tenure", reason: str, heir: Callable[[], str]) -> Owner:
+    async def _take(self, model: str, tenure: "Tenure", reason: str) -> Owner:
         async with self._gate:
             before = self._copy.claims.get(model)
             owner = await self._claim(model, tenure)
             tenure.stage = Stage.TAKING
             try:
                 await self._host.take(model, owner)
-            except Exception as error:  # Whatever it is, nobody is to wait for this process.
-                await self._fail(model, error, heir())
-                raise NotOwner(f"model {model!r} cannot be taken by {owner.process}: {error}") from error
+            except Exception as error:  # Release it on any error, so that others need not wait.
+                await self._fail(model, error)
+                raise NotOwner(f"process {owner.process} cannot take over model {model!r}: {error}") from error
             tenure.stage = Stage.OPEN
         self._tenures.forgive(model)
         over = before is not None and before.process not in ("", owner.process)
@@ -126,10 +145,11 @@ class Transfer:
             raise
         return owner
 
-    async def _fail(self, model: str, error: Exception, heir: str) -> None:
+    async def _fail(self, model: str, error: Exception) -> None:
         self._tenures.wait(model)
-        self._events.emit(EventKind.MODEL_NOT_TAKEN, "it is given back, and tried again", error, model=model)
-        await self._close(model, "it could not be taken")
+        self._events.emit(EventKind.MODEL_NOT_TAKEN, "its takeover failed and is tried again", error, model=model)
+        heir = next_after(model, self._beat.me.name, self._state().members.values())
+        await self._close(model, "its takeover failed")
         await self._write_release(model, heir)
 
     async def _leave(self, model: str, tenure: "Tenure", reason: str, heir: str | None) -> None:
@@ -145,20 +165,20 @@ class Transfer:
     async def _close(self, model: str, reason: str) -> None:
         try:
             await self._host.give_up(model, reason)
-        except Exception as error:  # noqa: BLE001  # The fence of the next owner ends what this one could not.
-            self._events.emit(EventKind.FAILED, "giving a model up", error, model=model)
+        except Exception as error:  # noqa: BLE001  # the next owner fences off the rest
+            self._events.emit(EventKind.FAILED, "it could not be closed", error, model=model)
         finally:
             self._tenures.drop(model)
 
     async def _write_release(self, model: str, heir: str) -> None:
         try:
-            await self.let_go(model, heir)
+            await self._ledger.write_claim(model, Claim(None, self._copy.next_epoch, heir))
         except DeltasyncError as error:
-            self._events.emit(EventKind.FAILED, "writing down that a model was given up", error, model=model)
+            self._events.emit(EventKind.FAILED, "its release could not be written", error, model=model)
 
 
 class Stage(Enum):
-    """How far a process is with a model."""
+    """The stage of a tenure."""
 
     CLAIMING = "claiming"
     TAKING = "taking"
@@ -168,13 +188,13 @@ class Stage(Enum):
 
 @dataclass
 class Tenure:
-    """A model that a process owns, takes or gives up.
+    """A model that a process owns, takes over or gives up.
 
     Attributes:
-        claim: with which claim.
-        stage: how far it is.
-        taking: the task that takes it.
-        leaving: the task that gives it up, once it does.
+        claim: its claim.
+        stage: its stage.
+        taking: the task of the takeover.
+        leaving: the task that gives it up, if any.
     """
 
     claim: Claim
@@ -190,7 +210,7 @@ class _Wait:
 
 
 class Tenures:
-    """The models that a process has, and those that it could not take lately."""
+    """The models of a process, and those that it failed to take over."""
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self._clock_ns = clock_ns
@@ -202,43 +222,42 @@ class Tenures:
         return self._tenures.get(model)
 
     def add(self, model: str, tenure: Tenure) -> None:
-        """Begin to have a model."""
+        """Begin the tenure of a model."""
         self._tenures[model] = tenure
 
     def drop(self, model: str) -> None:
-        """Tenure it no more."""
+        """End the tenure of a model, if there is one."""
         self._tenures.pop(model, None)
 
     def names(self) -> list[str]:
-        """The models that this process owns, takes or gives up."""
+        """The models that this process owns, takes over or gives up."""
         return sorted(self._tenures)
 
     def claims(self) -> dict[str, Claim]:
         """The claims of these models."""
         return {model: tenure.claim for model, tenure in self._tenures.items()}
 
-    def is_open(self, model: str) -> bool:
-        """Whether a model is open here."""
-        tenure = self._tenures.get(model)
-        return tenure is not None and tenure.stage is Stage.OPEN
+    def open(self) -> set[str]:
+        """The models whose logs are open here."""
+        return {model for model, tenure in self._tenures.items() if tenure.stage is Stage.OPEN}
 
     def wait(self, model: str, least_seconds: float = 0.0) -> None:
-        """A model could not be taken: not to be tried again for a while, each time for longer."""
+        """Record a failed takeover: wait before the next attempt, longer each time."""
         waiting = self._waits.setdefault(model, _Wait())
         seconds = max(next(waiting.seconds), least_seconds)
         waiting.until_ns = self._clock_ns() + int(seconds * 1e9)
 
     def forgive(self, model: str) -> None:
-        """It was taken."""
+        """Forget the failed takeovers of a model."""
         self._waits.pop(model, None)
 
     def waiting(self) -> set[str]:
-        """The models not to be tried again yet."""
+        """The models that wait for the next attempt."""
         now_ns = self._clock_ns()
         return {model for model, wait in self._waits.items() if wait.until_ns > now_ns}
 
 
 def _retrieve(task: "asyncio.Task[Owner] | asyncio.Task[None]") -> None:
-    """What it failed with was said where it failed."""
+    """Retrieve the error of a task, which is already reported."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""A consumer: a named subscription with its policy, its pause, and the versions that it is kept from."""
+"""A consumer, its replicas, and the verification of their rows."""
 
 import asyncio
 import secrets
@@ -9,23 +9,23 @@ from deltasync.base.arguments import check_name
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import DeltasyncError, InvalidInput
 from deltasync.base.waiting import Signal
-from deltasync.consumers.pause import Pause
+from deltasync.consumers.pause import Pause, joined
 from deltasync.core.cut_times import DeliveryDurations
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.verified import VerifiedTable
 
-# Questions are counted from a random number of so many bits on: a replica may remember those of another process.
+# Requests count from a random number of this many bits, because a replica may remember those of another process.
 _BITS = 62
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What a replica has found.
+    """The result of reading a replica's rows again.
 
     Attributes:
-        version: the model's, of which what it holds was made.
-        tables: those that its consumer follows.
+        version: version of the model to which the rows belong.
+        tables: the tables of its consumer.
     """
 
     version: int
@@ -33,21 +33,21 @@ class Verified:
 
 
 class ReplicaVerification:
-    """Of one replica, whichever stream it has. Used in the event loop.
+    """Verification requests to one replica and its answers, across its streams. Used in the event loop.
 
     Attributes:
-        signal: wakes when something was asked, when some more rows were read, and when it was answered.
-        rows: that were read so far, and that there are.
+        signal: wakes with each request, each progress report and each answer.
+        rows: number of rows read so far, and of all rows.
     """
 
     def __init__(self) -> None:
         self.signal = Signal()
         self._asked = self._answered = secrets.randbits(_BITS)
-        self._found: Verified | DeltasyncError | None = None
+        self._result: Verified | DeltasyncError | None = None
         self.rows = (0, 0)
 
     def ask(self) -> int:
-        """Ask for rows to be read again from now on; the number of the question."""
+        """Ask the replica to read its rows again; return the number of the request."""
         self._asked += 1
         self.rows = (0, 0)
         self.signal.wake()
@@ -55,37 +55,37 @@ class ReplicaVerification:
 
     @property
     def open(self) -> int:
-        """The number of the last question, as long as it is not answered; else 0."""
+        """The number of the last request while it is unanswered, else 0."""
         return self._asked if self._asked > self._answered else 0
 
     def note(self, read: int, rows: int) -> None:
-        """So many of so many rows were read."""
+        """Record that the replica has read `read` of its `rows`."""
         self.rows = (read, rows)
         self.signal.wake()
 
-    def answer(self, number: int, found: Verified | DeltasyncError) -> None:
-        """Answer a question, and all before it."""
+    def answer(self, number: int, result: Verified | DeltasyncError) -> None:
+        """Answer a request and all earlier ones."""
         if number > self._answered:
-            self._answered, self._found = number, found
+            self._answered, self._result = number, result
             self.signal.wake()
 
     def answer_to(self, number: int) -> Verified | None:
-        """The answer to a question, if there is one.
+        """The answer to a request, or None while it is unanswered.
 
         Raises:
-            DeltasyncError: it could not be answered.
+            DeltasyncError: the replica could not answer it.
         """
         if self._answered < number:
             return None
-        if isinstance(self._found, DeltasyncError):
-            raise self._found
-        return self._found
+        if isinstance(self._result, DeltasyncError):
+            raise self._result
+        return self._result
 
 
 @dataclass(frozen=True)
 class Rewind:
-    """That a replica came with what is of a discarded past: the position that it held, and since when, by
-    `steady_ns`, it is being given what there is now.
+    """A replica connected with rows of a discarded history at position `held`. The service has been replacing them
+    since `since_ns`, by `steady_ns`.
     """
 
     held: Position
@@ -94,30 +94,30 @@ class Rewind:
 
 @dataclass
 class Replica:
-    """One process of a consumer's fleet.
+    """One replica of a consumer.
 
     Attributes:
-        name: its name inside the fleet.
-        applied: the position it last acknowledged.
+        name: its name, unique in the consumer.
+        applied: the position that it last acknowledged.
         acked_unix_ns: when it last acknowledged, nanoseconds since 1970.
-        instance: what tells it, as long as it lives, from others of its name; empty where it does not say.
-        by: the name of the identity that it last connected as; None if it has not since the service started.
-        acked_ns: the same by `steady_ns`; None if it has not since the service started.
-        stream: ends its open stream when set; None while it is away.
-        since_ns: since when it is connected, or away, by `steady_ns`: at most since the service started.
-        left: why its last stream ended; empty if it has had none since the service started.
-        checked: whether its last ack had checksums of what it holds, and they were right.
-        unbound: tables that the consumer follows and that it does not hold.
-        damaged: tables of which it holds other bits than it was sent; they are sent again.
-        rewind: until it holds what it is given instead of rows of a discarded past; None if it came with none.
-        damages: how often it was found to hold other bits than it was sent, since it is known here.
-        damaged_ns: when that was last, by `steady_ns`.
-        unacked: how many releases were sent to it that it has not acknowledged.
+        instance: id of its process, to distinguish it from others of its name; empty if it sent none.
+        by: name of the identity that it last connected as; None if it has not since the service started.
+        acked_ns: when it last acknowledged, by `steady_ns`; None if it has not since the service started.
+        stream: event that ends its open stream; None while it is away.
+        since_ns: when it connected or left, by `steady_ns`; at the earliest when the service started.
+        left: why its last stream ended; empty if none has ended since the service started.
+        checked: whether its last acknowledgement had the right checksums.
+        unbound: tables of the consumer that it leaves out.
+        damaged: tables whose bits differ from those sent to it; the service sends them again.
+        rewind: set while the service replaces its rows of a discarded history; otherwise None.
+        damages: number of times that its bits differed from those sent to it.
+        damaged_ns: the last of these times, by `steady_ns`.
+        unacked: number of sent releases that it has not acknowledged.
         unacked_ns: when the first of these was sent, by `steady_ns`.
-        sent_number: that of the newest release that it was sent on its stream, or went on from.
-        verification: its rows, read again when somebody asks.
-        has_held: whether it has ever acknowledged a version, as far as that is known.
-        guest: whether it is forgotten once its stream has ended, and never written down, and counts nowhere.
+        sent_number: number of the newest release sent on its stream, or of the one from which it continued.
+        verification: requests to verify its rows, and its answers.
+        has_held: whether it has ever acknowledged a version.
+        guest: whether it is forgotten after its stream, never written to the log, and not counted.
     """
 
     name: str
@@ -142,8 +142,13 @@ class Replica:
     sent_number: int = 0
     verification: ReplicaVerification = field(default_factory=ReplicaVerification)
 
+    def end_stream(self) -> None:
+        """End its open stream, if it has one."""
+        if self.stream:
+            self.stream.set()
+
     def note_damage(self, tables: tuple[str, ...]) -> None:
-        """Note of which tables it holds other bits than it was sent: anew, where these were right in between."""
+        """Record the tables whose bits differ from those sent. Counts only the change from right to wrong."""
         if not self.damaged:
             self.damages, self.damaged_ns = self.damages + 1, steady_ns()
         self.damaged, self.checked = tables, False
@@ -151,7 +156,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class ConsumerOptions:
-    """A consumer that is wanted. Without a policy an existing one keeps its own."""
+    """A request to create or change a consumer; without a policy, an existing one keeps its own."""
 
     name: str
     model: str
@@ -159,10 +164,10 @@ class ConsumerOptions:
 
     @classmethod
     def described(cls, name: str, model: object, policy: object) -> "ConsumerOptions":
-        """The consumer of that name that JSON or TOML describes.
+        """Read the options of consumer `name` from JSON or TOML.
 
         Raises:
-            InvalidInput: a name that cannot be one, or something else than a policy.
+            InvalidInput: an invalid name or policy.
         """
         if not isinstance(model, str):
             raise InvalidInput(
@@ -179,14 +184,14 @@ class Consumer:
 
     Attributes:
         released_rows: rows sent to its replicas since the service started.
-        released_bytes: bytes of their ids and values.
-        damages: how often a table of a replica was found to be damaged, since the service started.
-        rewinds: how often a replica was found to hold what is of a discarded past, likewise.
-        signal: wakes all who wait for a change of the policy, of a replica or of an offset.
-        pause: what holds its replicas at what they have; None if nothing does.
+        released_bytes: bytes of the ids and values of these rows.
+        damages: damaged tables of replicas since the service started.
+        rewinds: replicas that connected with rows of a discarded history since the service started.
+        signal: wakes with each change of the policy, of a replica or of an offset.
+        pause: the pause; None if the consumer is not paused.
         brake: wakes the streams that wait for the end of a pause.
-        moved: whether its model is not here any more.
-        durations: how long the way to its replicas took.
+        moved: whether its model has left this process.
+        durations: durations of the deliveries to its replicas.
     """
 
     name: str
@@ -206,9 +211,18 @@ class Consumer:
 
     @property
     def fleet(self) -> list[Replica]:
-        """The replicas that count: all but guests."""
+        """All replicas except guests."""
         return [replica for replica in self.replicas.values() if not replica.guest]
 
+    def hold(self, pause: Pause) -> None:
+        """Pause it; an earlier pause stays in force, with both reasons."""
+        self.pause = joined(self.pause, pause)
+
+    def end_streams(self) -> None:
+        """End the open streams of its replicas."""
+        for replica in self.replicas.values():
+            replica.end_stream()
+
     def copy(self) -> "Consumer":
-        """The consumer and its replicas as they are now, for another thread."""
+        """A copy of the consumer and its replicas, for another thread."""
         return replace(self, replicas={name: replace(replica) for name, replica in self.replicas.items()})

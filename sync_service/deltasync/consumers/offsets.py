@@ -1,4 +1,4 @@
-"""The offsets of a consumer's replicas, and the record of a consumer, in the log."""
+"""The log records of consumers, and of the offsets of their replicas."""
 
 import asyncio
 import time
@@ -9,66 +9,64 @@ from typing import Any
 
 from deltasync.base.events import EventKind, Events
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.pause import pause_of_record
+from deltasync.consumers.pause import Pause, pause_of_record, pause_record
 from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.log.log_store import LogStore
 from deltasync.log.records import pack_json, reading, unpack_json
 
-# So many are written together: they take a millisecond of the event loop, and as much of a commit.
+# Offsets in one write, which takes a millisecond of the event loop and of a commit.
 _AT_ONCE = 128
-# Times what a write took; at most.
+# Length of a pause as a multiple of the write before it, and the longest pause.
 _PAUSES, _LONGEST_PAUSE_SECONDS = 9, 1.0
 
 
 class OffsetLog:
-    """Writes down the newest offset of each replica that has moved, some at a time. Used in the event loop.
+    """Writes the changed offsets of replicas in batches. Used in the event loop.
 
-    However many acknowledgements come, one record of a replica waits at most, and a tenth of the log's time is
-    taken. What a crash loses is found when the replica comes again: it is sent what comes after the offset
-    that is written down, or shows what it holds.
+    At most one record of a replica is pending, and writing takes a tenth of the log's time, at any rate of
+    acknowledgements. A crash loses only the newest offsets: a replica that reconnects gets the rows after its
+    recorded offset, or reports a newer one.
     """
 
     def __init__(self, log: LogStore, events: Events, names: Iterable[str]) -> None:
-        """`names` are those of the records that the log has, see `offset_name`."""
+        """`names` are the names of the records in the log, see `offset_name`."""
         self._log, self._events = log, events
-        self._recorded = set(names)  # Which the log may have.
+        self._recorded = set(names)  # Names of records that may be in the log.
         self._moved: dict[str, Replica] = {}  # By the record's name.
-        self._resting = False  # While some are written, and in the pause after that.
+        self._resting = False  # During a write and the pause after it.
         self._last: asyncio.Future[None] | None = None
 
     def note(self, consumer: str, replica: Replica) -> None:
-        """Have a replica's offset written down, as it is by then."""
+        """Schedule a write of a replica's offset, as it is at that time."""
         self._moved[offset_name(consumer, replica.name)] = replica
         if not self._resting:
             self._write_some()
 
     def forget(self, consumer: str, replica: str) -> None:
-        """Forget the offset of a replica: at once, as one that has gone does not come back to say so again."""
+        """Forget the offset of a replica at once, because its goodbye comes only once."""
         name = offset_name(consumer, replica)
         self._moved.pop(name, None)
         if name in self._recorded:
             self._write({name: None})
 
     def forgotten(self, consumer: str, replica: str) -> Mapping[str, None]:
-        """The record to be removed, by whoever asks, so that the offset of a replica is forgotten now."""
+        """Forget the offset of a replica; return its record, which the caller removes."""
         return self._forgotten([offset_name(consumer, replica)])
 
     def all_forgotten(self, consumer: str) -> Mapping[str, None]:
-        """Those of all offsets of a consumer; also of replicas of which it is still to be written that they are
-        forgotten.
-        """
+        """Forget all offsets of a consumer; return their records, which the caller removes."""
         names, prefix = self._recorded | self._moved.keys(), offset_name(consumer, "")
         return self._forgotten([name for name in names if name.startswith(prefix)])
 
     def write_all(self) -> None:
-        """Submit all that there is, at the end: nothing is written any more after that."""
+        """Submit all offsets before the log is closed. The last call."""
         self._resting = True
         while self._moved:
             self._submit()
 
     async def written(self) -> None:
-        """Wait until the log has all that there is by now; what it cannot take was told."""
+        """Wait until all present offsets are written; report failures as events."""
         while self._moved:
             self._submit()
         if self._last:
@@ -106,14 +104,14 @@ class OffsetLog:
 
     def _report(self, names: tuple[str, ...], written: "asyncio.Future[None]") -> None:
         if isinstance(error := written.exception(), Exception):
-            self._recorded.update(names)  # As far as they were: the one written before is there still.
-            others = f", nor could {len(names) - 1} others" if len(names) > 1 else ""
-            text = f"could not be written{others}; after a restart the one written before counts"
+            self._recorded.update(names)  # The earlier record is still there.
+            others = f" with {len(names) - 1} others" if len(names) > 1 else ""
+            text = f"could not be written{others}; after a restart, the previous one counts"
             self._events.emit(EventKind.FAILED, text, error, record=names[0])
 
 
 def pause_after(seconds: float) -> float:
-    """Seconds to wait after a write that took so many: a tenth of the time is taken, and no offset gets old."""
+    """Seconds to wait after a write that took `seconds`, so that writing takes at most a tenth of the time."""
     return min(_PAUSES * seconds, _LONGEST_PAUSE_SECONDS)
 
 
@@ -123,20 +121,20 @@ def offset_name(consumer: str, replica: str) -> str:
 
 
 def recorded_offsets(log: LogStore, consumer: str) -> dict[str, Replica]:
-    """The replicas of a consumer whose offsets are written down, by name.
+    """The replicas of a consumer whose offsets are in the log, by name.
 
     Raises:
         StorageFailed: a record is damaged.
     """
-    found = log.items(offset_name(consumer, ""))
-    return {name: _recorded_replica(consumer, name, record) for name, record in found.items()}
+    records = log.items(offset_name(consumer, ""))
+    return {name: _recorded_replica(consumer, name, record) for name, record in records.items()}
 
 
 def _recorded_replica(consumer: str, name: str, record: bytes) -> Replica:
     with reading(f"record {offset_name(consumer, name)}"):
-        found = unpack_json(record)
-        position = Position(found["history"], found["version"], found["seal"])
-        return Replica(name, position, found["acked_unix_ns"], has_held=True)
+        offset = unpack_json(record)
+        position = Position(offset["history"], offset["version"], offset["seal"])
+        return Replica(name, position, offset["acked_unix_ns"], has_held=True)
 
 
 def _offset_record(replica: Replica) -> dict[str, Any]:
@@ -150,7 +148,7 @@ def _offset_record(replica: Replica) -> dict[str, Any]:
 
 
 def recorded_consumers(log: LogStore) -> dict[str, Consumer]:
-    """The consumers that a log has, with the offsets of their replicas. Blocks.
+    """The consumers in a log, with the offsets of their replicas. Blocks.
 
     Raises:
         StorageFailed: a record is damaged.
@@ -158,10 +156,16 @@ def recorded_consumers(log: LogStore) -> dict[str, Consumer]:
     return {name: _recorded_consumer(log, name, record) for name, record in log.items("consumer/").items()}
 
 
+def consumer_record(consumer: Consumer, policy: Policy, pause: Pause | None) -> dict[str, Any]:
+    """The record of a consumer with a new policy and pause, which it gets once the record is durable."""
+    created = consumer.created_unix_ns
+    return {"model": consumer.model, "created_unix_ns": created, "policy": policy.as_dict()} | pause_record(pause)
+
+
 def _recorded_consumer(log: LogStore, name: str, record: bytes) -> Consumer:
     replicas = recorded_offsets(log, name)
     with reading(f"record consumer/{name}"):
-        found = unpack_json(record)
-        policy = Policy.from_dict(found["policy"])
-        pause = pause_of_record(found)
-        return Consumer(name, found["model"], found["created_unix_ns"], policy, replicas, pause=pause)
+        fields = unpack_json(record)
+        policy = Policy.from_dict(fields["policy"])
+        pause = pause_of_record(fields)
+        return Consumer(name, fields["model"], fields["created_unix_ns"], policy, replicas, pause=pause)

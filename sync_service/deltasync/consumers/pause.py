@@ -1,4 +1,4 @@
-"""Pauses of consumers, and the versions in quarantine that they are kept from."""
+"""Pauses of consumers, and versions in quarantine."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -11,13 +11,13 @@ from deltasync.base.words import LONGEST_TEXT, utc
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Which versions these are.
+    """Versions that are withheld from consumers.
 
     Attributes:
-        first: the first one.
-        newest: the newest one.
-        versions: how many they are; of those between, others may be good.
-        reason: why the first one is kept back, in words.
+        first: the first of these versions.
+        newest: the newest of these versions.
+        versions: their number; other versions between first and newest may be good.
+        reason: why the first one is withheld, in words.
     """
 
     first: int
@@ -27,7 +27,7 @@ class Quarantine:
 
     @property
     def words(self) -> str:
-        """Which they are, and why, in a line of bounded length."""
+        """The versions and the reason, in a line of bounded length."""
         if self.versions == 1:
             which = f"version {self.first} is"
         else:
@@ -36,7 +36,7 @@ class Quarantine:
 
 
 def extended(before: Quarantine | None, version: int, reason: str) -> Quarantine:
-    """A quarantine with one version more; it may be in there already, where it could not be sealed at first."""
+    """Add a version to a quarantine. It may already be there, after a failed attempt to seal it."""
     if before is None:
         return Quarantine(version, version, 1, reason[:LONGEST_TEXT])
     if version <= before.newest:
@@ -45,33 +45,33 @@ def extended(before: Quarantine | None, version: int, reason: str) -> Quarantine
 
 
 def quarantine_record(quarantine: Quarantine | None) -> dict[str, Any]:
-    """What a record says of a quarantine: nothing where there is none."""
+    """The fields of a quarantine in a record; none if there is no quarantine."""
     return {"quarantine": asdict(quarantine)} if quarantine else {}
 
 
 def quarantine_of_record(record: Mapping[str, Any]) -> Quarantine | None:
-    """The quarantine that a record names; None if there is none."""
-    found = record.get("quarantine")
-    return Quarantine(found["first"], found["newest"], found["versions"], found["reason"]) if found else None
+    """The quarantine in a record; None if there is none."""
+    fields = record.get("quarantine")
+    return Quarantine(**fields) if fields else None
 
 
-# Who changes what nobody has asked for.
+# The author of changes that the service makes by itself.
 ITSELF = "the service itself"
 
 
 @dataclass(frozen=True)
 class Pause:
-    """What holds a consumer's replicas.
+    """A pause of a consumer: its replicas keep their rows.
 
     Attributes:
         since_unix_ns: when it began, nanoseconds since 1970.
-        by: who has asked for it.
-        reason: why, in the words of who has; may be empty.
-        quarantine: the versions that it is kept from besides; None if there is none.
+        by: name of the person or program that requested it.
+        reason: their reason; may be empty.
+        quarantine: versions that are withheld from the consumer; None if there are none.
         since_ns: when it began, by `steady_ns`; None if that was before the service started.
 
     Raises:
-        InvalidInput: a reason that is too long, or is not printable.
+        InvalidInput: the reason is too long, or is not printable.
     """
 
     since_unix_ns: int
@@ -82,13 +82,13 @@ class Pause:
 
     @classmethod
     def now(cls, by: str, reason: str = "", quarantine: Quarantine | None = None) -> "Pause":
-        """One that begins now."""
+        """A pause that begins now."""
         now = Moment.now()
         return cls(now.unix_ns, by, reason, quarantine, now.steady_ns)
 
     def __post_init__(self) -> None:
         if len(self.reason) > LONGEST_TEXT or not self.reason.isprintable():
-            raise InvalidInput(f"reason: expected at most {LONGEST_TEXT} printable characters in one line")
+            raise InvalidInput(f"reason: use at most {LONGEST_TEXT} printable characters in one line")
 
     @property
     def since(self) -> str:
@@ -98,21 +98,20 @@ class Pause:
     @property
     def why(self) -> str:
         """All reasons; may be empty."""
-        kept_from = self.quarantine.words if self.quarantine else ""
-        return "; ".join(filter(None, [kept_from, self.reason]))[:LONGEST_TEXT]
+        withheld = self.quarantine.words if self.quarantine else ""
+        return "; ".join(filter(None, [withheld, self.reason]))[:LONGEST_TEXT]
 
     @property
     def words(self) -> str:
-        """Since when, by whom and why."""
+        """The start, the author and the reason, in words."""
         return f"paused since {self.since} by {self.by}{f': {self.why}' if self.why else ''}"
 
     def behind_ns(self, next_sealed: Moment | None, min_interval_seconds: float) -> int:
-        """For how long a replica had not held the newest when the pause began, nanoseconds: no longer than that,
-        since it is kept from what is newer on purpose.
+        """Nanoseconds by which a replica was behind when the pause began. The pause itself does not count.
 
         Args:
             next_sealed: when the version after that of its rows was sealed; None if there is none.
-            min_interval_seconds: so long its policy keeps a version back.
+            min_interval_seconds: how long its policy holds a version back.
         """
         if next_sealed is None:
             return 0
@@ -121,7 +120,7 @@ class Pause:
 
 
 def joined(before: Pause | None, now: Pause) -> Pause:
-    """The pause that there is once a consumer is paused again: the one of before goes on, for both reasons."""
+    """Join the pause of a consumer that is paused again: the earlier one continues, with both reasons."""
     if before is None:
         return now
     before = replace(before, quarantine=now.quarantine or before.quarantine)
@@ -131,13 +130,13 @@ def joined(before: Pause | None, now: Pause) -> Pause:
 
 
 def pause_record(pause: Pause | None) -> dict[str, Any]:
-    """What the record of a consumer says of its pause: nothing where there is none."""
+    """The fields of a pause in the record of a consumer; none if there is no pause."""
     if pause is None:
         return {}
-    said = {"since_unix_ns": pause.since_unix_ns, "by": pause.by, "reason": pause.reason}
-    return {"pause": said} | quarantine_record(pause.quarantine)
+    fields = {"since_unix_ns": pause.since_unix_ns, "by": pause.by, "reason": pause.reason}
+    return {"pause": fields} | quarantine_record(pause.quarantine)
 
 
 def pause_of_record(record: Mapping[str, Any]) -> Pause | None:
-    """The pause that the record of a consumer names; None if there is none."""
+    """The pause in the record of a consumer; None if there is none."""
     return Pause(**record["pause"], quarantine=quarantine_of_record(record)) if "pause" in record else None

@@ -1,9 +1,9 @@
-"""The consumers of a service, and the replicas of each one's fleet."""
+"""The consumers of a service, and their replicas."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from functools import partial
 
 from deltasync.access.limits import Limits
 from deltasync.base.arguments import check_name
@@ -21,14 +21,12 @@ from deltasync.base.errors import (
 from deltasync.base.events import EventKind, Events
 from deltasync.base.words import listed
 from deltasync.consumers.consumer import Consumer, Replica
-from deltasync.consumers.offsets import OffsetLog, offset_name, recorded_consumers
+from deltasync.consumers.offsets import OffsetLog, consumer_record, offset_name, recorded_consumers
 from deltasync.consumers.pause import (
     ITSELF,
     Pause,
     Quarantine,
     extended,
-    joined,
-    pause_record,
     quarantine_of_record,
     quarantine_record,
 )
@@ -40,11 +38,15 @@ from deltasync.log.records import pack_json, reading, unpack_json
 _LONGEST_INSTANCE = 64
 
 
+def _nowhere(_consumer: str) -> None:
+    """No other process owns consumers."""
+
+
 class ConsumerRegistry:
-    """All consumers of the models that this process has.
+    """All consumers of the models that this process owns.
 
     Attributes:
-        consumers: these, by name.
+        consumers: the consumers, by name.
         elsewhere: makes the error for a consumer that another process owns, else returns None.
     """
 
@@ -53,34 +55,33 @@ class ConsumerRegistry:
     ) -> None:
         self._logs = logs
         self._limits = limits or Limits()
-        self._limits.count("consumers", self._number)
         self._events = events
         self._creating = asyncio.Lock()
         self._retention_ns = int(replica_retention_seconds * 1e9)
         self.consumers = dict[str, Consumer]()
-        self.elsewhere: Callable[[str], DeltasyncError | None] = lambda _: None
+        self._limits.count("consumers", partial(len, self.consumers))
+        self.elsewhere: Callable[[str], DeltasyncError | None] = _nowhere
         self._offsets = dict[LogStore, OffsetLog]()
         for log in logs.each():
             self.have(recorded_consumers(log), log)
 
     def have(self, consumers: Mapping[str, Consumer], log: LogStore) -> None:
-        """Have the consumers that a log has."""
+        """Add the consumers of a log."""
         self.consumers |= consumers
         recorded = [offset_name(each.name, name) for each in consumers.values() for name in each.replicas]
         self._offsets[log] = OffsetLog(log, self._events, recorded)
 
     def end_streams(self, model: str) -> None:
-        """End the streams of all consumers of a model, which is about to be another process's."""
+        """End the streams of all consumers of a model that another process takes over."""
         for consumer in self.of_model(model):
             consumer.moved = True
-            for replica in consumer.replicas.values():
-                _end_stream(replica)
+            consumer.end_streams()
             consumer.brake.wake()
             consumer.signal.wake()
 
     def give_up(self, model: str, log: LogStore, *, written: bool) -> None:
-        """Have the consumers of a model no more, whose log another process has from here on: their streams end,
-        and nothing is written down any more but, if it is to be `written`, what they have acknowledged.
+        """Remove the consumers of a model that another process takes over, and end their streams. Write their
+        offsets if `written`.
         """
         self.end_streams(model)
         for consumer in self.of_model(model):
@@ -93,8 +94,8 @@ class ConsumerRegistry:
         """The consumer of that name.
 
         Raises:
-            NotFound: there is none; the message names those that exist.
-            NotOwner: another process has its model.
+            NotFound: no consumer has that name; the message lists the others.
+            NotOwner: another process owns its model.
         """
         if name not in self.consumers:
             if not_here := self.elsewhere(name):
@@ -102,20 +103,17 @@ class ConsumerRegistry:
             raise NotFound(f"no consumer {name!r}", detail=f"; consumers: {listed(self.consumers) or 'none yet'}")
         return self.consumers[name]
 
-    def _number(self) -> int:
-        return len(self.consumers)
-
     def of_model(self, model: str) -> list[Consumer]:
         """The consumers that follow a model."""
         return [consumer for consumer in self.consumers.values() if consumer.model == model]
 
     async def create(self, name: str, model: str, policy: Policy) -> Consumer:
-        """Make a consumer; making an equal one again changes nothing.
+        """Create a consumer. If it exists with the same policy, do nothing.
 
-        Where a version of the model is in quarantine, it is paused from its beginning: there are no other rows.
+        If a version of the model is in quarantine, the consumer begins paused.
 
         Raises:
-            InvalidInput: a name that cannot be one.
+            InvalidInput: an invalid name.
             Contradiction: it exists for another model, or with another policy.
             LimitReached: there would be too many consumers.
         """
@@ -125,8 +123,8 @@ class ConsumerRegistry:
             existing = self.consumers.get(name)
             if existing and existing.model != model:
                 raise Contradiction(
-                    f"consumer {name!r} exists for model {existing.model!r}: delete it first, or give the one for "
-                    f"{model!r} another name"
+                    f"consumer {name!r} exists for model {existing.model!r}: delete it first, or use another name "
+                    f"for that of {model!r}"
                 )
             if existing and existing.policy != policy:
                 raise Contradiction(f"consumer {name!r} exists with another policy: update it instead")
@@ -143,10 +141,10 @@ class ConsumerRegistry:
             return consumer
 
     async def update(self, name: str, policy: Policy) -> Consumer:
-        """Give a consumer another policy.
+        """Change the policy of a consumer.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no consumer has that name.
         """
         async with self._creating:
             consumer = self.get(name)
@@ -157,67 +155,64 @@ class ConsumerRegistry:
             return consumer
 
     async def pause(self, name: str, pause: Pause) -> Consumer:
-        """Hold a consumer's replicas at what they have, from now on; durable once this returns.
+        """Pause a consumer; the pause is durable once this returns.
 
-        Where there is a pause already, that goes on: since then, by whom that was, and for both reasons.
+        An earlier pause keeps its start and its author, and gets both reasons.
 
         Raises:
-            NotFound: there is none of that name.
-            StorageFailed: it could not be written down, and holds until the service ends.
+            NotFound: no consumer has that name.
+            StorageFailed: the pause could not be written; it lasts until the service ends.
         """
-        self._hold(name, pause)  # Before all that waits for something.
+        self.get(name).hold(pause)  # Effective at once, before any wait.
         async with self._creating:
-            consumer = self._hold(name, pause)  # It may have been deleted, or gone on, before this one's turn.
+            consumer = self.get(name)  # It may have been deleted or resumed during the wait.
+            consumer.hold(pause)
             await self._write(consumer, consumer.policy, consumer.pause)
-        return consumer
-
-    def _hold(self, name: str, pause: Pause) -> Consumer:
-        consumer = self.get(name)
-        consumer.pause = joined(consumer.pause, pause)
         return consumer
 
     async def hold_back(self, model: str, version: int, reason: str) -> None:
         """Put a version of a model in quarantine; durable once this returns.
 
-        All consumers of the model are held at what they have, and so is who is made before operators have let all
-        of them go on. Who has paused one before is still named.
+        This pauses all consumers of the model, and each new one until operators have resumed all of them. An
+        earlier pause keeps its author.
 
         Raises:
-            StorageFailed: it could not be written down, and holds until the service ends.
+            StorageFailed: the quarantine could not be written; it lasts until the service ends.
         """
         async with self._creating:
             quarantine = extended(self.quarantine_of(model), version, reason)
-            written = [self._logs.of(model).put(f"quarantine/{model}", pack_json(quarantine_record(quarantine)))]
+            record = pack_json(quarantine_record(quarantine))
+            written = [asyncio.wrap_future(self._logs.of(model).put(f"quarantine/{model}", record))]
             for consumer in self.of_model(model):
                 before, pause = consumer.pause, Pause.now(ITSELF, quarantine=quarantine)
-                consumer.pause = joined(before, pause)
-                if before is None or before.quarantine is None:  # Else it is kept from one version more.
+                consumer.hold(pause)
+                if before is None or before.quarantine is None:  # Otherwise it only covers one more.
                     self._events.emit(EventKind.CONSUMER_PAUSED, pause.why, consumer=consumer.name, by=ITSELF)
-                written.append(self._put_consumer(consumer, consumer.policy, consumer.pause))
-            await asyncio.gather(*map(asyncio.wrap_future, written))
+                written.append(self._write(consumer, consumer.policy, consumer.pause))
+            await asyncio.gather(*written)
 
     def quarantine_of(self, model: str) -> Quarantine | None:
-        """The versions of a model that its consumers are kept from; None if there are none."""
+        """The versions of a model in quarantine; None if there are none."""
         record = self._logs.of(model).items(f"quarantine/{model}").get("")
         with reading(f"record quarantine/{model}"):
             return quarantine_of_record(unpack_json(record)) if record else None
 
     async def _end_quarantine(self, model: str) -> None:
-        """Let consumers that are made follow a model at once, if operators have let all that it has go on."""
+        """End a model's quarantine once operators have resumed all of its consumers."""
         kept = any(each.pause and each.pause.quarantine for each in self.of_model(model))
         if not kept and self.quarantine_of(model):
             try:
                 await asyncio.wrap_future(self._logs.of(model).put(f"quarantine/{model}", None))
-            except StorageFailed as error:  # Whoever was let go on does.
-                text = "could not be removed; after a restart the one written before counts"
+            except StorageFailed as error:  # Its consumers continue anyway.
+                text = "could not be removed; after a restart, it counts again"
                 self._events.emit(EventKind.FAILED, text, error, record=f"quarantine/{model}")
 
     async def resume(self, name: str, prepare: Callable[[Consumer], Awaitable[None]]) -> Consumer:
-        """Let a consumer go on, once `prepare` has made what its replicas are fed from.
+        """Resume a consumer after `prepare` has rebuilt its feed.
 
         Raises:
-            NotFound: there is none of that name.
-            StorageFailed: it could not be written down, or prepared; it is paused as before.
+            NotFound: no consumer has that name.
+            StorageFailed: the change could not be written, or `prepare` failed; the consumer stays paused.
         """
         async with self._creating:
             consumer = self.get(name)
@@ -225,10 +220,10 @@ class ConsumerRegistry:
             await self._write(consumer, consumer.policy, None)
             try:
                 await prepare(consumer)
-            except BaseException:  # Also where who asks has gone: a restart must not let it go on.
+            except BaseException:  # Also if the caller disconnected: a restart must not end the pause.
                 await self._write(consumer, consumer.policy, consumer.pause)
                 raise
-            if consumer.pause is pause:  # Nobody has paused it again meanwhile.
+            if consumer.pause is pause:  # Otherwise it was paused again.
                 consumer.pause = None
                 consumer.brake.wake()
                 consumer.signal.wake()
@@ -236,15 +231,14 @@ class ConsumerRegistry:
             return consumer
 
     async def delete(self, name: str) -> None:
-        """Forget a consumer and its offsets.
+        """Delete a consumer and its offsets.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no consumer has that name.
         """
         consumer = self.get(name)
         del self.consumers[name]
-        for replica in consumer.replicas.values():
-            _end_stream(replica)
+        consumer.end_streams()
         log = self._logs.of(consumer.model)
         offsets = self._offsets[log].all_forgotten(name)
         await asyncio.wrap_future(log.put_all({**offsets, f"consumer/{name}": None}))
@@ -252,38 +246,34 @@ class ConsumerRegistry:
     def connect(
         self, consumer: Consumer, name: str, stream: asyncio.Event, instance: str = "", by: str = ""
     ) -> Replica:
-        """Note that a replica, of the identity `by`, has opened a stream, which replaces an older one of its name.
+        """Record that a replica with the identity `by` opened a stream, which replaces an older one of its name.
 
         Raises:
-            InvalidInput: a name that cannot be one, or an instance that is too long.
-            ServiceUnavailable: one of that name, of another identity, is connected.
+            InvalidInput: an invalid name, or an instance that is too long.
+            ServiceUnavailable: a replica of that name with another identity is connected.
             LimitReached: the consumer would have too many replicas.
         """
         if len(instance) > _LONGEST_INSTANCE:
-            raise InvalidInput(f"instance: expected at most {_LONGEST_INSTANCE} characters")
+            raise InvalidInput(f"instance: use at most {_LONGEST_INSTANCE} characters")
         replica = consumer.replicas.get(check_name("replica", name)) or Replica(name)
         if replica.stream and replica.by != by:
-            text = f"replica {name!r} of consumer {consumer.name!r} is connected as another identity"
-            raise ServiceUnavailable(f"{text}: give this one another name, or wait until that has gone")
+            text = f"replica {name!r} of consumer {consumer.name!r} is connected with another identity"
+            raise ServiceUnavailable(f"{text}: use another name, or wait until it disconnects")
         if name not in consumer.replicas:
             self._limits.check("replicas_per_consumer", len(consumer.replicas) + 1)
-        self._note_taken_over(consumer, replica, instance, by)
+        other_process = replica.stream and replica.instance != instance
+        if other_process or replica.by not in (None, by):
+            owner = replica.by or "a client without a token or certificate"
+            text = f"it belonged to {owner}" + (", which is still connected" if replica.stream else "")
+            self._events.emit(EventKind.REPLICA_TAKEN_OVER, text, consumer=consumer.name, replica=name)
         consumer.replicas[name] = replica
-        _end_stream(replica)
+        replica.end_stream()
         replica.stream = stream
         replica.instance = instance
         replica.since_ns = steady_ns()
         replica.by = by
         consumer.signal.wake()
         return replica
-
-    def _note_taken_over(self, consumer: Consumer, replica: Replica, instance: str, by: str) -> None:
-        """Tell that a replica becomes another identity's, or that of another process while it is connected."""
-        other_process = replica.stream and replica.instance != instance
-        if other_process or replica.by not in (None, by):
-            owner = replica.by or "a client without a token or certificate"
-            text = f"it belonged to {owner}" + (", which is still connected" if replica.stream else "")
-            self._events.emit(EventKind.REPLICA_TAKEN_OVER, text, consumer=consumer.name, replica=replica.name)
 
     def disconnect(
         self,
@@ -295,17 +285,17 @@ class ConsumerRegistry:
         forget: bool = False,
         expected: bool = False,
     ) -> None:
-        """Note that a stream of a replica has ended, and why; `forget` one that will not come back. So is one that
-        has never held anything, for nobody is to leave names behind; unless the service has ended the stream, and
-        it is `expected` back; and one that is a guest, however it has ended.
+        """Record that a stream of a replica ended, and why. Forget the replica if it will not return (`forget`),
+        if it is a guest, or if it never had a version and is not `expected` to return after the service ended
+        the stream. Otherwise clients could fill the consumer with unused names.
         """
         if replica.stream is not stream:
             return
         replica.stream = None
         replica.since_ns = steady_ns()
         replica.left = why
-        nobody = not (replica.has_held or expected)
-        if (forget or nobody or replica.guest) and self.consumers.get(consumer.name) is consumer:
+        unused = not (replica.has_held or expected)
+        if (forget or unused or replica.guest) and self.consumers.get(consumer.name) is consumer:
             self._forget(consumer, replica.name)
 
     async def forget(self, name: str, replica: str) -> None:
@@ -317,8 +307,8 @@ class ConsumerRegistry:
         """
         consumer = self.get(name)
         if replica not in consumer.replicas:
-            known = f"; replicas: {listed(consumer.replicas) or 'none'}"
-            raise NotFound(f"no replica {replica!r} of consumer {name!r}", detail=known)
+            names = f"; replicas: {listed(consumer.replicas) or 'none'}"
+            raise NotFound(f"no replica {replica!r} of consumer {name!r}", detail=names)
         if consumer.replicas[replica].stream:
             raise Contradiction(f"replica {replica!r} of consumer {name!r} is connected: stop it first")
         self._remove(consumer, replica)
@@ -326,53 +316,53 @@ class ConsumerRegistry:
         await asyncio.wrap_future(log.put_all(self._offsets[log].forgotten(name, replica)))
 
     def leave(self, name: str, replica: str, instance: str, by: str = "") -> None:
-        """Forget a replica that says goodbye without a stream, unless another one of its name has come.
+        """Forget a replica that says goodbye without a stream, unless another one of its name connected since.
 
         Raises:
-            NotPermitted: it is not that of the identity `by`.
+            NotPermitted: it belongs to another identity than `by`.
         """
         consumer = self.consumers.get(name)
-        found = consumer.replicas.get(replica) if consumer else None
-        if found and found.by not in (None, by):
-            raise NotPermitted(f"replica {replica!r} of consumer {name!r} is another identity's")
-        decision = may_leave(found, instance)
-        if consumer and found and decision.yes:
-            if found.stream is None:  # Else that will tell.
+        present = consumer.replicas.get(replica) if consumer else None
+        if present and present.by not in (None, by):
+            raise NotPermitted(f"replica {replica!r} of consumer {name!r} belongs to another identity")
+        decision = may_leave(present, instance)
+        if consumer and present and decision.yes:
+            if present.stream is None:  # Otherwise the end of its stream reports it.
                 self._events.emit(EventKind.REPLICA_FORGOTTEN, decision.reason, consumer=name, replica=replica)
-            _end_stream(found)
-            found.stream = None  # What it still has to say counts no more.
+            present.end_stream()
+            present.stream = None  # Its later messages do not count.
             self._forget(consumer, replica)
 
     def acknowledge(self, consumer: Consumer, replica: Replica, applied: Position) -> None:
-        """Move a replica's offset, without waiting for the disk: delivery is at least once anyway."""
+        """Move a replica's offset without waiting for the disk, since delivery is at least once anyway."""
         moved = replica.applied != applied
-        if moved or applied.seal:  # Else one is known that the history no longer has.
+        if moved or applied.seal:  # Otherwise its position is no longer in the history.
             replica.applied = applied
             replica.has_held |= applied.number > 0
         replica.acked_unix_ns, replica.acked_ns = time.time_ns(), steady_ns()
         if not moved:
-            return  # Idle replicas show now and then what they hold: no reason to write, or to wake anybody.
+            return  # Idle replicas repeat their position: there is nothing to write.
         consumer.signal.wake()
         if self.consumers.get(consumer.name) is not consumer or replica.guest:
-            return  # Deleted meanwhile, or nobody waits for it: nothing of it is to be written down.
+            return  # A deleted consumer or a guest has no records.
         self._offsets[self._logs.of(consumer.model)].note(consumer.name, replica)
 
     def write_offsets(self) -> None:
-        """Submit to the log what replicas have acknowledged: it is about to be closed."""
+        """Submit all offsets before the logs are closed."""
         for offsets in self._offsets.values():
             offsets.write_all()
 
     async def offsets_written(self, log: LogStore) -> None:
-        """Wait until a log has what replicas have acknowledged by now."""
+        """Wait until all present offsets of a log are written."""
         if offsets := self._offsets.get(log):
             await offsets.written()
 
     def forget_the_gone(self) -> None:
-        """Forget replicas that have been away for long, so that they no longer hold their consumer's offset."""
+        """Forget replicas that were away for longer than the retention."""
         for consumer in self.consumers.values():
             for name in forgettable(list(consumer.replicas.values()), steady_ns(), self._retention_ns):
                 self._forget(consumer, name)
-                text = f"it was away for more than {self._retention_ns / 1e9:.15g} seconds"
+                text = f"it was away for more than {self._retention_ns / 1e9:.15g} s"
                 self._events.emit(EventKind.REPLICA_FORGOTTEN, text, consumer=consumer.name, replica=name)
 
     def _forget(self, consumer: Consumer, name: str) -> None:
@@ -383,19 +373,14 @@ class ConsumerRegistry:
         del consumer.replicas[replica]
         consumer.signal.wake()
 
-    async def _write(self, consumer: Consumer, policy: Policy, pause: Pause | None) -> None:
-        await asyncio.wrap_future(self._put_consumer(consumer, policy, pause))
-
-    def _put_consumer(self, consumer: Consumer, policy: Policy, pause: Pause | None) -> Future[None]:
-        created = consumer.created_unix_ns
-        record = {"model": consumer.model, "created_unix_ns": created, "policy": policy.as_dict()}
-        record |= pause_record(pause)
-        return self._logs.of(consumer.model).put(f"consumer/{consumer.name}", pack_json(record))
+    def _write(self, consumer: Consumer, policy: Policy, pause: Pause | None) -> "asyncio.Future[None]":
+        record = pack_json(consumer_record(consumer, policy, pause))
+        return asyncio.wrap_future(self._logs.of(consumer.model).put(f"consumer/{consumer.name}", record))
 
 
 def offset_in(history: str, seal_of: Callable[[int], int], position: Position) -> int:
-    """The number of a position in `history`, where numbers have these seals (0 = not known); 0 if it is of another
-    history, or of another past.
+    """The number of a position in `history`; 0 if it belongs to another or a discarded history. `seal_of` returns
+    the seal of a number, 0 if it has none.
     """
     if position.history != history:
         return 0
@@ -404,15 +389,15 @@ def offset_in(history: str, seal_of: Callable[[int], int], position: Position) -
 
 
 def consumer_offset(replicas: Sequence[Replica], history: str, seal_of: Callable[[int], int]) -> int:
-    """What all of the fleet has: the lowest offset of its replicas, but for guests; 0 without replicas."""
+    """The lowest offset of the replicas, without guests; 0 without replicas."""
     fleet = [replica for replica in replicas if not replica.guest]
     return min((offset_in(history, seal_of, replica.applied) for replica in fleet), default=0)
 
 
 def forgettable(replicas: Sequence[Replica], now_ns: int, retention_ns: int) -> list[str]:
-    """Replicas that have been away for longer than the retention; the last one of a fleet is kept.
+    """Names of replicas that were away for longer than the retention. The last replica of a consumer is kept.
 
-    `now_ns` is by `steady_ns`: nobody is forgotten because a clock was set.
+    `now_ns` is by `steady_ns`, so that a change of the clock has no effect.
     """
     present = [replica for replica in replicas if replica.stream is not None and not replica.guest]
     away = [replica for replica in replicas if replica.stream is None]
@@ -423,16 +408,11 @@ def forgettable(replicas: Sequence[Replica], now_ns: int, retention_ns: int) -> 
 
 
 def may_leave(replica: Replica | None, instance: str) -> Decision:
-    """Whether a replica of a name is forgotten once an instance of it says goodbye without a stream."""
+    """Whether to forget a replica when one of its instances says goodbye without a stream."""
     if replica is None:
         return Decision(False, "there is no replica of that name")
     if instance and instance == replica.instance:
-        return Decision(True, "it has said goodbye")
+        return Decision(True, "it said goodbye")
     if instance and not replica.instance and not replica.stream and not replica.left:
-        return Decision(True, "it has said goodbye, and none of its name has come since the service started")
-    return Decision(False, "another replica of that name has come")
-
-
-def _end_stream(replica: Replica) -> None:
-    if replica.stream:
-        replica.stream.set()
+        return Decision(True, "it said goodbye, and no other of its name connected since the service started")
+    return Decision(False, "another replica of that name has connected")

@@ -1,4 +1,4 @@
-"""What rows, tables, positions, policies and errors are. NumPy only: no file, no socket, no thread.
+"""Rows, tables, positions, policies and their rules. NumPy only: no files, sockets or threads.
 
-Internal: `deltasync.client` exports what users need of it.
+Internal: `deltasync.client` exports the public parts.
 """

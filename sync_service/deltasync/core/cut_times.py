@@ -1,4 +1,4 @@
-"""How long each part of a cut's way takes, from the trainer's step to the replicas."""
+"""Durations of a cut's stages, from the trainer's step to the replicas."""
 
 import math
 from bisect import bisect_left, insort
@@ -20,13 +20,13 @@ _RECENT = 500
 
 
 class DeliveryDurations:
-    """How long the way from the model's tables to a consumer's replicas took, since the service started.
+    """Durations from the model's tables to a consumer's replicas, since the service started.
 
     Attributes:
-        release: seconds until a replica had been sent a version whole.
-        ack: from then until it said that it holds it.
-        freshness: from the end of the trainer's step until it said so; by two machines' clocks.
-        recent: the last ones of freshness, the shortest first.
+        release: seconds until a replica had been sent a complete version.
+        ack: seconds from then until its acknowledgement.
+        freshness: seconds from the end of the trainer's step until the acknowledgement, by two machines' clocks.
+        recent: the latest values of `freshness`, sorted.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class DeliveryDurations:
         self._in_turn = deque[float]()
 
     def note_freshness(self, seconds: float) -> None:
-        """Note one."""
+        """Add a freshness in seconds."""
         self.freshness.add(seconds)
         self._in_turn.append(seconds)
         insort(self.recent, seconds)
@@ -43,31 +43,31 @@ class DeliveryDurations:
             del self.recent[bisect_left(self.recent, self._in_turn.popleft())]
 
     def within(self, share: float) -> float | None:
-        """The seconds within which such a share of the last ones was fresh, at least; None if there are none."""
+        """The seconds within which this share of the recent versions arrived; None if there are none."""
         return self.recent[math.ceil(share * len(self.recent)) - 1] if self.recent else None
 
 
 @dataclass
 class DeliveryTime:
-    """That replicas of a consumer have a version: how many, and the seconds of the slowest of them."""
+    """The delivery of a version to a consumer: number of replicas, and the seconds of the slowest."""
 
     replicas: int = 0
     release: float = 0.0
     ack: float = 0.0
 
     def note(self, release: float, ack: float) -> None:
-        """Note one more."""
+        """Add one replica."""
         self.replicas += 1
         if release + ack >= self.release + self.ack:
             self.release, self.ack = release, ack
 
 
 class StopWatch:
-    """Takes the time of one part after another.
+    """Measures one stage after another.
 
     Attributes:
-        seconds: those of the parts that are over, by name.
-        lapped_ns: when the last of them was, by `steady_ns`.
+        seconds: durations of the finished stages, by name.
+        lapped_ns: when the last stage ended, by `steady_ns`.
     """
 
     def __init__(self, seconds: Mapping[str, float]) -> None:
@@ -75,15 +75,15 @@ class StopWatch:
         self.lapped_ns = steady_ns()
 
     def lap(self, name: str) -> None:
-        """End a part."""
+        """End a stage."""
         now = steady_ns()
         self.seconds[name] = (now - self.lapped_ns) / 1e9
         self.lapped_ns = now
 
 
 def way_to_service(gather_ns: int, arrived_ns: int) -> dict[str, float]:
-    """The parts before the service of a cut that has arrived so long after its step's end, as two machines' clocks
-    have it, of which one may be ahead.
+    """Split the time before a cut's arrival into stages. The arrival time since the step's end comes from two
+    machines' clocks, so it may be wrong or negative.
     """
     arrived_ns = max(0, arrived_ns)
     gather_ns = min(gather_ns, arrived_ns)
@@ -92,13 +92,13 @@ def way_to_service(gather_ns: int, arrived_ns: int) -> dict[str, float]:
 
 @dataclass
 class CutTimes:
-    """A sealed cut, and how many seconds each part of its way took.
+    """A sealed cut, and the seconds of each of its stages.
 
     Attributes:
         seal: its seal.
         durable_ns: when it became durable, by `steady_ns`.
-        seconds: of the parts that are over in the service, by name.
-        deliveries: what came of it, by consumer.
+        seconds: seconds of the finished stages in the service, by name.
+        deliveries: its deliveries, by consumer.
     """
 
     seal: Seal
@@ -107,20 +107,20 @@ class CutTimes:
     deliveries: dict[str, DeliveryTime] = field(default_factory=dict)
 
     def copy(self) -> "CutTimes":
-        """The cut as it is now, for another thread."""
+        """Return a copy for another thread."""
         return replace(self, seconds=dict(self.seconds), deliveries=dict(self.deliveries))
 
     @property
     def there_ns(self) -> int:
-        """When it could be sent, by `steady_ns`."""
+        """When it became ready to be sent, by `steady_ns`."""
         return self.durable_ns + int(self.seconds.get("apply", 0.0) * 1e9)
 
 
 class RecentCuts:
-    """The last cuts of a model. Used in the event loop; `durations` in any thread.
+    """The recent cuts of a model. Used in the event loop; any thread may use `durations`.
 
     Attributes:
-        durations: how long each part took, of all cuts since the service started, by its name.
+        durations: durations of each stage since the service started, by name.
     """
 
     def __init__(self) -> None:
@@ -128,17 +128,17 @@ class RecentCuts:
         self._cuts = deque[CutTimes](maxlen=KEPT_CUTS)
 
     def newest(self, count: int = KEPT_CUTS) -> list[CutTimes]:
-        """Some of the last ones, the newest first."""
+        """The last `count` cuts, newest first."""
         return list(islice(reversed(self._cuts), count))
 
     def add(self, cut: CutTimes) -> None:
-        """Have a cut that is durable."""
+        """Add a durable cut."""
         self._cuts.append(cut)
         for name, seconds in cut.seconds.items():
             self.durations[name].add(seconds)
 
     def note_applied(self, version: int) -> None:
-        """Note that the tables have a version."""
+        """Note that the tables have reached a version."""
         for cut in reversed(self._cuts):
             if cut.seal.version == version and "apply" not in cut.seconds:
                 cut.seconds["apply"] = (steady_ns() - cut.durable_ns) / 1e9
@@ -146,17 +146,17 @@ class RecentCuts:
                 return
 
     def deliver(self, consumer: str, before: int, upto: int, sent_ns: int, begun_ns: int = 0) -> float | None:
-        """Note that a replica of a consumer, which held version `before`, now holds version `upto`.
+        """Note that a replica of a consumer moved from version `before` to version `upto`.
 
         Args:
-            consumer: its name.
-            before: the version that it held; those up to this one do not count.
-            upto: the version that it holds.
-            sent_ns: when that was sent whole, by `steady_ns`.
-            begun_ns: when its stream began, likewise; versions that were durable before do not count.
+            consumer: the consumer's name.
+            before: the earlier version; cuts up to it do not count.
+            upto: the new version.
+            sent_ns: when it had been sent completely, by `steady_ns`.
+            begun_ns: when the replica's stream began, by `steady_ns`; cuts that were durable earlier do not count.
 
         Returns:
-            The seconds of release of the newest of them, as far as it is known.
+            The `release` seconds of the newest counted cut; None if there is none.
         """
         now, newest = steady_ns(), None
         for cut in reversed(self._cuts):

@@ -1,4 +1,4 @@
-"""In which form a table is sent to the replicas of a consumer."""
+"""The form in which replicas of a consumer get a table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from deltasync.core.value_types import Distances, Encoded, ValueType, compare_bi
 
 
 class Mode(Numbered):
-    """What is sent of a row: its values, or only that it has changed, and by how much."""
+    """What is sent of a row: its values, or only its id and the norm of its change."""
 
     EMBEDDINGS = "embeddings", 1
     IDS = "ids", 2
@@ -21,13 +21,13 @@ class Mode(Numbered):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldSpec(EncodedSpec):
-    """A table as replicas hold it whose rows are sent in another type than their own.
+    """A table as replicas hold it if its rows are sent in another type than their own.
 
-    Made for an inference TBE, rows are held as they are sent: `dim` is their width in bytes.
+    For an inference TBE, replicas hold rows as sent, and `dim` is their width in bytes.
 
     Attributes:
-        value_type: in which they are sent.
-        table_dim: values of a row.
+        value_type: the type in which the rows are sent.
+        table_dim: number of values in a row.
     """
 
     value_type: ValueType
@@ -35,18 +35,18 @@ class HeldSpec(EncodedSpec):
 
 
 def value_type_of(table: TableSpec) -> ValueType:
-    """The type in which the rows of an embedding table come to who holds it."""
+    """The type in which a holder of an embedding table receives its rows."""
     return table.value_type if isinstance(table, HeldSpec) else own_type(table)
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What replicas are sent of a table: its rows, or the norms of what has changed in them.
+    """The form in which replicas get a table: its rows, or the norms of their changes.
 
     Attributes:
         spec: the table.
-        value_type: in which rows are held and sent; None = bit by bit in the table's own type, as all are that are
-            no embedding table's.
+        value_type: type in which rows are kept and sent; None = bit by bit in the table's own type, for all
+            tables except embedding tables.
         mode: what is sent.
     """
 
@@ -56,11 +56,11 @@ class Delivery:
 
     @classmethod
     def unchanged(cls, spec: TableSpec) -> "Delivery":
-        """Rows in the table's own type."""
+        """Deliver rows in the table's own type."""
         return cls(spec, own_type(spec) if spec.kind.ranked else None, Mode.EMBEDDINGS)
 
     def check(self) -> None:
-        """Check that the table's rows can be sent so.
+        """Check that the table's rows can be sent in this form.
 
         Raises:
             InvalidInput: they cannot.
@@ -70,14 +70,14 @@ class Delivery:
 
     @property
     def encoded_spec(self) -> TableSpec:
-        """The shape and type in which its rows are held."""
+        """The shape and type in which the service keeps its rows."""
         if self.value_type:
             return self.value_type.encoded_spec(self.spec)
         return EncodedSpec(**vars(self.spec))
 
     @property
     def held_spec(self) -> TableSpec:
-        """The table as replicas hold it: its rows decoded, but for those made for an inference TBE."""
+        """The table as replicas hold it, with decoded rows, or encoded ones for an inference TBE."""
         if self.value_type is None or self.mode is Mode.IDS or self.value_type is own_type(self.spec):
             return self.spec
         held = self.encoded_spec if self.held_as_sent else self.spec
@@ -85,34 +85,34 @@ class Delivery:
 
     @property
     def wire_spec(self) -> TableSpec:
-        """The shape and type in which its rows travel."""
+        """The shape and type in which its rows are sent."""
         if self.mode is Mode.IDS:
             return TableSpec(self.spec.name, self.spec.rows, 1)
         return self.encoded_spec
 
     def encode(self, values: Values) -> Encoded:
-        """Rows ([n, D]) as they are held and sent: [n, width]."""
+        """Encode rows ([n, D]) for keeping and sending: [n, width]."""
         return self.value_type.encode(values) if self.value_type else values
 
     def decode(self, encoded: Encoded) -> Values:
-        """The rows ([n, D], of the table's type) that encoded ones ([n, width]) stand for."""
+        """Decode rows ([n, width]) to values of the table's type ([n, D])."""
         return self.value_type.decode(encoded, self.spec.dtype) if self.value_type else encoded
 
     def held(self, encoded: Encoded) -> Values:
-        """The rows ([n, dim of `held_spec`]) that replicas hold which are sent encoded ones ([n, width])."""
+        """The rows ([n, dim of `held_spec`]) that replicas hold after receiving encoded rows ([n, width])."""
         return encoded if self.held_as_sent else self.decode(encoded)
 
     def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
-        """How far rows of a table are from what replicas hold of it.
+        """Compare rows of a table with those that replicas hold.
 
         Args:
             rows: [N, D] rows of the table.
-            held: [M, width] rows as they are held and sent.
-            ids: [n] which rows of both to compare.
+            held: [M, width] encoded rows of replicas.
+            ids: [n] the rows of both to compare.
 
         Returns:
-            The L2 norms ([n] float64, never infinite) of the rows less what those held stand for, 0 where rows are
-            not trained; and which rows ([n] bool) would be encoded as other bits than those held.
+            L2 norms ([n] float64, never infinite) of the rows minus the decoded rows of replicas, 0 for rows that
+            are not trained; and whether each row ([n] bool) would be encoded with other bits than replicas have.
         """
         if self.value_type:
             return self.value_type.compare(rows, held, ids)
@@ -121,29 +121,29 @@ class Delivery:
         return np.zeros(len(ids)), compare_bits(rows, held, ids)
 
     def held_digests(self, encoded: Encoded) -> RowDigests:
-        """The digests [n] of the rows that replicas hold which are sent encoded ones ([n, width])."""
+        """The digests [n] of the rows that replicas hold after receiving encoded rows ([n, width])."""
         if self.value_type is None or self.held_as_encoded:
             return row_digests(encoded)
         return self.value_type.decoded_digests(encoded, self.spec.dtype)
 
     @property
     def bitwise(self) -> bool:
-        """Whether rows are encoded as the bits that they are in the table."""
+        """Whether encoded rows have the bits of the table's rows."""
         return self.value_type is None or self.value_type.dtype == self.spec.dtype
 
     @property
     def held_as_encoded(self) -> bool:
-        """Whether replicas hold the bits that rows are encoded as."""
+        """Whether replicas hold the bits of encoded rows."""
         return self.bitwise or self.held_as_sent
 
     @property
     def held_as_sent(self) -> bool:
-        """Whether replicas hold rows as they are sent, in another type than the table's."""
+        """Whether replicas hold rows as sent, in another type than the table's."""
         return bool(self.value_type and self.value_type.tbe_bits)
 
 
 def spec_record(spec: TableSpec) -> dict[str, Any]:
-    """The record of what a table is."""
+    """The record of a table's spec."""
     return {
         "name": spec.name,
         "rows": spec.rows,
@@ -157,7 +157,7 @@ def spec_record(spec: TableSpec) -> dict[str, Any]:
 
 
 def spec_of_record(record: Mapping[str, Any]) -> TableSpec:
-    """What the table is that a record describes."""
+    """The table spec in a record."""
     kind = TableKind(record["kind"])
     dtype = np.dtype(record["dtype"])
     sizes, aliases = record["sizes"], tuple(record["aliases"])
@@ -174,7 +174,7 @@ def spec_of_record(record: Mapping[str, Any]) -> TableSpec:
 
 
 def delivery_of_record(record: Mapping[str, Any], spec: TableSpec) -> Delivery:
-    """What was written down that replicas are sent of a table, which is `spec`, or was before it has grown."""
+    """The delivery in a record, for table `spec`, which may have grown since."""
     spec = replace(spec, rows=record["rows"])
     value_type = ValueType(record["value_type"]) if record["value_type"] else None
     return Delivery(spec, value_type, Mode(record["mode"]))

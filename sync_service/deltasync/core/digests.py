@@ -1,16 +1,16 @@
-"""Digests of rows, made where rows come from, and checksums of tables: what shows that two hold the same bits.
+"""Digests of rows and checksums of tables, which show that two sides have the same bits.
 
     digest of a row         sum over its words j of  c(j) * word(j)                        modulo 2**64
     checksum of a table     sum over its rows i of   mix(digest(i) + mix(i))               modulo 2**64
 
-A word is a number's bits, without a sign; a number of 64 bits is two words, the lower half first. c(j) is odd,
-made of j by mix, which is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+A word is a number's bits without sign; a number of 64 bits is two words, the lower half first. c(j) is odd and
+made from j by mix, the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
 generators", 2014). A digest is multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast",
-2014): it is the sum of the digests of blocks of columns, and different rows have the same one with a chance of
-about 2**-32. A row whose digest is 0 adds nothing: a table that was never written has the checksum 0.
+2014). It is the sum of the digests of blocks of columns, and different rows share one with a probability of about
+2**-32. A row with digest 0 adds nothing, so a table that was never written has checksum 0.
 
-The order in which rows came does not matter to a sum, and of a row that is overwritten no more is needed than the
-digest it had. Where only some of its columns are overwritten, what these words added to the digest is taken out.
+The order of rows does not matter to a sum, and overwriting a row needs only its earlier digest. Overwriting some
+of its columns subtracts the share of their old words from the digest.
 """
 
 from functools import lru_cache
@@ -24,11 +24,11 @@ from deltasync.kernels import digests as digest_kernels
 RowDigests: TypeAlias = NDArray[np.uint64]
 Squares: TypeAlias = NDArray[np.float32]
 
-_HALVES = 2  # Words of a number of 64 bits.
+_HALVES = 2  # Words in a number of 64 bits.
 
 
 def words_of(rows: NDArray[Any]) -> NDArray[Any]:
-    """The words [n, w] of rows [n, D]: a view where these have no gaps."""
+    """The words [n, w] of rows [n, D], as a view if the rows are contiguous."""
     rows = np.ascontiguousarray(rows)
     return rows.view(f"<u{min(rows.itemsize, 4)}")
 
@@ -39,7 +39,7 @@ def first_word(column: int, dtype: np.dtype[Any]) -> int:
 
 
 def row_digests(rows: NDArray[Any], col_offset: int = 0) -> RowDigests:
-    """The digests [n] of rows [n, cols], which are the columns from `col_offset` on."""
+    """The digests [n] of rows [n, cols], which start at column `col_offset`."""
     words = words_of(rows)
     digests = np.empty(len(rows), np.uint64)
     digest_kernels.digest_rows(words, weights(first_word(col_offset, rows.dtype), words.shape[1]), digests)
@@ -47,17 +47,17 @@ def row_digests(rows: NDArray[Any], col_offset: int = 0) -> RowDigests:
 
 
 def checksum(ids: NDArray[np.int64], digests: RowDigests) -> int:
-    """What the rows `ids` [n] with these digests [n] add to the checksum of their table."""
+    """The share of rows `ids` [n] with these digests [n] in the checksum of their table."""
     return int(digest_kernels.checksum(ids, digests))
 
 
 def checksum_of(ids: NDArray[np.int64], rows: NDArray[Any]) -> int:
-    """What the rows `ids` [n], which are `rows` [n, D], add to the checksum of their table."""
+    """The share of rows `ids` [n] with values `rows` [n, D] in the checksum of their table."""
     return checksum(ids, row_digests(rows))
 
 
 def squared_norms(rows: NDArray[Any]) -> Squares:
-    """The squared L2 norms [n] of rows [n, D] of floats, none larger than fp32 can hold."""
+    """The squared L2 norms [n] of rows [n, D] of floats, at most the largest fp32."""
     wide: NDArray[Any] = np.ascontiguousarray(rows, np.float64 if rows.itemsize == 8 else np.float32)
     squares = np.empty(len(rows), np.float32)
     digest_kernels.squared_norms(wide, squares)
@@ -70,9 +70,9 @@ def sum_of_squares(rows: NDArray[Any]) -> float:
     return float(digest_kernels.sum_of_squares(wide))
 
 
-@lru_cache(256)  # Shards of a few widths come with every cut.
+@lru_cache(256)  # Every cut has shards of the same few widths.
 def weights(first: int, words: int) -> RowDigests:
-    """The factors [words] of the words from number `first` on."""
+    """The factors [words] of the words from number `first`."""
     numbers = np.arange(first, first + words, dtype=np.uint64) + np.uint64(1 << 60)
     factors = np.empty(words, np.uint64)
     digest_kernels.mix(numbers, factors)

@@ -14,18 +14,18 @@ from deltasync.core.value_types import ValueType, sent_as
 
 T = TypeVar("T")
 
-# What the wire can carry, and what fits the clock.
+# The largest integer on the wire, and the longest time that still fits the clock.
 _MOST_BYTES = 2**63 - 1
 _MOST_SECONDS = 1e9
 
 
 class Kind(ABC):
-    """The values that a field takes.
+    """The values that a field accepts.
 
     Attributes:
-        expected: which they are, in words.
+        expected: the rule for the values, for error messages.
         schema: the same as JSON Schema.
-        metavar: what the command line's help calls a value; None = as click calls its type.
+        metavar: the placeholder for a value in `--help`; None = click's own.
     """
 
     def __init__(self, expected: str, schema: dict[str, Any], metavar: str | None = None) -> None:
@@ -35,10 +35,10 @@ class Kind(ABC):
 
     @abstractmethod
     def read(self, name: str, value: Any) -> Any:
-        """The value of the field `name` that a program, JSON or TOML says.
+        """Check a value of the field `name` from a program, JSON or TOML, and convert it.
 
         Raises:
-            InvalidInput: the field does not take it.
+            InvalidInput: the field does not accept it.
         """
 
     def _refuse(self, name: str, value: Any) -> InvalidInput:
@@ -46,7 +46,7 @@ class Kind(ABC):
 
 
 class Patterns(Kind):
-    """Patterns of names, at least one."""
+    """One or more patterns of names."""
 
     def __init__(self) -> None:
         schema = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
@@ -93,7 +93,7 @@ class Flag(Kind):
 
 
 class Seconds(Kind):
-    """A time: 0 or more where `zero`, else above 0; or at least `least`."""
+    """A time above 0. With `zero` it may be 0; with `least` it must be at least that."""
 
     def __init__(self, *, zero: bool = False, least: float = 0.0) -> None:
         schema = {"type": "number", "maximum": _MOST_SECONDS}
@@ -111,7 +111,7 @@ class Seconds(Kind):
 
 
 class Amount(Kind):
-    """Of rows: a share of them, or a number. A float is a share, for 1.0 could mean one row or all rows."""
+    """A number of rows, or a share of them. A float must be a share: 1.0 could mean one row or all rows."""
 
     def __init__(self) -> None:
         expected = "a whole number of rows such as 10, without a point, or a share above 0 and below 1 such as 0.1"
@@ -149,11 +149,11 @@ class PolicyField:
     """A field of a policy.
 
     Attributes:
-        name: what it is called in programs, JSON and TOML.
-        default: what it is unless it is set. None = no limit, and is then taken, too.
-        kind: the values that it takes.
-        words: what it means, in Markdown.
-        flags: what it is called on the command line.
+        name: its name in programs, JSON and TOML.
+        default: its value unless it is set. None = no limit; the field then also accepts None.
+        kind: the values that it accepts.
+        words: its meaning, in Markdown.
+        flags: its names on the command line.
     """
 
     name: str
@@ -163,21 +163,21 @@ class PolicyField:
     flags: tuple[str, ...]
 
     def read(self, value: Any) -> Any:
-        """The value that a program, JSON or TOML says.
+        """Check a value from a program, JSON or TOML, and convert it.
 
         Raises:
-            InvalidInput: the field does not take it.
+            InvalidInput: the field does not accept it.
         """
         return None if value is None and self.default is None else self.kind.read(self.name, value)
 
 
 def declared(default: T, kind: Kind, words: str, *flags: str) -> T:
-    """A field of a dataclass that is a field of a policy; its flag is its name unless there are others."""
+    """Declare a dataclass field as a policy field. Without `flags`, its flag is its name."""
     return field(default=default, metadata={"kind": kind, "words": words, "flags": flags})
 
 
 def declared_in(policy: type) -> tuple[PolicyField, ...]:
-    """The fields that a dataclass declares."""
+    """The policy fields that a dataclass declares."""
     return tuple(
         PolicyField(
             name=each.name,
@@ -200,68 +200,68 @@ def _number(name: str, value: Any) -> float:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it can be sent: JSON also allows lone surrogates, which UTF-8 does not."""
+    """Whether UTF-8 can encode a string: JSON allows lone surrogates, UTF-8 does not."""
     return not any(0xD800 <= ord(each) <= 0xDFFF for each in value)
 
 
-# A row id, and a norm or one fp16 value.
+# The smallest row is its id and either a norm or one fp16 value.
 _SMALLEST_ROW_BYTES = ID_TYPE.itemsize + 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a consumer wants. The default is every changed row, in its own type, at once.
+    """Which rows a consumer's replicas get, and when. The default is every changed row, unchanged, at once.
 
-    A field is declared here, with what it takes and means: JSON, TOML, the options of commands and the table in
-    sync_service/README.md follow from that.
+    Each field is declared once, here, with its values and its meaning. JSON, TOML, the options of commands and
+    sync_service/docs/reference/policy.md are derived from the declaration.
 
     Raises:
-        InvalidInput: a field is out of bounds, or fields that cannot be met together.
+        InvalidInput: a field is out of bounds, or two fields contradict each other.
     """
 
     tables: tuple[str, ...] = declared(
-        ("*",), Patterns(), "Tables it follows, by patterns of their names: `*`, `?`, `[...]`."
+        ("*",), Patterns(), "Tables to send: patterns of their names, with `*`, `?` and `[...]`."
     )
     mode: Mode = declared(
         Mode.EMBEDDINGS,
         OneOf(Mode),
-        "What is sent of a row: its values, or, as `ids`, only that it has changed, and the norm of what has: for "
-        "a cache to invalidate, an audit, a monitor.",
+        "`embeddings` sends the values of a changed row. `ids` sends only its id and the norm of the change, for "
+        "example to invalidate a cache or to audit changes.",
     )
     top_k: float | None = declared(
         None,
         Amount(),
-        "Send at once only the rows that have changed most: a whole number is that many rows a release (10 is ten "
-        "rows), a number below 1 that share of the changed rows, rounded up (0.1 is a tenth). All unless given.",
+        "Send only the rows that have changed most; the others wait for a later release. A whole number means "
+        "rows per release, a number below 1 a share of the changed rows, rounded up. Default: all rows.",
     )
     top_k_per_table: bool = declared(
-        False, Flag(), "Count `top_k` in every table by itself, instead of in all together."
+        False, Flag(), "Apply `top_k` to each table separately instead of to all tables together."
     )
     max_age_seconds: float | None = declared(
         None,
         Seconds(),
-        "Send a row that is unsent for longer, however little it has changed. No limit unless given.",
+        "Send every changed row after this time at the latest, however little it has changed. Default: no limit.",
         "--max-age",
     )
     min_interval_seconds: float = declared(
-        0.0, Seconds(zero=True), "Time between two releases, at least.", "--min-interval"
+        0.0, Seconds(zero=True), "Shortest time between two releases.", "--min-interval"
     )
     max_bytes: int | None = declared(
-        None, Bytes(), "Ids and values of a release, at most, but at least one row. No limit unless given."
+        None, Bytes(), "Maximum size of a release's ids and values; one row always goes out. Default: no limit."
     )
     value_type: ValueType = declared(
         ValueType.FP32,
         OneOf(ValueType),
-        "What embedding rows are sent as; those that take no more bytes as they are, are sent so, unless it is "
-        "for a TBE.",
+        "Type in which embedding rows are sent. Rows that it would not make smaller keep their own type, except "
+        "with the types for FBGEMM's table-batched embeddings (`-tbe`), which always apply.",
         "--value-type",
         "--dtype",
     )
     ready_within_seconds: float | None = declared(
         None,
         Seconds(least=1.0),
-        "A replica is ready while what it holds was the newest no longer ago than this. Unless given, it stays "
-        "ready once it has held the newest.",
+        "A replica is ready while its rows were the newest at most this long ago. Default: a replica that has "
+        "caught up once stays ready.",
         "--ready-within",
     )
 
@@ -271,39 +271,40 @@ class Policy:
         if self.max_age_seconds is not None and self.max_age_seconds < self.min_interval_seconds:
             raise InvalidInput(
                 f"max_age_seconds {self.max_age_seconds:.15g} is shorter than min_interval_seconds "
-                f"{self.min_interval_seconds:.15g}: no row can go out sooner than the next release"
+                f"{self.min_interval_seconds:.15g}, but no row can go out before the next release: raise "
+                "max_age_seconds, or lower min_interval_seconds"
             )
-        self._check_bytes(self._rows * _SMALLEST_ROW_BYTES, f"{self._rows} rows of the least bytes there can be")
+        self._check_bytes(self._rows * _SMALLEST_ROW_BYTES, f"{self._rows} rows of the smallest possible size")
 
     @property
     def sends_everything(self) -> bool:
-        """Whether every row is sent at once and unchanged: replicas then read the model's own tables."""
+        """Whether every row is sent at once and unchanged. Replicas then read the model's own tables."""
         return replace(self, ready_within_seconds=None) == Policy()
 
     def follows(self, table: TableSpec) -> bool:
-        """Whether the consumer follows a table; with an embedding table, its map too."""
+        """Whether the policy's patterns match a table. A pattern for an embedding table also matches its map."""
         return any(_fits(pattern, table) for pattern in self.tables)
 
     def delivery_of(self, table: TableSpec) -> Delivery:
-        """What replicas are sent of a table."""
+        """The form in which replicas get a table's rows."""
         return replace(Delivery.unchanged(table), value_type=self._value_type_of(table), mode=self.mode)
 
     def row_bytes(self, table: TableSpec) -> int:
-        """Bytes that one of a table's rows takes in a release: id and values, or id and norm."""
+        """Size of one of a table's rows in a release, in bytes: id and values, or id and norm."""
         return self.delivery_of(table).wire_spec.row_bytes
 
     def check(self, tables: Sequence[TableSpec]) -> None:
-        """Check the policy against the tables there are.
+        """Check the policy against a model's tables.
 
         Raises:
-            InvalidInput: no table is followed, a table cannot be sent in the value type, or the byte budget is too
-                small for a row, or for `top_k` rows.
+            InvalidInput: no table matches, a table cannot be sent in the value type, or `max_bytes` is too small
+                for a row, or for `top_k` rows.
         """
         followed = [table for table in tables if self.follows(table)]
         if not followed:
             if tables:
                 names, patterns = ", ".join(table.name for table in tables), ", ".join(self.tables)
-                raise InvalidInput(f"tables {patterns}: no table of the model fits; its tables: {names}")
+                raise InvalidInput(f"tables {patterns}: no table of the model matches; its tables: {names}")
             return
         ranked = [table for table in followed if table.kind.ranked]
         for table in ranked:
@@ -318,10 +319,10 @@ class Policy:
         self._check_bytes(needed, f"the {self._rows - left} largest rows")
 
     def unranked(self, tables: Sequence[TableSpec]) -> list[str]:
-        """Tables that the policy names and can neither rank nor quantise, by name.
+        """Names of the tables that the policy asks to rank or quantise although it cannot.
 
-        A pattern that fits an embedding table does not name the parameters that it fits as well. Without `top_k`,
-        `max_bytes` and another `value_type` than fp32 there are none.
+        A pattern that matches an embedding table does not count for the parameters that it matches as well. A
+        policy without `top_k` and `max_bytes` and with `value_type` fp32 asks for neither.
         """
         if self.top_k is None and self.max_bytes is None and self.value_type is ValueType.FP32:
             return []
@@ -337,24 +338,24 @@ class Policy:
 
     @property
     def words(self) -> str:
-        """What of it differs from the default; empty if nothing does."""
+        """The fields that differ from the default, as text; empty if none does."""
         default = Policy().as_dict()
         return ", ".join(_word(key, value) for key, value in self.as_dict().items() if value != default[key])
 
     def as_dict(self) -> dict[str, Any]:
-        """The policy as JSON knows it; `from_dict` takes it back."""
+        """The policy as a JSON object; `from_dict` reads it."""
         return {each.name: _plain(getattr(self, each.name)) for each in FIELDS}
 
     @classmethod
     def from_dict(cls, described: Mapping[str, Any]) -> "Policy":
-        """The policy that JSON or TOML describes; what is left out is as in the default.
+        """Read a policy from JSON or TOML. Missing keys get their default.
 
         Raises:
-            InvalidInput: an unknown key, a value of another type, or one that is out of bounds.
+            InvalidInput: a key is unknown, or a value has another type or is out of bounds.
         """
-        known = {each.name for each in FIELDS}
-        if unknown := sorted(described.keys() - known):
-            raise InvalidInput(f"policy: unknown key {unknown[0]!r}; keys: {', '.join(sorted(known))}")
+        names = {each.name for each in FIELDS}
+        if unknown := sorted(described.keys() - names):
+            raise InvalidInput(f"policy: unknown key {unknown[0]!r}; keys: {', '.join(sorted(names))}")
         return cls(**described)
 
     def _value_type_of(self, table: TableSpec) -> ValueType | None:
@@ -362,7 +363,7 @@ class Policy:
 
     @property
     def _rows(self) -> int:
-        """Rows that a release must have room for."""
+        """Number of rows for which `max_bytes` must have room."""
         return self.top_k if isinstance(self.top_k, int) else 1
 
     def _check_bytes(self, needed: int, what: str) -> None:
@@ -379,7 +380,7 @@ def _fits(pattern: str, table: TableSpec) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A field's value, as JSON knows it."""
+    """A field's value in JSON."""
     if isinstance(value, Numbered):
         return value.value
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Points of a history, whether a replica can go on from one, and ids of the runs that make history."""
+"""Positions in a history, whether a replica can continue from one, and ids of runs."""
 
 import re
 import uuid
@@ -9,10 +9,10 @@ from deltasync.base.decision import Decision
 
 @dataclass(frozen=True)
 class Position:
-    """A point of one history: of a model's a version, of a view's a release; 0 means "holds nothing".
+    """A position in one history: a version of a model, or a release of a view; 0 means "holds nothing".
 
-    `seal` is the checksum of its seal (`Seal.checksum`), or 0 where it is not known: whoever goes on from a
-    position looks at it (`resume`), while two that name one point are equal, though only one of them may know it.
+    `seal` is the checksum of its seal (`Seal.checksum`), or 0 if unknown. `resume` compares it. Positions with
+    equal history and number are equal even if only one of them knows the seal.
     """
 
     history: str = ""
@@ -20,15 +20,15 @@ class Position:
     seal: int = field(default=0, compare=False)
 
     def is_sealed_as(self, other: "Position") -> bool:
-        """Whether both have the same number and the same seal, which is known: so they have the same past."""
+        """Whether both have the same number and the same known seal, and thus the same past."""
         return self.seal != 0 and (self.number, self.seal) == (other.number, other.seal)
 
 
 NOWHERE = Position()
 
-# A trainer begins another run when it is resharded or goes back to a checkpoint. The ids show that the runs are of
-# one trainer: one that was superseded cannot return under another run. Nobody chooses an id of this form by
-# chance.
+# A trainer begins another run when it is resharded or returns to a checkpoint. The ids show that these runs belong
+# together, so that a superseded trainer cannot return under another run. Nobody chooses an id of this form by
+# accident.
 _LATER_RUN = re.compile(r"([0-9a-f]{32})\+[1-9][0-9]*")
 
 
@@ -41,41 +41,41 @@ def resume(
     unit: str = "version",
     acknowledged: Position = NOWHERE,
 ) -> Decision:
-    """Whether a replica that holds `held` can go on from there; otherwise it needs everything.
+    """Decide whether a replica can continue from its position; otherwise it needs every row.
 
     Args:
-        held: what the replica says that it holds.
+        held: the position that the replica reports.
         history: the history of the feed.
         head: the newest number in it.
-        seal: the checksum of the seal that `held.number` has in it; 0 where that is not known.
-        unit: what numbers of this history count.
-        acknowledged: the replica's offset, which is of this past, as all that the log has.
+        seal: the checksum of the seal of `held.number` in it; 0 if unknown.
+        unit: the name of what its numbers count.
+        acknowledged: the replica's offset, which belongs to this past like everything in the log.
     """
     if held.number == 0:
         return Decision(False, "the replica holds nothing")
     text = f"the replica holds {unit} {held.number}"
-    if held.seal and held.seal == seal:  # The same past, whatever the history is called.
+    if held.seal and held.seal == seal:  # The past is the same, whatever the name of the history.
         return Decision(True, text)
-    # A log that went back has offsets that are beyond its head: nobody has their rows any more.
+    # After a log went back, offsets may be beyond its head, and their rows no longer exist.
     is_there = acknowledged.history == history and held.number <= head
     if seal == 0 and is_there and held.is_sealed_as(acknowledged):
         return Decision(True, text)
     if held.seal and seal and line_of(held.history) == line_of(history):
-        return Decision(False, f"{text}, of a past that this history does not have")
+        return Decision(False, f"{text}, which is not in the service's history")
     if held.history != history:
         return Decision(False, f"the replica holds history {held.history}, the service history {history}")
     if held.number > head:
-        return Decision(False, f"{text}, the newest one is only {head}")
+        return Decision(False, f"{text}, but the newest is {head}")
     if held.seal:
-        return Decision(False, f"{text}, and nothing shows any more that it is of this past")
+        return Decision(False, f"{text}, which is too old to compare with the service's history")
     return Decision(True, text)
 
 
 def is_discarded(held: Position, history: str, head: int, seal: int) -> bool:
-    """Whether a position is of a past that a history does not have: what was published after it, is not there.
+    """Whether a position belongs to a past that a history discarded, so that later rows may be missing.
 
-    The arguments are those of `resume`; a position of another line is none of this past. Where it is older than
-    the seals that are known, nobody can say: no.
+    The arguments are those of `resume`. A position of another line is always discarded. If the position is older
+    than the known seals, this cannot be decided, and the result is False.
     """
     if held.number == 0:
         return False
@@ -85,17 +85,17 @@ def is_discarded(held: Position, history: str, head: int, seal: int) -> bool:
 
 
 def line_of(history: str) -> str:
-    """What all epochs of a history have in common."""
+    """The part of a history's id that all its epochs share."""
     return history.partition(".")[0]
 
 
 def next_epoch(history: str) -> str:
-    """The id of the epoch that a history begins when it is restored: nobody has a position of it yet."""
+    """The id of a new epoch of a history after a restore. No replica has a position in it yet."""
     return f"{line_of(history)}.{uuid.uuid4().hex[:16]}"
 
 
 def reaches(held: Position, wanted: Position) -> bool:
-    """Whether a position is another one, or comes after it, as far as it can be known."""
+    """Whether a position equals another one or comes after it, as far as known."""
     if held.is_sealed_as(wanted):
         return True
     discarded = held.number == wanted.number and held.seal and wanted.seal
@@ -103,16 +103,16 @@ def reaches(held: Position, wanted: Position) -> bool:
 
 
 def later_run_id(first: str, number: int) -> str:
-    """The id of a trainer's later run, made from the id of its first one (32 hexadecimal digits).
+    """The id of a later run of a trainer, from the id of its first run (32 hexadecimal digits).
 
     Args:
         first: the id of the first run.
-        number: how many runs the trainer began since.
+        number: number of runs that the trainer has begun since.
     """
     return f"{first}+{number}" if number else first
 
 
 def first_run_id(run: str) -> str:
-    """The id of the first run of the trainer whose run has this id."""
-    found = _LATER_RUN.fullmatch(run)
-    return found[1] if found else run
+    """The id of the first run of a trainer, from the id of any of its runs."""
+    match = _LATER_RUN.fullmatch(run)
+    return match[1] if match else run

@@ -1,4 +1,4 @@
-"""The row batch: the one type in which rows move, and the rules that every sender of some has to keep."""
+"""Batches of rows, the type in which rows move everywhere, and the rules for senders."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from deltasync.core.digests import RowDigests, row_digests
 from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard, TableSpec
 from deltasync.kernels import dirty_rows
 
-# Rows are taken in blocks whose scratch memory fits the processor's cache.
+# Rows are processed in blocks whose scratch memory fits the processor's cache.
 BLOCK_ROWS = 4096
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -23,36 +23,36 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 
 def row_ids(table: TableSpec, ids: ArrayLike) -> Ids:
-    """Row ids ([n], of any integer type) of a table as int64.
+    """Convert row ids ([n], of any integer type) of a table to int64.
 
     Raises:
-        InvalidInput: they are of another type or shape, or larger than any int64.
+        InvalidInput: they have another type or shape, or exceed int64.
     """
-    found = np.asarray(ids)
-    if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
-        text = f"ids of type {found.dtype} and shape {list(found.shape)}, expected integers [n]"
+    array = np.asarray(ids)
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+        text = f"ids of type {array.dtype} and shape {list(array.shape)}, expected integers [n]"
         raise InvalidInput(f"table {table.name!r}: {text}")
-    if found.dtype == np.uint64 and len(found) and found.max() > np.iinfo(np.int64).max:
-        raise InvalidInput(f"table {table.name!r}: id {found.max()}, expected at most {np.iinfo(np.int64).max}")
-    return found.astype(ID_TYPE, copy=False)
+    if array.dtype == np.uint64 and len(array) and array.max() > np.iinfo(np.int64).max:
+        raise InvalidInput(f"table {table.name!r}: id {array.max()}, expected at most {np.iinfo(np.int64).max}")
+    return array.astype(ID_TYPE, copy=False)
 
 
 @dataclass(frozen=True, eq=False)
 class RowBatch:
-    """Some rows of a shard, from the trainer's tracker to a replica's target, on the wire and in the log.
+    """Rows of a shard, from the trainer's tracker to a replica's target, on the wire and in the log.
 
-    Its arrays may be read-only views of a message or of a record.
+    Its arrays may be read-only views of a message or record.
 
     Attributes:
-        shard: the shard; all of a table, where rows are not published but released.
+        shard: the shard; the whole table for releases.
         ids: [n] int64, global row ids, strictly ascending.
-        values: [n, columns of the shard], of the table's type; [n, 0] where a consumer's mode is `ids`.
-        norms: [n] fp32, L2 norms of what has changed in the rows; None where nobody has asked for them.
-        digests: [n] uint64, the digests of the rows, see `core.digests`; None where they were not made. Of the
-            shard's columns, or, of rows that are encoded, of these as replicas hold them.
-        deleted: the rows are no more. Their values are zeros, as of rows that never were, and are not sent.
-        encoded: the `Rows` message that has just these rows, of which the arrays are views: it goes to the log and
-            to replicas as it came. None where there is none yet.
+        values: [n, columns of the shard], of the table's type; [n, 0] for consumers with mode `ids`.
+        norms: [n] fp32, L2 norms of the changes of the rows; None if they were not requested.
+        digests: [n] uint64, digests of the rows, see `core.digests`; None if they were not made. They cover the
+            shard's columns; for encoded rows, the rows as replicas hold them.
+        deleted: whether the rows are deleted. Their values are zeros, like rows that never changed, and not sent.
+        encoded: the `Rows` message with exactly these rows, to which the arrays refer. It goes to the log and to
+            replicas unchanged. None if there is none yet.
     """
 
     shard: Shard
@@ -65,10 +65,10 @@ class RowBatch:
 
     @classmethod
     def deletes(cls, shard: Shard, ids: ArrayLike) -> "RowBatch":
-        """Rows of a shard that are no more. Their zeros take no memory.
+        """Make deletes for rows of a shard. Their zeros take no memory.
 
         Raises:
-            InvalidInput: the ids are no integers, see `row_ids`.
+            InvalidInput: the ids are not integers, see `row_ids`.
         """
         ids = row_ids(shard.table, ids)
         zeros = np.broadcast_to(np.zeros((), shard.table.dtype), (len(ids), shard.cols))
@@ -76,50 +76,55 @@ class RowBatch:
 
     @classmethod
     def of_table(cls, table: TableSpec, ids: ArrayLike, values: Values, norms: Norms | None = None) -> "RowBatch":
-        """Whole rows of a table.
+        """Make a batch of whole rows of a table.
 
         Raises:
-            InvalidInput: the ids are no integers, see `row_ids`.
+            InvalidInput: the ids are not integers, see `row_ids`.
         """
         return cls(Shard.whole(table), row_ids(table, ids), values, norms)
 
     @property
     def table(self) -> TableSpec:
-        """The table."""
+        """The table of the shard."""
         return self.shard.table
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ids and values, as they are sent."""
+        """Size of ids and values as sent, in bytes."""
         return self.ids.nbytes + (0 if self.deleted else self.values.nbytes)
+
+    @property
+    def message_bytes(self) -> int:
+        """Size of ids, digests and values in a message and in memory, in bytes."""
+        return self.nbytes + (0 if self.digests is None else self.digests.nbytes)
 
     def __len__(self) -> int:
         """The number of rows."""
         return len(self.ids)
 
     def __getitem__(self, rows: slice) -> "RowBatch":
-        """Some of the rows, as views."""
+        """A slice of the rows, as views."""
         norms = None if self.norms is None else self.norms[rows]
         digests = None if self.digests is None else self.digests[rows]
         return RowBatch(self.shard, self.ids[rows], self.values[rows], norms, self.deleted, digests)
 
     def among(self, ids: ArrayLike) -> "RowBatch":
-        """Those of the rows that are among these [n], without norms and digests."""
+        """The rows whose ids are in `ids`, without norms and digests."""
         where = np.flatnonzero(np.isin(self.ids, ids))
         return RowBatch(self.shard, self.ids[where], self.values[where], deleted=self.deleted)
 
     def with_values(self, table: TableSpec, values: Values, norms: Norms | None = None) -> "RowBatch":
-        """The same rows of a whole table in another form: encoded, or decoded."""
+        """The same rows of a whole table with encoded or decoded values."""
         return replace(self, shard=Shard.whole(table), values=values, norms=norms, digests=None, encoded=None)
 
     def digested(self) -> "RowBatch":
-        """The same rows, with their digests; those of deleted rows are 0, and not made."""
+        """The same rows with their digests. Deletes need none, because their digests are 0."""
         if self.deleted or self.digests is not None:
             return self
         return replace(self, digests=row_digests(self.values, self.shard.col_offset), encoded=None)
 
     def blocks(self, rows: int) -> Iterator["RowBatch"]:
-        """All rows in order, so many at a time, as views."""
+        """Split the rows in order into views of at most `rows` rows."""
         if 0 < len(self.ids) <= rows:
             return iter((self,))
         return (self[start : start + rows] for start in range(0, len(self), rows))
@@ -135,11 +140,10 @@ class RowBatch:
         deleted: bool = False,
         raw_digests: bytes | memoryview = b"",
     ) -> "RowBatch":
-        """The rows of shard number `slot` that some bytes hold, as views of them; of those deleted, ids alone.
-        Digests may be missing.
+        """Make a batch for shard number `slot` as views of bytes. Deletes have ids only; digests are optional.
 
         Raises:
-            InvalidInput: no such shard, or lengths that do not fit it.
+            InvalidInput: there is no such shard, or a length does not fit it.
         """
         if slot >= len(shards):
             raise InvalidInput(f"rows for slot {slot}, but only {len(shards)} were announced")
@@ -168,11 +172,11 @@ class RowBatch:
         return cls(shard, np.frombuffer(raw_ids, ID_TYPE), values, digests=digests)
 
     def check(self) -> None:
-        """Check rows against the rules that every sender has to keep.
+        """Check the rules for senders.
 
         Raises:
-            InvalidInput: no rows, ids outside the shard or not strictly ascending, NaN or infinity, or a delete of
-                what is no embedding.
+            InvalidInput: there are no rows, ids are outside the shard or not strictly ascending, a value is NaN or
+                infinite, or rows of another kind than embeddings are deleted.
         """
         shard, ids = self.shard, self.ids
         name, first, last = shard.table.name, shard.row_offset, shard.row_offset + shard.rows
@@ -191,18 +195,18 @@ class RowBatch:
             self._check_finite()
 
     def check_digests(self) -> None:
-        """Check that rows are those of which their digests were made.
+        """Check that the rows match their digests.
 
         Raises:
-            Damaged: one is not.
+            Damaged: a row does not.
         """
         if self.digests is None or self.deleted:
             return
         wrong = np.flatnonzero(row_digests(self.values, self.shard.col_offset) != self.digests)
         if len(wrong):
             raise Damaged(
-                f"table {self.shard.table.name!r}: {len(wrong)} of {len(self)} rows do not fit their digests, the "
-                f"first of them row id {int(self.ids[wrong[0]])}: bits have changed since these were made"
+                f"table {self.shard.table.name!r}: {len(wrong)} of {len(self)} rows do not match their digests, "
+                f"first row id {int(self.ids[wrong[0]])}: bits have changed since the digests were made"
             )
 
     def _check_finite(self) -> None:
@@ -212,7 +216,7 @@ class RowBatch:
             where = f"row {int(self.ids[row])} holds {self.values[row, column]} in column"
             raise InvalidInput(
                 f"table {self.shard.table.name!r}: {where} {self.shard.col_offset + column}; "
-                "NaN and infinity are not published"
+                "NaN and infinity cannot be published"
             )
 
 
@@ -220,22 +224,22 @@ T = TypeVar("T", bound=np.generic)
 
 
 def distinct(numbers: NDArray[T]) -> NDArray[T]:
-    """The set of some whole numbers ([n], in any order)."""
-    ordered = np.sort(numbers, kind="stable")  # Which merges what is sorted in parts.
+    """Sort integers ([n]) and drop duplicates."""
+    ordered = np.sort(numbers, kind="stable")  # This sort merges sorted parts.
     first = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
     return ordered[first]
 
 
 def members(ids: Ids, others: Ids) -> Mask:
-    """Which of the `ids` [n] are among the others [m]."""
-    found = np.empty(len(ids), np.bool_)
-    dirty_rows.members(ids, others, found)
-    return found
+    """Whether each of `ids` [n] is in `others` [m]; both are sorted."""
+    mask = np.empty(len(ids), np.bool_)
+    dirty_rows.members(ids, others, mask)
+    return mask
 
 
 def contiguous(ids: Ids) -> slice | None:
-    """The slice that strictly ascending `ids` cover, if they leave no gap."""
+    """The slice that strictly ascending `ids` cover; None if they have gaps."""
     if len(ids) and int(ids[-1]) - int(ids[0]) + 1 == len(ids):
         return slice(int(ids[0]), int(ids[-1]) + 1)
     return None
@@ -243,10 +247,10 @@ def contiguous(ids: Ids) -> slice | None:
 
 @dataclass(frozen=True, eq=False)
 class DeleteRequest:
-    """Rows to be deleted by all ranks that have some of them, after the same step.
+    """A request that all ranks delete their part of some rows after the same step.
 
     Attributes:
-        number: nanoseconds since 1970 when it was asked for, made later than that of any other that is pending.
+        number: request time in nanoseconds since 1970, later than that of any other pending request.
         table: the table's name.
         ids: [n] int64, global row ids, strictly ascending.
     """
@@ -260,7 +264,7 @@ _NAMED_RANGES = 5
 
 
 class DamagedRows(Damaged):
-    """Rows of a table that do not fit their digests. No caller is given them.
+    """Rows of a table that do not match their digests. They are never sent.
 
     Attributes:
         table: the table's name.
@@ -268,13 +272,13 @@ class DamagedRows(Damaged):
     """
 
     def __init__(self, table: str, ids: Ids) -> None:
-        super().__init__(f"table {table!r}: other bits than were stored in {ranges(ids)}")
+        super().__init__(f"table {table!r}: bits have changed in {ranges(ids)}")
         self.table = table
         self.ids = ids
 
 
 def ranges(ids: Ids) -> str:
-    """Some row ids [n], strictly ascending, in words: `rows 3, 7 to 9`, or `row 3`."""
+    """Format strictly ascending row ids [n]: `rows 3, 7 to 9`, or `row 3`."""
     named = list(_ranges(ids))
     others = len(named) - _NAMED_RANGES
     words = ", ".join(

@@ -1,4 +1,4 @@
-"""The seal of a cut, which makes it a version of a history, and how long the parts of its way took."""
+"""The seal of a cut, which makes it a version of a history."""
 
 import hashlib
 from collections import deque
@@ -8,18 +8,19 @@ from itertools import takewhile
 from numbers import Integral
 from typing import Any
 
+from deltasync.base.clock import Moment, Succession
 from deltasync.base.errors import InvalidInput
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seal:
-    """What is known of a sealed cut. Times are nanoseconds since 1970.
+    """The metadata of a sealed cut. Times are nanoseconds since 1970.
 
-    `bytes` are those of ids and values, `log_bytes` those of the records the log holds of it. `resync` says that
-    its run does not continue the published history: it has every row. `whole` are the tables of a full cut: rows
-    that it does not name are deleted. `event_time_unix_ns` is the time of the newest event that the run had been
-    trained on; None if no rank has said one. `checksum` is of the seal and of the one before it, and so of all
-    that came before: two histories that part have different ones from there on.
+    `bytes` is the size of ids and values, `log_bytes` that of the cut's records in the log. `resync`: the run does
+    not continue the published history and has every row. `whole` lists the tables of a full cut, which deletes the
+    rows it does not contain. `event_time_unix_ns` is the time of the newest event on which the run was trained;
+    None if no rank reported one. `checksum` covers this seal and the previous checksum, so that histories which
+    diverge have different checksums from there on.
     """
 
     version: int
@@ -38,16 +39,23 @@ class Seal:
     checksum: int = 0
 
     def after(self, before: "Seal | None") -> "Seal":
-        """This seal with the checksum that it has after another one; None is before the first cut."""
+        """This seal with the checksum that follows another one; None for the first cut."""
         chained = before.checksum if before else 0
-        said = f"{chained} {self.version} {self.step} {self.run} {self.rows} {self.bytes} {self.sealed_unix_ns}"
-        return replace(self, checksum=_checksum(said))
+        text = f"{chained} {self.version} {self.step} {self.run} {self.rows} {self.bytes} {self.sealed_unix_ns}"
+        return replace(self, checksum=_checksum(text))
 
 
 class SealHistory(deque[Seal]):
-    """The seals of a model's last cuts, oldest first."""
+    """The seals of a model's last cuts, oldest first.
 
-    _frozen: tuple[Seal, ...] = ()
+    Attributes:
+        succession: when each version became the newest, since the service started.
+    """
+
+    def __init__(self, seals: Iterable[Seal] = (), maxlen: int | None = None) -> None:
+        super().__init__(seals, maxlen)
+        self.succession = Succession()
+        self._frozen: tuple[Seal, ...] = ()
 
     @property
     def newest(self) -> Seal | None:
@@ -60,14 +68,22 @@ class SealHistory(deque[Seal]):
         return self[-1].version if self else 0
 
     def frozen(self) -> tuple[Seal, ...]:
-        """All of them as they are now; the same tuple until the next one comes."""
+        """The present seals; the same tuple until the next seal."""
         if not self._frozen or self._frozen[-1] is not self.newest:
             self._frozen = tuple(self)
         return self._frozen
 
     def checksum_of(self, version: int) -> int:
-        """The checksum of a version's seal; 0 where it is not known."""
+        """The checksum of a version's seal; 0 if unknown."""
         return checksum_of(self, version)
+
+    def sealed_at(self, version: int) -> Moment:
+        """When a version was sealed, or the oldest known one if its seal is no longer kept."""
+        return Moment(seal_of(version, self).sealed_unix_ns, self.succession.since_ns(version))
+
+    def outdated(self, version: int) -> Moment | None:
+        """When the version after this one was sealed; None if there is none."""
+        return self.sealed_at(version + 1) if version < self.newest_version else None
 
     def after(self, version: int) -> list[Seal]:
         """The seals of later versions, oldest first."""
@@ -76,13 +92,13 @@ class SealHistory(deque[Seal]):
 
 
 def release_checksum(before: int | str, number: int, of: Seal, made_unix_ns: int) -> int:
-    """The checksum of a release's seal, which is chained as those of versions are.
+    """The checksum of a release's seal, chained like those of versions.
 
     Args:
-        before: that of the release before it; of the first one, the id of the history that it begins.
-        number: its number.
-        of: the seal of the version that it is made of.
-        made_unix_ns: when it was made: of two that one version has led to, one may be of a discarded past.
+        before: checksum of the previous release; for the first one, the id of its history.
+        number: the release's number.
+        of: the seal of its version.
+        made_unix_ns: when it was made, to distinguish releases of the same version in different histories.
     """
     return _checksum(f"{before} {number} {of.version} {of.checksum} {made_unix_ns}")
 
@@ -99,20 +115,20 @@ def seconds_since_sealed(version: int, seals: Sequence[Seal], now_unix_ns: int) 
 
 
 def seal_of(version: int, seals: Sequence[Seal]) -> Seal:
-    """The seal of a version, or the nearest one where that is no longer kept or not there yet."""
+    """The seal of a version, or the nearest known one."""
     return seals[min(max(0, version - seals[0].version), len(seals) - 1)]
 
 
 def checksum_of(seals: Sequence[Seal], version: int) -> int:
-    """The checksum of a version's seal; 0 where it is not known."""
-    known = seals and seals[0].version <= version <= seals[-1].version
-    return seal_of(version, seals).checksum if known else 0
+    """The checksum of a version's seal; 0 if unknown."""
+    has_seal = seals and seals[0].version <= version <= seals[-1].version
+    return seal_of(version, seals).checksum if has_seal else 0
 
 
 def event_time_of(version: int, seals: Sequence[Seal]) -> int | None:
-    """The time of the newest event that the model had been trained on at a version, nanoseconds since 1970.
+    """The time of the newest event on which a version was trained, nanoseconds since 1970.
 
-    None where it is not known: nobody has said it, or the version's seal is no longer kept.
+    None if unknown: no rank reported it, or the version's seal is no longer kept.
     """
     if not seals or not seals[0].version <= version <= seals[-1].version:
         return None
@@ -123,15 +139,15 @@ _LAST = 2**63 - 1
 
 
 def newest_event_time(times: Iterable[int | None]) -> int | None:
-    """The newest of some times, nanoseconds since 1970; None if none is known."""
+    """The newest of some times, nanoseconds since 1970; None if all are unknown."""
     return max((time for time in times if time is not None), default=None)
 
 
 def check_event_time(event_time_unix_ns: Any) -> None:
-    """See that the time of an event is one, or None.
+    """Check that the time of an event is valid or None.
 
     Raises:
-        InvalidInput: it is no whole number of nanoseconds since 1970.
+        InvalidInput: it is not a whole number of nanoseconds since 1970.
     """
     if event_time_unix_ns is None:
         return
@@ -143,5 +159,5 @@ def check_event_time(event_time_unix_ns: Any) -> None:
 
 
 def seconds_behind(event_time_unix_ns: int | None, now_unix_ns: int) -> float | None:
-    """For how many seconds an event is past; 0 if a clock that is ahead dates it in the future."""
+    """Seconds since an event; 0 if a fast clock dates it in the future."""
     return None if event_time_unix_ns is None else round(max(0, now_unix_ns - event_time_unix_ns) / 1e9, 3)

@@ -1,7 +1,7 @@
-"""Rows with a stamp on every row: the one idea every hop is built on.
+"""Tables with a stamp on every row, the idea on which everything is built.
 
-"What does X still lack?" is `rows whose stamp > X's version`, always answered with sorted unique ids
-and their current values. Of a row that was deleted, the stamp is the negative of the number.
+"What does X still lack?" is the rows with a stamp above X's version, always answered with sorted unique ids and
+their current values. A deleted row has the negative of the number as its stamp.
 """
 
 import math
@@ -23,15 +23,15 @@ from deltasync.kernels import rows as row_kernels
 
 Slots: TypeAlias = NDArray[np.int64]
 
-# Stamps are scanned in blocks so that a scan's scratch memory stays in the processor's cache.
+# Stamps are scanned in blocks whose scratch memory fits the processor's cache.
 _SCAN_ROWS = 1 << 20
-# Once a sum has shrunk to this share of what it was, rounding has eaten the rest of it.
+# Once a sum has shrunk to this share of its largest value, rounding errors dominate it.
 _EXACT_SHARE = 2.0**-30
-# No stamp is as large, which leaves room for sums and differences of two of them.
+# No stamp reaches this number, so that sums and differences of two stamps do not overflow.
 _IMPOSSIBLE = 1 << 62
-# For each row besides its values: its stamp and its digest.
+# Bytes of each row besides its values: stamp and digest.
 _ROW_BYTES = 16
-_FLAT: list[Literal["C"]] = ["C"]  # As kernels take arrays, which may begin at any byte.
+_FLAT: list[Literal["C"]] = ["C"]  # The layout for kernels. Arrays may begin at any byte.
 _NO_WEIGHTS, _NO_FLOATS = np.zeros(0, np.uint64), np.zeros((0, 0), np.float32)
 
 
@@ -41,27 +41,27 @@ def has_norm(spec: TableSpec) -> bool:
 
 
 def table_bytes(spec: TableSpec) -> int:
-    """Bytes of the arrays of a table."""
+    """Size of the arrays of a table in bytes."""
     return spec.rows * (spec.dim * spec.dtype.itemsize + _ROW_BYTES)
 
 
 class StampedTable:
-    """The rows of one table, the version at which each last changed, and the digest of each.
+    """The rows of one table, with the version at which each last changed, and the digest of each.
 
-    Used on the thread that changes it, except for `spec`, `counts` and where it is said.
+    Used on the thread that changes it, except for `spec`, `counts` and where stated otherwise.
 
     Attributes:
-        spec: what the table is.
-        rows: [N, D] values, in the table's dtype, by slot.
-        stamps: [N] int64, by slot; 0 = never changed, negative = deleted then.
-        digests: [N] uint64, by slot, of the rows as they were given or are held by replicas.
-        counts: of the stamps; any thread may read them.
+        spec: the table's definition.
+        rows: [N, D] values in the table's dtype, by slot.
+        stamps: [N] int64, by slot; 0 = never changed, negative = deleted at that number.
+        digests: [N] uint64, by slot, of the rows as they arrived, or as replicas hold them.
+        counts: counts of the stamps; any thread may read them.
         index: finds the slots of rows that are stamped after a number.
-        checksum: of all rows; see `core.digests`.
+        checksum: checksum of all rows; see `core.digests`.
         before_change: called with the ids of rows that are about to change, on the thread that changes them.
-        removed: its model has it no more.
-        held_as_stored: whether replicas hold the bits of a row as they are stored.
-        removed_before: the version, or release, up to which another table of its name was there; 0 = none was.
+        removed: whether its model has removed it.
+        held_as_stored: whether replicas hold the bits of a row as stored.
+        removed_before: the version or release up to which an earlier table of its name existed; 0 = none did.
     """
 
     removed = False
@@ -70,13 +70,13 @@ class StampedTable:
     def __init__(
         self, spec: TableSpec, memory: TableMemory = RAM, removed_before: int = 0, *, normed: bool | None = None
     ) -> None:
-        """A table of zeros that has never changed.
+        """Make a table of zeros that has never changed.
 
         Args:
-            spec: what the table is.
-            memory: where its arrays are.
+            spec: the table's definition.
+            memory: where to place its arrays.
             removed_before: see the attribute.
-            normed: whether it has a norm; None = as its spec says.
+            normed: whether it has a norm; None = decide by its spec.
 
         Raises:
             StorageFailed: there is no room.
@@ -100,7 +100,7 @@ class StampedTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Size of its arrays in bytes."""
         return table_bytes(self.spec)
 
     @property
@@ -113,7 +113,7 @@ class StampedTable:
     def apply(self, rows: RowBatch, number: int) -> None:
         """Overwrite rows, in the columns of their shard, and stamp them with `number`; or delete them.
 
-        Deleting some columns of a row deletes the row once nothing but zeros is left of it.
+        Deleting some columns of a row deletes the row once all its columns are zero.
         """
         for take in self.before_change:
             take(rows.ids)
@@ -126,20 +126,20 @@ class StampedTable:
             self._square_sum = self._sum_squares()
 
     def _apply_block(self, block: RowBatch, slots: Slots, number: int) -> None:
-        # What needs memory comes before: a block that fails is tried again, and must not be half done.
+        # Allocate memory first, because a block that fails is retried and must not be half done.
         column, values = block.shard.col_offset, np.require(block.values, None, _FLAT)
         counts = self.counts.moved(self.stamps[slots], number)
         stamps, digests = self._stamps_of(block, slots, number), self._digests_of(block)
         words, first = words_of(values), first_word(column, self.spec.dtype)
-        # Digests are sums over columns. Of some columns the kernel needs the weights, to take out the words that
-        # it overwrites. Of whole rows it needs them only to make digests: what was there before does not matter.
+        # Digests are sums over columns. For some columns the kernel needs the weights, to subtract the overwritten
+        # words. For whole rows it needs them only to make digests, because the earlier words do not matter.
         given_whole = _is_whole(block) and len(digests) == len(block)
         factors = _NO_WEIGHTS if given_whole else weights(first, words.shape[1])
         floats: NDArray[Any] = _NO_FLOATS
         row_floats, square_change = floats, 0.0
         if self._square_sum is not None and self.rows.itemsize > 2:
             floats, row_floats = self.rows, values
-        elif self._square_sum is not None:  # Of fp16, which the kernel has no numbers of.
+        elif self._square_sum is not None:  # The kernel cannot read fp16.
             before = self.rows[slots, column : column + values.shape[1]]
             square_change = sum_of_squares(values) - sum_of_squares(before)
         arrays = words_of(self.rows), self.stamps, self.digests, floats, first, column, slots, block.ids
@@ -151,19 +151,19 @@ class StampedTable:
             self._largest_sum = max(self._largest_sum, self._square_sum)
 
     def _stamps_of(self, block: RowBatch, slots: Slots, number: int) -> Stamps:
-        """The stamps that rows are to have: [n], or [1] for all."""
+        """The new stamps of rows: [n], or [1] for all."""
         if not block.deleted:
             return np.array([number])
         if _is_whole(block):
             return np.array([-number])
-        # As long as other columns have anything, the row is still there.
+        # The row still exists while other columns are not zero.
         first, last = block.shard.col_offset, block.shard.col_offset + block.shard.cols
         words = words_of(self.rows)[slots]
         words[:, first_word(first, self.spec.dtype) : first_word(last, self.spec.dtype)] = 0
         return np.where(words.any(axis=1), number, -number)
 
     def _digests_of(self, block: RowBatch) -> RowDigests:
-        """The digests [n] of a block's own columns; [0] if the kernel makes them while it writes the rows."""
+        """The digests [n] of a block's columns; [0] if the kernel makes them while it writes the rows."""
         if block.deleted:
             return np.zeros(len(block), np.uint64)
         if block.digests is not None:
@@ -173,20 +173,20 @@ class StampedTable:
         return row_digests(block.values, block.shard.col_offset)
 
     def restamp(self, ids: Ids, stamps: Stamps) -> None:
-        """Give the rows `ids` ([n], strictly ascending) these stamps ([n]) instead of their own."""
+        """Replace the stamps of the rows `ids` ([n], strictly ascending)."""
         slots = self.locate(ids)
         self.index.note_each(slots, stamps)
         self.counts = self.counts.without(self.stamps[slots]).plus(stamps)
         self.stamps[slots] = stamps
 
     def grown(self, spec: TableSpec) -> Callable[[], None]:
-        """Take the room for what the table is to be, which may have more rows. Blocks; any thread.
+        """Allocate room for the table as in `spec`, perhaps with more rows. Blocks; any thread may call it.
 
         Returns:
-            A function that makes the table that, with zeros in new rows: for the thread that changes the table.
+            A function for the thread that changes the table, which enlarges it with rows of zeros.
 
         Raises:
-            StorageFailed: there is no room; the table is as it was.
+            StorageFailed: there is no room; the table is unchanged.
         """
         arrays = self._room_for(spec) if spec.rows > self.spec.rows else None
 
@@ -194,40 +194,34 @@ class StampedTable:
             if spec.rows < self.spec.rows:
                 raise ValueError(f"table {spec.name!r} has {self.spec.rows} rows and cannot shrink to {spec.rows}")
             if arrays is not None and spec.rows > self.spec.rows:
-                self._move(arrays)
+                in_shares(copy, self.spec.rows)
+                counts = self.counts.plus_unchanged(spec.rows - self.spec.rows)
+                self.rows, self.stamps, self.digests = arrays
+                self.index.extend(self.stamps)
+                self.counts = counts
             self.spec = spec
 
-        return grow
-
-    def _move(self, arrays: tuple[Values, Stamps, RowDigests]) -> None:
-        """Go on in longer arrays."""
-        old, rows = (self.rows, self.stamps, self.digests), self.spec.rows
-
         def copy(share: slice) -> None:
-            for new, before in zip(arrays, old, strict=True):
+            for new, before in zip(arrays or (), (self.rows, self.stamps, self.digests), strict=True):
                 new[share] = before[share]
 
-        in_shares(copy, rows)
-        counts = self.counts.plus_unchanged(len(arrays[0]) - rows)
-        self.index.extend(arrays[1])
-        self.rows, self.stamps, self.digests = arrays
-        self.counts = counts
+        return grow
 
     # Loading.
 
     def load(self, ids: Ids, stamps: Stamps, digests: RowDigests, values: Values | None) -> None:
-        """Set rows to what a checkpoint has of them. Any thread, and several at once for different rows.
+        """Set rows from a checkpoint. Several threads may call it at once for different rows.
 
-        `index`, `counts`, `checksum` and `norm` are wrong until `recount`. Digests are taken as they are.
+        `index`, `counts`, `checksum` and `norm` are wrong until `recount`. Digests are not checked.
 
         Args:
             ids: [n], strictly ascending.
             stamps: [n], negative for deleted rows, otherwise positive.
-            digests: [n]; of deleted rows they do not matter.
+            digests: [n]; ignored for deleted rows.
             values: [n, D]; None = the rows are deleted.
 
         Raises:
-            InvalidInput: no such rows, stamps that cannot be, or lengths that do not fit; nothing was changed.
+            InvalidInput: a row does not exist, a stamp is impossible, or lengths differ; nothing was changed.
         """
         self._check_loaded(ids, stamps, digests, values)
         ids, stamps = np.require(ids, np.int64, _FLAT), np.require(stamps, np.int64, _FLAT)
@@ -261,12 +255,12 @@ class StampedTable:
         wrong = np.flatnonzero((stamps <= least) | (stamps >= most))
         if len(wrong):
             raise InvalidInput(
-                f"table {name!r}: row {ids[wrong[0]]} of a checkpoint has the stamp {stamps[wrong[0]]}, which no "
-                f"{'deleted' if values is None else 'live'} row can have"
+                f"table {name!r}: row {ids[wrong[0]]} of a checkpoint has the stamp {stamps[wrong[0]]}, which is "
+                f"impossible for a {'deleted' if values is None else 'live'} row"
             )
 
     def recount(self) -> None:
-        """Find index, counts, checksum and norm anew from the arrays."""
+        """Compute index, counts, checksum and norm from the arrays."""
         self.counts, self.index = ChangeCounts.of(self.stamps), ChangeIndex(self.stamps)
         self.checksum = 0
         for start in range(0, self.slots, _SCAN_ROWS):
@@ -288,11 +282,11 @@ class StampedTable:
         self._largest_sum = math.fsum(sums)
         return self._largest_sum
 
-    # Addresses. Only these methods know that ids are the numbers from 0 on.
+    # Addresses. Only these methods know that ids are the numbers from 0.
 
     @property
     def slots(self) -> int:
-        """How many slots its arrays have: rows, whether they ever changed or not."""
+        """Number of slots: rows, whether they ever changed or not."""
         return len(self.stamps)
 
     def locate(self, ids: Ids) -> Slots:
@@ -306,27 +300,21 @@ class StampedTable:
     # Questions.
 
     def numbers(self, ids: Ids) -> Stamps:
-        """When the rows `ids` ([n]) last changed, or were deleted: [n], 0 = never."""
+        """When the rows `ids` ([n]) last changed or were deleted: [n], 0 = never."""
         numbers: Stamps = np.abs(self.stamps[self.locate(ids)])
         return numbers
 
     def deleted(self, ids: Ids) -> Mask:
-        """Which of the rows `ids` ([n]) were deleted, and have not come back: [n]."""
+        """Whether each of the rows `ids` ([n]) is deleted: [n]."""
         mask: Mask = self.stamps[self.locate(ids)] < 0
         return mask
 
     def changed_since(self, number: int) -> Ids:
-        """Sorted unique ids ([n] int64) of the rows stamped after `number`, deleted ones among them."""
+        """Sorted unique ids ([n] int64) of the rows stamped after `number`, including deleted ones."""
         return self.ids_of(self.index.changed_since(number))
 
-    def changed_in(self, first: int, last: int, number: int) -> Slots:
-        """Ascending slots ([n] int64) from `first` to before `last` of rows that are stamped after `number`,
-        deleted ones among them. It reads the stamps of those blocks only that changed after the number.
-        """
-        return self.index.changed_in(first, last, number)
-
     def not_stamped(self, number: int) -> Ids:
-        """Sorted unique ids ([n] int64) of the rows that are there and have another stamp than `number`."""
+        """Sorted unique ids ([n] int64) of the live rows with another stamp than `number`."""
         blocks = ((start, self.stamps[start : start + _SCAN_ROWS]) for start in range(0, self.slots, _SCAN_ROWS))
         return self.ids_of(
             np.concatenate([np.flatnonzero((stamps > 0) & (stamps != number)) + start for start, stamps in blocks])
@@ -335,28 +323,28 @@ class StampedTable:
     # Rows.
 
     def rows_of(self, ids: Ids) -> Values:
-        """The current rows `ids` ([n], strictly ascending): a view where they leave no gap, otherwise a copy."""
+        """The current rows `ids` ([n], strictly ascending), as a view if they have no gaps, otherwise a copy."""
         slots = self.locate(ids)
         run = contiguous(slots)
         return self.rows[run] if run is not None else np.take(self.rows, slots, axis=0)
 
     def held_digests(self, rows: Values) -> RowDigests:
-        """The digests [n] of what replicas hold that have applied `rows` ([n, D], as stored)."""
+        """The digests [n] of the rows that replicas hold after applying `rows` ([n, D], as stored)."""
         return row_digests(rows)
 
     def fits(self, ids: Ids, rows: Values) -> Mask:
-        """Which of `rows` ([n, D]), read as the rows `ids` ([n]), have the digest that is kept of them: [n]."""
+        """Whether each of `rows` ([n, D]), read as the rows `ids` ([n]), matches its stored digest: [n]."""
         mask: Mask = self.held_digests(rows) == self.digests[self.locate(ids)]
         return mask
 
     def read(self, ids: Ids, out: Values) -> RowBatch:
-        """Copy the rows `ids` ([n], strictly ascending) into `out` ([n, D]), and check their digests meanwhile.
+        """Copy the rows `ids` ([n], strictly ascending) into `out` ([n, D]), and check their digests.
 
         Returns:
-            The rows, with `out` as their values, and with their digests if replicas hold rows as they are stored.
+            The rows, with `out` as their values, and with their digests if replicas hold rows as stored.
 
         Raises:
-            DamagedRows: some do not fit their digests.
+            DamagedRows: rows do not match their digests.
         """
         if not self.held_as_stored:
             np.take(self.rows, self.locate(ids), axis=0, out=out, mode="clip")
@@ -372,7 +360,7 @@ class StampedTable:
         """Check `rows` ([n, D]), read as the rows `ids` ([n]).
 
         Raises:
-            DamagedRows: some do not fit their digests.
+            DamagedRows: rows do not match their digests.
         """
         blocks = (slice(start, start + BLOCK_ROWS) for start in range(0, len(ids), BLOCK_ROWS))
         wrong = np.concatenate([ids[:0], *(ids[each][~self.fits(ids[each], rows[each])] for each in blocks)])

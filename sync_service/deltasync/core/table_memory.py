@@ -1,7 +1,7 @@
-"""Memory for the arrays of tables: plain memory, or scratch files that are larger than memory.
+"""Memory for the arrays of tables: plain memory, or scratch files that may exceed memory.
 
-The service asks for room before it takes any. A table that does not fit is then an error that names both numbers,
-instead of a process that the system kills in the middle of a cut.
+The service checks for room before it allocates. A table that does not fit then causes an error with both sizes,
+instead of an out-of-memory kill in the middle of a cut.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from deltasync.base.errors import StorageFailed
 
-# A process may have only 65,530 mappings (vm.max_map_count), so that small arrays come from malloc.
+# A process may have only 65,530 mappings (vm.max_map_count), so small arrays come from malloc.
 _SMALL_BYTES = 1 << 20
-# A model may have thousands of small tables, and a look at the system takes a millisecond.
+# A model may have thousands of small tables, and checking the system takes a millisecond.
 _FRESH_SECONDS = 1.0
-# What tables leave of a volume, or of the machine's memory, to everything else: this share, and at most this much.
+# Tables leave this share of a volume or of the machine's memory free, but at most this number of bytes.
 _KEPT_SHARE, _KEPT_BYTES = 16, 1 << 30
 
 _CGROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
@@ -39,7 +39,7 @@ _c.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 class NoTableMemory(StorageFailed):
-    """There is no room for a table now; there may be once others have given memory back."""
+    """There is no room for a table at present; there may be once other memory is freed."""
 
 
 class Room(NamedTuple):
@@ -50,32 +50,32 @@ class Room(NamedTuple):
 
     @property
     def for_tables(self) -> int:
-        """Bytes that tables may still take."""
+        """Bytes that tables may still allocate."""
         return max(0, self.free - min(_KEPT_BYTES, self.total // _KEPT_SHARE))
 
 
 class TableMemory:
-    """Where the arrays of tables are. Any thread.
+    """Where the arrays of tables are. Safe to use from any thread.
 
-    Arrays return their memory once nothing refers to them. None of it outlives the process.
+    Arrays free their memory once nothing refers to them. Nothing outlives the process.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        """Use plain memory, or scratch files in `folder`, which have no name."""
+        """Use plain memory, or nameless scratch files in `folder`."""
         self._folder = folder
-        # Bytes that were promised and that the system may still count as free: of files, those being reserved now;
-        # of memory, all that was handed out, since pages are taken when they are first written.
+        # Promised bytes that the system may still count as free: files that are being reserved, and all allocated
+        # memory, since the system assigns pages at the first write.
         self._promised = 0
-        # Garbage collection may free an array, which counts here, while this same thread holds the lock.
+        # Garbage collection may free an array, and lower this count, while the same thread holds the lock.
         self._lock = threading.RLock()
-        # Bytes that small tables may take until a moment, by `time.monotonic`, without another look at the system.
+        # Bytes that small tables may take until a time, by `time.monotonic`, without checking the system again.
         self._left, self._until = 0, 0.0
 
     def check(self, nbytes: int, what: str) -> None:
-        """Check that there is room for `nbytes` of `what`, without taking it.
+        """Check that there is room for `nbytes` of `what`, without allocating it.
 
         Raises:
-            NoTableMemory: there is not. The message has both numbers and the remedy.
+            NoTableMemory: there is not. The message has both sizes and the remedy.
         """
         if nbytes < _SMALL_BYTES and self._was_left(nbytes):
             return
@@ -97,7 +97,7 @@ class TableMemory:
         raise NoTableMemory(f"no room for {what}: it takes {nbytes} bytes, and {free} are free {where}: {remedy}")
 
     def _was_left(self, nbytes: int) -> bool:
-        """Whether a look at the system of a moment ago has shown enough room for so many bytes, too."""
+        """Whether the last check of the system, if recent, left room for `nbytes`."""
         with self._lock:
             enough = nbytes <= self._left and time.monotonic() < self._until
             self._left -= nbytes if enough else 0
@@ -133,7 +133,7 @@ class TableMemory:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
-                # A disk that is full is an error here; without the room, a write to the array would be a SIGBUS.
+                # If the disk is full, this fails. Otherwise a write to the array would cause a SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, nbytes)
                 return _Mapping(file.fileno(), nbytes, f"a file in {self._folder}")
         except OSError as error:
@@ -149,13 +149,13 @@ class TableMemory:
 
 
 class _Mapping:
-    """Zeros that are mapped into memory: unmapped once no array refers to them. Keeps no file descriptor."""
+    """Mapped memory with zeros, unmapped once no array refers to it. It keeps no file descriptor."""
 
     def __init__(self, descriptor: int, size: int, what: str) -> None:
-        """Map `size` bytes of a file that has as many, or of plain memory where the descriptor is -1.
+        """Map `size` bytes of a file of that size, or plain memory if the descriptor is -1.
 
         Raises:
-            NoTableMemory: the system refuses it.
+            NoTableMemory: the system refuses.
         """
         plain = descriptor < 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if plain else mmap.MAP_SHARED
@@ -166,18 +166,18 @@ class _Mapping:
                 "process more memory (ulimit -v, vm.overcommit_memory) or more mappings (vm.max_map_count)"
             )
         if plain:
-            # Rows anywhere in a large table otherwise cost a walk of page tables each. A refusal changes nothing.
+            # Without huge pages, each random row of a large table costs a page-table walk. A refusal is harmless.
             _c.madvise(address, size, _MADV_HUGEPAGE)
-        # What NumPy asks for; its array refers to this object.
+        # The interface that NumPy reads; its array refers to this object.
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address, False)}
-        # Not at exit: daemon threads may still be reading.
+        # Not at exit, because daemon threads may still be reading.
         weakref.finalize(self, _c.munmap, address, size).atexit = False
 
 
 def memory_room(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> Room | None:
-    """Memory that this process may still take: the machine's, or less where a control group (1 or 2) allows less.
+    """Memory that this process may still allocate: the machine's, or less if a control group (v1 or v2) limits it.
 
-    None where neither can be read. File pages that the system would drop count as free.
+    None if neither is readable. File pages that the system could drop count as free.
     """
     info = _numbers(proc / "meminfo")
     rooms = [Room(info["MemAvailable"] << 10, info["MemTotal"] << 10)] if "MemAvailable" in info else []
@@ -192,25 +192,25 @@ def memory_room(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> Room | None:
 
 
 def _group_rooms(root: Path, group: str, limit: str, usage: str, prefix: str) -> list[Room]:
-    """Memory that a group and those around it may still take. In a container, its own group is the root."""
+    """The room in a control group and its parents. In a container, the root is its own group."""
     inner, rooms = root / group.lstrip("/"), list[Room]()
     for folder in (each for each in (inner, *inner.parents) if each.is_relative_to(root)):
         total, used = (_text(folder / name).strip() for name in (limit, usage))
         if total.isdigit() and used.isdigit():  # Otherwise "max", or the root of all groups.
-            found = _numbers(folder / "memory.stat")
-            cached = sum(found.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            numbers = _numbers(folder / "memory.stat")
+            cached = sum(numbers.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
             rooms.append(Room(max(0, int(total) - int(used) + cached), int(total)))
     return rooms
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The lines `name number` or `name: number` of a file of the system."""
+    """Parse the lines `name number` or `name: number` of a system file."""
     lines = [line.split() for line in _text(path).splitlines()]
     return {words[0].rstrip(":"): int(words[1]) for words in lines}
 
 
 def _text(path: Path) -> str:
-    """A file of the system; empty where it cannot be read."""
+    """Read a system file; empty if it is not readable."""
     try:
         return path.read_text()
     except OSError:
@@ -218,17 +218,17 @@ def _text(path: Path) -> str:
 
 
 def _private_bytes() -> int:
-    """Bytes of memory that this process has and that belong to no file."""
+    """Private memory of this process in bytes, not backed by files."""
     _, resident, shared, *_ = (*map(int, _text(_PROC / "self" / "statm").split()), 0, 0, 0)
     return (resident - shared) * mmap.PAGESIZE
 
 
 def _volume_room(path: Path) -> Room | None:
     try:
-        found = os.statvfs(next(each for each in (path, *path.parents) if each.exists()))
-    except OSError:  # A device that is gone reports nothing; taking room on it will name the error.
+        volume = os.statvfs(next(each for each in (path, *path.parents) if each.exists()))
+    except OSError:  # The device is gone. Allocating on it will report the error.
         return None
-    return Room(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize)
+    return Room(volume.f_bavail * volume.f_frsize, volume.f_blocks * volume.f_frsize)
 
 
 RAM = TableMemory()

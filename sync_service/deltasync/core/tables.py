@@ -1,4 +1,4 @@
-"""What a table and a shard of it are."""
+"""Definitions of tables and their shards."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from deltasync.base.errors import InvalidInput
 ID_TYPE = np.dtype("<i8")
 DIGEST_TYPE = np.dtype("<u8")
 VALUE_TYPES: tuple[np.dtype[np.generic], ...] = (np.dtype("<f4"), np.dtype("<f2"))
-# Of what is not looked up by id too: parameters, buffers, maps.
+# Types of tables that are not looked up by id too: parameters, buffers, maps.
 STATE_TYPES = (*VALUE_TYPES, *(np.dtype(each) for each in ("<f8", "<i8", "<i4", "<i2", "u1", "?")))
 MAX_ROWS = 2**40
 MAX_DIM = 2**16
@@ -23,19 +23,19 @@ MAX_NAME = 512
 
 
 class Numbered(Enum):
-    """An enum whose members are declared as name, number, and what else belongs to one.
+    """An enum whose members are declared with a name, a number and perhaps more.
 
     Attributes:
-        value: the name, as people write it; `kind(name)` finds the member.
-        number: what it is in messages, in which 0 is nothing said.
+        value: the name for people; `kind(name)` finds the member.
+        number: the number in messages, where 0 means unspecified.
     """
 
     _value_: str
-    number: Any  # The stubs have a type of their own for the numbers of each enum.
+    number: Any  # The stubs have their own type for the numbers of each enum.
 
-    # Type checkers take `kind(name)` for a call of this: hence the default.
+    # Type checkers take `kind(name)` for a call of this method, so `number` needs a default.
     def __new__(cls, name: str, number: int = 0, *_: object) -> Self:
-        """A member."""
+        """Make a member."""
         member = object.__new__(cls)
         member._value_ = name
         member.number = number
@@ -43,54 +43,54 @@ class Numbered(Enum):
 
     @classmethod
     def of_number(cls, number: int) -> Self | None:
-        """The member that has a number, or None."""
+        """The member with a number, or None."""
         return next((member for member in cls if member.number == number), None)
 
 
 class TableKind(Numbered):
-    """What a table holds of a model.
+    """The part of a model that a table holds.
 
-    Only the rows of embedding tables are ranked, quantised and left for later by a policy: a model of which some
-    parameters are of another version than the rest is none that was ever trained.
+    A policy ranks, quantises or delays only the rows of embedding tables. If some parameters were of another
+    version than the rest, the model would be one that was never trained.
     """
 
     EMBEDDING = "embedding", 1
     """Rows that are looked up by id."""
     PARAMETER = "parameter", 2
-    """A parameter of no embedding module: a matrix by its rows, a vector as one row."""
+    """A parameter outside embedding modules: a matrix by its rows, a vector as one row."""
     BUFFER = "buffer", 3
-    """A buffer, likewise."""
+    """A buffer of a module, stored like a parameter."""
     ID_MAP = "id map", 4
-    """Raw ids by row of the table `of`: int64 [rows, 1], see `core.tables`; 0 where the row is free."""
+    """Raw ids by row of the table `of`: int64 [rows, 1], see `core.tables`; 0 for free rows."""
     ID_RANGES = "id ranges", 5
-    """Which rows of the table `of` unknown raw ids take: int64 [rows, 3], all zero but for these rows, which hold
-    the first raw id of their range, its end, and the first row of their shard."""
+    """Rows of the table `of` for unknown raw ids: int64 [rows, 3], zeros except for these rows, which hold the
+    first raw id of their range, its end, and the first row of their shard."""
 
     @property
     def ranked(self) -> bool:
-        """Whether a policy may rank its rows, quantise them, or leave them for later."""
+        """Whether a policy may rank, quantise or delay its rows."""
         return self is TableKind.EMBEDDING
 
     @property
     def complete(self) -> bool:
-        """Whether it has all of its rows at any time; of others, rows that nobody names are taken for deleted."""
+        """Whether a full cut has all its rows. In other tables, rows missing from a full cut are deleted."""
         return self in (TableKind.PARAMETER, TableKind.BUFFER)
 
     @property
     def trained(self) -> bool:
-        """Whether its values are weights: finite, and with norms that say how far off a replica is."""
+        """Whether its values are weights: finite, and with norms that measure the lag of a replica."""
         return self in (TableKind.EMBEDDING, TableKind.PARAMETER)
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One table, whole: `rows` x `dim` values of `dtype` (fp32 or fp16; of other kinds than embedding tables also
-    fp64, int64, int32, int16, uint8 and bool).
+    """The definition of a table: `rows` x `dim` values of `dtype`. Embedding tables have fp32 or fp16, other kinds
+    also fp64, int64, int32, int16, uint8 and bool.
 
     Attributes:
-        of: the name of the embedding table that a map or ranges belong to; else empty.
-        sizes: of a parameter or a buffer, its shape (see `sizes_of`); None where the trainer does not tell it.
-        aliases: the other names that it has in the trainer's model, where weights are tied; of maps, none.
+        of: name of the embedding table to which a map or ranges belong; otherwise empty.
+        sizes: shape of a parameter or buffer (see `sizes_of`); None if the trainer does not report it.
+        aliases: its other names in the trainer's model if weights are tied; maps have none.
     """
 
     name: str
@@ -132,7 +132,7 @@ class TableSpec:
                 f"table {self.name!r}: {self.rows} x {self.dim} values cannot have the sizes {list(self.sizes)}"
             )
         if len(set(self.names)) < len(self.names) or not all(1 <= len(each) <= MAX_NAME for each in self.names):
-            raise InvalidInput(f"table {self.name!r}: aliases are other names, of 1 to {MAX_NAME} characters")
+            raise InvalidInput(f"table {self.name!r}: aliases must be other names, of 1 to {MAX_NAME} characters")
 
     def _check_map(self) -> None:
         columns = {TableKind.ID_MAP: 1, TableKind.ID_RANGES: 3}.get(self.kind)
@@ -146,37 +146,37 @@ class TableSpec:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Of a parameter or a buffer, its shape in the trainer's model, where that is known."""
+        """The shape of a parameter or buffer in the trainer's model, if known."""
         if not self.sizes:
             return self.sizes
         return (self.rows * self.dim // math.prod(self.sizes[1:]), *self.sizes[1:])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that it has in the trainer's model, the one that it is published under first."""
+        """All names in the trainer's model, beginning with its published name."""
         return (self.name, *self.aliases)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row on the wire: its id and its values."""
+        """Size of one row on the wire in bytes: id and values."""
         return ID_TYPE.itemsize + self.dim * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values, without ids or stamps."""
+        """Size of all values in bytes, without ids and stamps."""
         return self.rows * self.dim * self.dtype.itemsize
 
 
 class EncodedSpec(TableSpec):
-    """The same of a table's rows as a value type encodes them: `dim` numbers of `dtype`, whatever these are."""
+    """A table whose rows are encoded in a value type: `dim` numbers of `dtype`."""
 
     def _check_values(self) -> None:
-        """The table itself was checked."""
+        """Do nothing, because the table itself was checked."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The block of `table` that one rank holds: rows and columns from an offset on."""
+    """The block of `table` that one rank holds, given by offsets and sizes."""
 
     table: TableSpec
     row_offset: int
@@ -195,37 +195,37 @@ class Shard:
 
     @classmethod
     def whole(cls, table: TableSpec) -> "Shard":
-        """The shard of a rank that holds all of a table."""
+        """The shard of a rank that holds a whole table."""
         check_type("Shard.whole(table)", "table", table, TableSpec)
         return cls(table, 0, table.rows, 0, table.dim)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one of its rows on the wire: its id and its values."""
+        """Size of one row of the shard on the wire in bytes: id and values."""
         return ID_TYPE.itemsize + self.cols * self.table.dtype.itemsize
 
 
 def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape with its first size set to 0: the number of rows gives that size, and may grow."""
+    """A shape with first size 0, because the number of rows determines that size and may grow."""
     return (0, *shape[1:]) if shape else ()
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and dim of the table that a parameter or a buffer of some shape is: a matrix by its rows, a vector as
-    one row, a single number as one of one. Where a row would be longer than `MAX_DIM`, each number is a row."""
+    """Rows and dim of the table for a parameter or buffer: a matrix by its rows, a vector as one row, a single
+    number as 1 x 1. If a row would exceed `MAX_DIM`, each number is a row."""
     rows, dim = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
     return (rows, dim) if dim <= MAX_DIM else (math.prod(shape), 1)
 
 
-# TorchRec's mark of a free row in a sorted map. No row has it as its raw id.
+# TorchRec's mark of a free row in a sorted map. It is never a row's raw id.
 FREE_ID = np.iinfo(np.int64).max
 
 
 def entries_of(raw_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The entries of raw ids ([n] int64, also negative ones) in a map; 0 for `FREE_ID`."""
+    """Encode raw ids ([n] int64, also negative ones) for a map; `FREE_ID` becomes 0."""
     return raw_ids ^ FREE_ID
 
 
 def raw_ids_of(entries: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The raw ids of entries ([n]) of a map; `FREE_ID` for 0."""
+    """Decode the entries ([n]) of a map to raw ids; 0 becomes `FREE_ID`."""
     return entries ^ FREE_ID

@@ -1,4 +1,4 @@
-"""The types in which values travel: rows [n, D] to what is sent of them, and back."""
+"""The types in which values are sent: encoding rows [n, D], and decoding them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -12,17 +12,17 @@ from deltasync.base.errors import InvalidInput
 from deltasync.core.digests import RowDigests, row_digests, weights
 from deltasync.core.rows import BLOCK_ROWS, Ids, Mask, Values
 from deltasync.core.tables import VALUE_TYPES, EncodedSpec, Numbered, TableSpec
-from deltasync.kernels import half, int8, tbe
-from deltasync.kernels.distances import LARGEST_DISTANCE, compare_bytes, compare_fp16, compare_fp32
-from deltasync.kernels.tbe import SCALE_AND_BIAS_BYTES as SCALE_AND_BIAS_BYTES
+from deltasync.kernels import encodings
+from deltasync.kernels.floats import LARGEST_DISTANCE, compare_bytes, compare_fp16, compare_fp32
 
+SCALE_AND_BIAS_BYTES = encodings.SCALE_AND_BIAS_BYTES_TBE
 Distances = NDArray[np.float64]
 
 _FP32, _FP16 = VALUE_TYPES
 
 
 def compare_values(rows: Values, held: Values, ids: Ids) -> tuple[Distances, Mask]:
-    """How far rows `ids` ([n]) of two tables of one type ([*, D]) are from each other.
+    """Compare rows `ids` ([n]) of two tables of one type ([*, D]).
 
     Returns:
         The L2 norms [n] of the differences, never infinite; and which rows differ in any bit.
@@ -40,15 +40,15 @@ def compare_values(rows: Values, held: Values, ids: Ids) -> tuple[Distances, Mas
 
 
 def compare_bits(rows: Values, held: Values, ids: Ids) -> Mask:
-    """Which of the rows `ids` ([n]) of two tables of one type ([*, width]) differ in any bit."""
+    """Whether each of the rows `ids` ([n]) differs in any bit between two tables of one type ([*, width])."""
     differs = np.empty(len(ids), np.bool_)
     compare_bytes(rows.view(np.uint8), held.view(np.uint8), ids, differs)
     return differs
 
 
 def distances(rows: Values, others: Values) -> Distances:
-    """The L2 norms [n] of what differs between rows [n, D] of any type; never infinite."""
-    # In fp64, in which no difference of two fp32 numbers overflows, nor its square.
+    """The L2 norms [n] of the differences of rows [n, D] of any type; never infinite."""
+    # In fp64, the difference of two fp32 numbers and its square cannot overflow.
     with np.errstate(over="ignore"):
         deltas = np.subtract(rows, others, dtype=np.float64)
         norms: Distances = np.sqrt(np.vecdot(deltas, deltas))
@@ -56,7 +56,7 @@ def distances(rows: Values, others: Values) -> Distances:
 
 
 def blocks(rows: int) -> Iterator[slice]:
-    """All of so many rows, in blocks of which scratch memory stays in the processor's cache."""
+    """Split rows into blocks whose scratch memory fits the processor's cache."""
     return (slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS))
 
 
@@ -66,12 +66,12 @@ Bytes = NDArray[Any]
 
 
 def width(dim: int, bits: int) -> int:
-    """Bytes of a row of `dim` values, which fill bytes."""
+    """Size in bytes of a row of `dim` values that fill whole bytes."""
     return dim * bits // 8 + SCALE_AND_BIAS_BYTES
 
 
 def of_tbe(rows: Bytes) -> Bytes:
-    """Rows [n, width] that a TBE has, as they are sent: in place."""
+    """Convert rows [n, width] from a TBE to the form in which they are sent, in place."""
     like_zero = np.flatnonzero(_scale_bits(rows) == _ONE_BITS)
     others = rows[like_zero, :-SCALE_AND_BIAS_BYTES].any(axis=1) | rows[like_zero, -2:].any(axis=1)
     _scale_bits(rows)[like_zero[~others]] = 0
@@ -79,7 +79,7 @@ def of_tbe(rows: Bytes) -> Bytes:
 
 
 def to_tbe(rows: Bytes) -> Bytes:
-    """Rows [n, width] that were sent, as a TBE has them: in place."""
+    """Convert rows [n, width] from the form in which they are sent to that of a TBE, in place."""
     scale = _scale_bits(rows)
     scale[scale == 0] = _ONE_BITS
     return rows
@@ -97,12 +97,12 @@ Floats = NDArray[np.float32]
 
 
 class Coding(ABC):
-    """How a value type stores rows of another type.
+    """The encoding of a value type.
 
     Attributes:
-        dtype: of the numbers that are stored.
-        tbe_bits: of a code in an inference TBE; None = replicas do not hold rows as they are sent.
-        dim_multiple: what the dim of a table must be a multiple of.
+        dtype: the type of the stored numbers.
+        tbe_bits: bits of a code in an inference TBE; None = replicas do not hold rows as sent.
+        dim_multiple: the dim of a table must be a multiple of this.
     """
 
     dtype: np.dtype[np.generic]
@@ -110,7 +110,7 @@ class Coding(ABC):
     dim_multiple: int = 1
 
     def width(self, dim: int) -> int:
-        """How many of them a row of so many values has."""
+        """Number of stored numbers in a row of `dim` values."""
         return dim
 
     @abstractmethod
@@ -146,7 +146,7 @@ class _Fp32(Coding):
 
     def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
         values = np.empty(encoded.shape, dtype)
-        half.encode_fp16(_as_fp32(encoded), values.view(np.uint16))
+        encodings.encode_fp16(_as_fp32(encoded), values.view(np.uint16))
         return values
 
 
@@ -158,12 +158,12 @@ class _Kernels(NamedTuple):
 
 
 class _Compiled(Coding):
-    """One with kernels, which know rows of fp32. Those of fp16 are widened, a block at a time.
+    """An encoding with kernels for fp32 rows. Rows of fp16 are widened, a block at a time.
 
     Args:
-        dtype: of the numbers that are stored.
-        bits: of each value.
-        more: bytes of a row besides these.
+        dtype: type of the stored numbers.
+        bits: bits of each value.
+        more: additional bytes of a row.
         kernels: its kernels.
     """
 
@@ -188,7 +188,7 @@ class _Compiled(Coding):
             decoded = values[block] if dtype == _FP32 else np.empty_like(values[block], _FP32)
             self._kernels.decode(self._words(encoded[block]), decoded)
             if dtype != _FP32:
-                half.encode_fp16(decoded, values[block].view(np.uint16))
+                encodings.encode_fp16(decoded, values[block].view(np.uint16))
         return values
 
     def decoded_digests(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> RowDigests:
@@ -215,24 +215,32 @@ class _Compiled(Coding):
 
 class _Tbe(_Compiled):
     def __init__(self, bits: int) -> None:
-        kernels = (partial(kernel, bits) for kernel in (tbe.encode, tbe.decode, tbe.compare))
-        super().__init__("u1", bits, tbe.SCALE_AND_BIAS_BYTES, _Kernels(*kernels))
+        kernels = (
+            partial(kernel, bits) for kernel in (encodings.encode_tbe, encodings.decode_tbe, encodings.compare_tbe)
+        )
+        super().__init__("u1", bits, SCALE_AND_BIAS_BYTES, _Kernels(*kernels))
         self.tbe_bits: int = bits
-        self.dim_multiple = 16 // bits  # fbgemm wants rows of whole fp16 numbers.
+        self.dim_multiple = 16 // bits  # fbgemm needs rows of whole fp16 numbers.
 
 
-_FP16_KERNELS = _Kernels(half.encode_fp16, half.decode_fp16, half.compare_fp16, half.digest_fp16)
-_BF16_KERNELS = _Kernels(half.encode_bf16, half.decode_bf16, half.compare_bf16, half.digest_bf16)
-_INT8_KERNELS = _Kernels(int8.encode, int8.decode, int8.compare, int8.digest)
+_FP16_KERNELS = _Kernels(
+    encodings.encode_fp16, encodings.decode_fp16, encodings.compare_fp16, encodings.digest_fp16
+)
+_BF16_KERNELS = _Kernels(
+    encodings.encode_bf16, encodings.decode_bf16, encodings.compare_bf16, encodings.digest_bf16
+)
+_INT8_KERNELS = _Kernels(
+    encodings.encode_int8, encodings.decode_int8, encodings.compare_int8, encodings.digest_int8
+)
 
 
 class ValueType(Numbered):
-    """What one value is sent as."""
+    """The type in which values are sent."""
 
     FP32 = "fp32", 1, _Fp32()
     FP16 = "fp16", 2, _Compiled("<f2", 16, 0, _FP16_KERNELS)
     BF16 = "bf16", 3, _Compiled("<u2", 16, 0, _BF16_KERNELS)
-    INT8 = "int8", 4, _Compiled("u1", 8, int8.SCALE_AND_BIAS_BYTES, _INT8_KERNELS)
+    INT8 = "int8", 4, _Compiled("u1", 8, encodings.SCALE_AND_BIAS_BYTES_INT8, _INT8_KERNELS)
     INT8_TBE = "int8-tbe", 11, _Tbe(8)
     INT4_TBE = "int4-tbe", 12, _Tbe(4)
 
@@ -241,82 +249,82 @@ class ValueType(Numbered):
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """The type of the numbers that rows are encoded as."""
+        """The type of the numbers in encoded rows."""
         return self._coding.dtype
 
     @property
     def tbe_bits(self) -> int | None:
-        """Bits of a code where rows are made for an inference TBE, and held as they are sent; else None."""
+        """Bits of a code if rows are for an inference TBE and held as sent; otherwise None."""
         return self._coding.tbe_bits
 
     @property
     def dim_multiple(self) -> int:
-        """What the dim of a table must be a multiple of to be sent in this type."""
+        """To be sent in this type, a table must have a dim that is a multiple of this."""
         return self._coding.dim_multiple
 
     def check(self, table: TableSpec) -> None:
         """Check that a table's rows can be sent in this type.
 
         Raises:
-            InvalidInput: they cannot, for their dim.
+            InvalidInput: the table's dim does not permit it.
         """
         if table.dim % self.dim_multiple:
             raise InvalidInput(
-                f"table {table.name!r} has dim {table.dim}, and value type {self.value} takes multiples of "
+                f"table {table.name!r} has dim {table.dim}, value type {self.value} needs a multiple of "
                 f"{self.dim_multiple}: choose another value type, or let the consumer follow other tables"
             )
 
     def encode(self, values: Values) -> Encoded:
-        """Rows ([n, D] fp32 or fp16, finite) as they are sent: [n, width], see `encoded_spec`."""
+        """Encode rows ([n, D] fp32 or fp16, finite) for sending: [n, width], see `encoded_spec`."""
         return values if values.dtype == self.dtype else self._coding.encode(values)
 
     def decode(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> Values:
-        """The rows ([n, D] of `dtype`, the table's own) that encoded ones ([n, width]) stand for: the same bits
-        wherever it is done.
+        """Decode rows ([n, width]) to values ([n, D]) of the table's own `dtype`, with the same bits on every
+        machine.
         """
         return encoded if dtype == self.dtype else self._coding.decode(encoded, dtype)
 
     def decoded_digests(self, encoded: Encoded, dtype: np.dtype[np.generic]) -> RowDigests:
-        """The digests [n] of the rows (of `dtype`) that encoded ones ([n, width]) stand for."""
+        """The digests [n] of decoded rows (of `dtype`), from encoded ones ([n, width])."""
         return row_digests(encoded) if dtype == self.dtype else self._coding.decoded_digests(encoded, dtype)
 
     def compare(self, rows: Values, held: Encoded, ids: Ids) -> tuple[Distances, Mask]:
-        """See `Delivery.compare`: of rows [N, D], fp32 or fp16."""
+        """Compare rows [N, D], fp32 or fp16; see `Delivery.compare`."""
         if rows.dtype == self.dtype:
             return compare_values(rows, held, ids)
         return self._coding.compare(rows, held, ids)
 
     def encoded_spec(self, table: TableSpec) -> EncodedSpec:
-        """How a table's rows are stored in this type: [rows, width] numbers."""
+        """The shape and type of a table's rows in this type: [rows, width] numbers."""
         return EncodedSpec(table.name, table.rows, self._coding.width(table.dim), self.dtype)
 
     def row_bytes(self, table: TableSpec) -> int:
-        """Bytes of one row's values in this type, without its id."""
+        """Size of one row's values in this type in bytes, without its id."""
         return self._coding.width(table.dim) * self.dtype.itemsize
 
 
 def own_type(table: TableSpec) -> ValueType:
-    """The type a table's values have anyway."""
+    """The type of a table's values without a policy."""
     return next(each for each in ValueType if each.dtype == table.dtype)
 
 
 def sent_as(table: TableSpec, wanted: ValueType) -> ValueType:
-    """The type to send a table's rows in: the wanted one, or the table's own where that is no larger; but always
-    the wanted one where it is made for a TBE, which takes nothing else."""
+    """The type in which to send a table's rows: `wanted`, or the table's own if that is no larger. A type for a
+    TBE is always used, because a TBE accepts nothing else."""
     own = own_type(table)
     return wanted if wanted.tbe_bits or wanted.row_bytes(table) < own.row_bytes(table) else own
 
 
 def _as_fp32(values: Values) -> Floats:
-    """Rows as kernels take them."""
+    """Rows in the form for kernels."""
     flat = np.require(values, None, _FLAT)
     if flat.dtype == _FP32:
         return flat.view(np.float32)
     wide = np.empty(flat.shape, np.float32)
-    half.decode_fp16(flat.view(np.uint16), wide)
+    encodings.decode_fp16(flat.view(np.uint16), wide)
     return wide
 
 
 def _at_a_time(rows: int, dtype: np.dtype[np.generic]) -> Iterable[slice]:
-    """All of so many rows: at once where no scratch is needed, since a kernel may wait for threads each time."""
+    """Split rows into blocks; a single one if no scratch is needed, since each kernel call has a cost."""
     return (slice(0, rows),) if dtype == _FP32 else blocks(rows)

@@ -1,4 +1,4 @@
-"""How rows that somebody holds compare with the service's."""
+"""Results of comparing the rows of a replica or copy with the service's."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,36 +8,40 @@ import numpy as np
 from deltasync.base.words import counted
 from deltasync.core.rows import Ids, ranges
 
-# Of the rows that differ, so many are named.
+# Maximum number of differing rows to name.
 MOST_NAMED = 1_000
 
 
 class VerifiedStatus(Enum):
-    """How what is held of a table compares."""
+    """The result of comparing a copy of a table."""
 
     EQUAL = "equal"
-    """Every row is what it should be."""
+    """Every row is equal."""
     DIFFERS = "differs"
-    """Some rows are not."""
+    """Some rows differ."""
     NOT_HELD = "not held"
-    """The table is not there."""
+    """The copy does not have the table."""
     NOT_SHOWN = "not shown"
-    """It cannot be said what is held."""
+    """The copy's rows cannot be read back."""
+
+
+def _no_ids() -> Ids:
+    return np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class VerifiedTable:
-    """How what is held of one table compares.
+    """The comparison of one table's copy.
 
     Attributes:
-        table: its name.
-        rows: so many were compared.
-        status: how they compare.
-        checksum: what that of all these rows should be.
-        held: what it is; 0 where none is shown.
-        ids: rows that differ, int64 [n], ascending: the first 1,000, as far as it is known which.
-        differing: how many there are; 0 where that is not known.
-        changed: so many others were left out, since they have changed after what is compared was made.
+        table: the table's name.
+        rows: number of compared rows.
+        status: the result.
+        checksum: the expected checksum of these rows.
+        held: the checksum of the copy; 0 if unknown.
+        ids: rows that differ, int64 [n], ascending: the first 1,000, as far as known.
+        differing: number of rows that differ; 0 if unknown.
+        changed: number of other rows left out because they changed after the copy was made.
     """
 
     table: str
@@ -45,16 +49,16 @@ class VerifiedTable:
     status: VerifiedStatus
     checksum: int = 0
     held: int = 0
-    ids: Ids = field(default_factory=lambda: np.empty(0, np.int64))
+    ids: Ids = field(default_factory=_no_ids)
     differing: int = 0
     changed: int = 0
 
     @property
     def reason(self) -> str:
-        """The same in words; empty where they are equal."""
+        """The result in words; empty if the rows are equal."""
         if self.status is VerifiedStatus.DIFFERS:
             if not self.differing:
-                return "its checksum is another; which rows differ is not known"
+                return "its checksum differs; the rows that differ are unknown"
             some = ", among them" if self.differing > len(self.ids) else ":"
             verb = "differs" if self.differing == 1 else "differ"
             return f"{counted(self.differing, 'row')} {verb}{some} {ranges(self.ids)}"
@@ -66,7 +70,7 @@ class VerifiedTable:
 
 @dataclass(frozen=True)
 class VerifiedLine:
-    """A `VerifiedTable` in JSON: checksums are 16 digits of base 16, or empty where there is none to compare.
+    """A `VerifiedTable` in JSON. Checksums are 16 hexadecimal digits, or empty if nothing was compared.
 
     `rows` were compared, the first 1,000 of `differing` rows are in `ids`, and `changed` others were left out.
     """
@@ -83,7 +87,7 @@ class VerifiedLine:
 
     @classmethod
     def of(cls, table: VerifiedTable) -> "VerifiedLine":
-        """The line that describes a table."""
+        """The line for a table."""
         compared = table.status in (VerifiedStatus.EQUAL, VerifiedStatus.DIFFERS)
         return cls(
             table=table.table,

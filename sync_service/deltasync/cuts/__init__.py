@@ -1,1 +1,1 @@
-"""Taking cuts from the ranks of a run. Internal."""
+"""Receives and seals the cuts of a run's ranks. Internal."""

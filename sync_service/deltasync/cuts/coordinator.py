@@ -1,4 +1,4 @@
-"""Taking cuts from the ranks of a run: who may publish, in which order, and when a cut is complete."""
+"""Receives cuts from the ranks of a run: decides which run publishes and when a cut is complete."""
 
 import asyncio
 import contextlib
@@ -24,11 +24,11 @@ from deltasync.cuts.sealing import AnnouncedTables, CutSealer
 from deltasync.log.log_store import LogFull
 
 _MIB = 1 << 20
-# A cut that a log refuses as full, though room was made for it so often, has none.
+# A cut does not fit if the full log refuses it this often, each time after checkpoints freed space.
 MOST_TRIES = 3
-# A cut is given up once no rank of its run has been there for so long.
+# A cut is abandoned after all ranks of its run have been away for this long.
 _FORSAKEN_SECONDS = 60.0
-# So many runs are known to have been taken over.
+# Number of earlier runs to remember.
 _EARLIER_RUNS = 1_000
 
 
@@ -36,12 +36,12 @@ class CutCoordinator:
     """The ranks that publish one model.
 
     Attributes:
-        streams: how many there are of ranks, let in or not, of a model of which nothing is published.
-        whenever_sealed: awaited after each cut that is sealed, before its ranks are told; raises nothing. Adds a
-            model whose first version this is; None if nothing waits for that.
+        streams: number of streams of ranks, admitted or not, while the model has no published version.
+        whenever_sealed: awaited after each sealed cut, before the ranks get their answer; must not raise. It adds
+            a model after its first version; None if there is nothing to do.
     """
 
-    def __init__(self, sealer: CutSealer, tasks: asyncio.TaskGroup, limits: Limits) -> None:
+    def __init__(self, sealer: CutSealer, limits: Limits) -> None:
         self.sealer = sealer
         self.streams = 0
         self.whenever_sealed: Callable[[], Awaitable[None]] | None = None
@@ -49,28 +49,27 @@ class CutCoordinator:
         self.model = sealer.model
         self.deletes = sealer.deletes
         self.events = sealer.events
-        self._tasks = tasks
         self._refusal: Callable[[], DeltasyncError] | None = None
         newest = self.model.seals.newest
         self.run = Run(newest.run, newest.run_started_unix_ns, newest.world_size) if newest else None
         self._began_ns = steady_ns()
-        # By id, and also those of before the service started: none of them may come back.
+        # Ids of earlier runs, including those before the service started. None of them may return.
         before = [run for run, _ in groupby(seal.run for seal in self.model.seals)][:-1]
         self._earlier = deque(before, maxlen=_EARLIER_RUNS)
         self.sessions: dict[int, RankSession] = {}  # By rank: only the newest session of a rank publishes.
         self.open_cut: OpenCut | None = None
-        self.differing = set[str]()  # Names of tables of which the run's ranks have different rows.
+        self.differing = set[str]()  # Names of tables whose rows differ between the run's ranks.
         self._tries = Tries()
         self._forsaken_at: float | None = None
         self._sealing: asyncio.Task[None] | None = None
 
     async def admit(self, run: Run, specs: list[TableSpec]) -> None:
-        """Let a run in, which may take over from another. Its tables are made with its first cut.
+        """Admit a run, which may take over from another. Its tables are created with its first cut.
 
         Raises:
-            NotPermitted: the run is another identity's.
-            Contradiction: the run, its size or a table differs from what the service holds, or from what others of
-                its ranks announce; or the log has no room for all rows of a model of which nothing is published.
+            NotPermitted: the run belongs to another identity.
+            Contradiction: the run, its size or a table differs from the service's or from that of its other ranks;
+                or the log has no room for all rows of a new model.
             LimitReached: the limits do not allow the tables.
             StorageFailed: there is no room for a table.
         """
@@ -83,91 +82,91 @@ class CutCoordinator:
         self.announced.add(run, tables)
 
     def cut_of(self, run: Run, step: int) -> "OpenCut":
-        """The cut after `step`; a cut of an earlier step that was never finished is abandoned.
+        """Get or begin the cut after `step`; abandon an unfinished cut of an earlier step.
 
         Raises:
             Contradiction: the cut under way is of a later step.
-            Superseded: a cut is just being sealed.
-            ServiceUnavailable: the model was deleted, or is not here any more.
+            Superseded: a cut is being sealed.
+            ServiceUnavailable: the model was deleted, or has left this process.
         """
         self._check_there()
         current = self.open_cut
         if current and current.cut.complete:
-            raise Superseded(f"part of step {step}, but step {current.cut.step} is just being sealed")
+            raise Superseded(f"part of step {step} while the cut of step {current.cut.step} is being sealed")
         if current and step == current.cut.step:
             return current
         if current and step < current.cut.step:
-            text = f"part of step {step}, but the cut of step {current.cut.step} is under way"
-            raise Contradiction(f"{text}: publish what both have changed as the part of that one")
+            text = f"part of step {step} while the cut of step {current.cut.step} is under way"
+            raise Contradiction(f"{text}: publish the changes of both steps in the later one")
         self.abandon(f"abandoned for the cut of step {step}")
-        cut = Cut(self.model.seals.newest_version + 1, step, run, dict(self.model.published))
+        cut = Cut(self.model.seals.newest_version + 1, step, run, dict(self.model.tables.published))
         self.open_cut = OpenCut(cut, asyncio.get_running_loop().create_future())
         return self.open_cut
 
     def abandon(self, reason: str) -> None:
-        """Give up the cut under way, if any; nothing is lost, since no rank's cursor has moved."""
+        """Abandon the cut under way, if any. Nothing is lost, because no rank's cursor has moved."""
         if self.open_cut and not self.open_cut.cut.complete:
             self._give_up(self.open_cut, Superseded(f"cut of step {self.open_cut.cut.step}: {reason}"))
 
     def note_left(self) -> None:
-        """Note that a rank has left: what nobody publishes any more is not announced."""
+        """Record that a rank has left; after the last one, drop the tables of their run."""
         if self.open_cut is None and all(session.ended for session in self.sessions.values()):
             self.announced.forget()
 
     def abandon_forsaken(self, now: float) -> None:
-        """Give up the cut under way where none of its run's ranks has been there for long.
+        """Abandon the cut under way after all ranks of its run were away for a while.
 
         Args:
-            now: seconds, by a clock that only goes on.
+            now: seconds by a monotonic clock.
         """
         here = self.open_cut is None or any(not session.ended for session in self.sessions.values())
         self._forsaken_at = None if here else self._forsaken_at or now
         if self._forsaken_at and now - self._forsaken_at >= _FORSAKEN_SECONDS:
-            self.abandon("all ranks of its run have gone")
+            self.abandon("all ranks of its run have left")
 
     def check_room(self, current: "OpenCut", full: LogFull | None = None) -> None:
-        """Check that the log can ever take what has arrived of a cut, which may be too `full` for it now.
+        """Check that the log can ever store a cut as far as it has arrived; `full` is the error if it cannot now.
 
         Raises:
-            Contradiction: it cannot; the cut is given up, and nobody need try again.
+            Contradiction: it never can. The cut is abandoned, and a retry is useless.
         """
         cut, capacity = current.cut, self.model.store.capacity
         tries = self._tries.count(cut.step, cut.log_bytes, capacity) if full else 0
         decision = cut_fits(cut.step, cut.log_bytes, capacity, cut.tables.values(), tries)
         if not decision.yes:
             error = Contradiction(decision.reason)
-            self.sealer.say_failed("a cut is too large for the log", error)
+            self.sealer.report_failed("a cut is too large for the log", error)
             self._give_up(current, error)
             raise error
 
     def note_room(self) -> None:
-        """Note that the log has as much room as can be made."""
+        """Record that checkpoints have freed as much of the log as possible."""
         self._tries.note_room()
 
     def seal_when_complete(self) -> None:
         """Begin to seal the cut under way once its last part is closed."""
         if self.open_cut and self.open_cut.cut.complete:
-            # In a task of its own: a rank that disconnects now must not stop it half way.
-            self._sealing = self._tasks.create_task(self._seal(self.open_cut))
+            # In a separate task, which continues if a rank disconnects.
+            self._sealing = asyncio.create_task(self._seal(self.open_cut))
 
     def waits_for(self, request: DeleteRequest) -> str:
-        """What a request to delete rows waits for, in words."""
+        """Why a request to delete rows is pending, in words."""
         here = [session for session in self.sessions.values() if not session.ended]
         if self.run is None or not here:
-            return "no run is publishing: the next one is asked"
+            return "no run is publishing; the next run deletes them"
         if not all(session.takes_deletes for session in here):
-            return f"the trainer of run {self.run.id} does not know of deletes: update it"
+            return f"the trainer of run {self.run.id} does not support deletes: update it"
         if not any(table.name == request.table and table.kind.ranked for table in here[0].tables):
-            return f"run {self.run.id} publishes no embedding table of that name: the next run that does is asked"
-        return f"run {self.run.id} is asked, and deletes them with one of its next cuts"
+            return f"run {self.run.id} publishes no embedding table of that name; the next such run deletes them"
+        return f"run {self.run.id} deletes them with one of its next cuts"
 
     @property
     def connected(self) -> list[int]:
-        """The ranks that are there."""
+        """The connected ranks."""
         return sorted(rank for rank, session in self.sessions.items() if not session.ended)
 
     def publishing(self, table: str) -> list[int]:
-        """The ranks that are there and publish a table."""
+        """The connected ranks that publish a table."""
         return [rank for rank in self.connected if any(each.name == table for each in self.sessions[rank].tables)]
 
     @property
@@ -176,7 +175,7 @@ class CutCoordinator:
         return self.run.id if self.run else ""
 
     def forget_table(self, table: str) -> None:
-        """Forget what is asked of a table, and a cut under way of ranks that have gone and published it."""
+        """Forget the requests for a table, and abandon the cut under way if it contains the table."""
         if self.open_cut and table in self.open_cut.cut.tables:
             self.abandon(f"table {table!r} was deleted")
         self.differing.discard(table)
@@ -189,25 +188,23 @@ class CutCoordinator:
             await asyncio.wait([self.open_cut.sealed])
 
     async def settled(self) -> None:
-        """Wait until what is being sealed is, and what was sealed is applied. Of another run's cut that nobody
-        completes any more nothing is waited for.
-        """
+        """Wait until the cut that is being sealed is applied. Does not wait for parts that have not arrived."""
         if self._sealing:
             await asyncio.wait([self._sealing])
         await self.sealer.applied()
 
     async def retire(self, refusal: Callable[[], DeltasyncError] | None = None) -> None:
-        """Let nobody in any more: the model is deleted; or gone, and this is what ranks are told."""
+        """Admit no more ranks: they get the error `refusal`, by default that the model was deleted."""
         text = f"model {self.model.name!r} has just been deleted; reconnect"
         self._refusal = refusal or partial(ServiceUnavailable, text)
-        self.abandon("its model is not here any more")
+        self.abandon("its model has left this process")
         await self.drain()
 
     async def drain(self) -> None:
-        """Wait until what is being sealed and applied is done; what fails is not tried again."""
+        """Wait until the cut that is being sealed is applied; do not retry failures."""
         self.sealer.end()
         if self._sealing:
-            await self._sealing  # Which begins to apply.
+            await self._sealing  # It also begins to apply the cut.
         await self.sealer.applied()
 
     def _check_first_cut(self, specs: list[TableSpec]) -> None:
@@ -218,7 +215,7 @@ class CutCoordinator:
                 raise Contradiction(f"model {self.model.name!r}: {decision.reason}")
 
     def _give_up(self, current: "OpenCut", error: Exception) -> None:
-        """Have a cut fail, of which the log is to have nothing any more."""
+        """Fail a cut, and remove it from the log."""
         _fail(current, error)
         if current.cut.version > self.model.seals.newest_version:
             self.model.store.drop_cut(current.cut.version)
@@ -246,7 +243,7 @@ class CutCoordinator:
 
     @property
     def _gone_seconds(self) -> float | None:
-        """For how long no rank of the run has been there, as far as that is known; None while one is."""
+        """Seconds since the last rank of the run left, or since the start; None while one is connected."""
         sessions = self.sessions.values()
         if any(not session.ended for session in sessions):
             return None
@@ -268,15 +265,15 @@ class CutCoordinator:
         try:
             position = await self.sealer.seal(current.cut, self.announced)
         except LogFull as error:
-            with contextlib.suppress(Contradiction):  # Which is told to those that wait, instead.
+            with contextlib.suppress(Contradiction):  # Its waiters get that error instead.
                 self.check_room(current, error)
             self._give_up(current, error)
         except DeltasyncError as error:
             self._give_up(current, error)
-        except Exception as error:  # noqa: BLE001  # one model's trouble is its own
+        except Exception as error:  # noqa: BLE001  # an error of one model must not affect others
             step = current.cut.step
-            self.sealer.say_failed(f"the cut of step {step} could not be sealed, and is to be sent again", error)
-            text = f"the cut of step {step} could not be sealed, and is to be sent again"
+            text = f"the cut of step {step} could not be sealed; send it again"
+            self.sealer.report_failed(text, error)
             _fail(current, ServiceUnavailable(text, detail=f": {error_text(error)}"))
         else:
             self.model.failure = ""
@@ -289,7 +286,7 @@ class CutCoordinator:
 
 
 class Tries:
-    """How often the full log has refused one cut, though room was made for it each time."""
+    """Counts the refusals of a cut by a full log, each after checkpoints freed space."""
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -297,13 +294,13 @@ class Tries:
         self._room = False
 
     def note_room(self) -> None:
-        """Note that the log has as much room as can be made."""
+        """Record that checkpoints have freed as much of the log as possible."""
         self._room = True
 
     def count(self, step: int, log_bytes: int, capacity: int) -> int:
-        """Count one of the cut of a step, of which so many bytes have arrived: how many there were of it.
+        """Count an attempt to store the cut of a step with `log_bytes` so far; return the number of attempts.
 
-        A small one is refused for what others have in the log, and will find room.
+        A small cut does not count: other data filled the log, and the cut will fit later.
         """
         large = log_bytes > capacity // 4
         self._tries = self._tries + 1 if self._room and step == self._step and large else 0
@@ -312,62 +309,62 @@ class Tries:
 
 
 def whole_bytes(tables: Iterable[TableSpec]) -> int:
-    """What all rows of some tables take in the log, bytes: ids, values and digests."""
+    """Bytes in the log of all rows of some tables: ids, values and digests."""
     return sum(table.rows * (table.row_bytes + DIGEST_TYPE.itemsize) for table in tables)
 
 
 def first_cut_fits(tables: Iterable[TableSpec], capacity: int) -> Decision:
-    """Whether the first cut of a model, which has every row of its tables, fits a log.
+    """Whether the first cut of a model, with every row of its tables, fits into a log.
 
     Args:
-        tables: of the model.
-        capacity: bytes of rows that the log takes.
+        tables: the tables of the model.
+        capacity: bytes of rows that fit into the log.
     """
     needed = whole_bytes(tables)
     if needed <= capacity:
-        return Decision(True, f"every row takes {needed} bytes of a log that has room for {capacity}")
-    return Decision(False, f"every row of its tables takes {needed} bytes in the log, {_room(capacity, needed)}")
+        return Decision(True, f"all rows need {needed} bytes of a log that has room for {capacity}")
+    return Decision(False, f"all rows of its tables need {needed} bytes in the log, {_room(capacity, needed)}")
 
 
 def cut_fits(step: int, log_bytes: int, capacity: int, tables: Iterable[TableSpec], tries: int = 0) -> Decision:
-    """Whether a cut that is arriving fits a log.
+    """Whether a cut that is arriving fits into a log.
 
     Args:
-        step: of the cut.
-        log_bytes: what has arrived of it takes in the log, or more with what the log adds.
-        capacity: bytes of rows that the log takes.
-        tables: of its run, of which it may have every row.
-        tries: how often the log was too full for it since room was made for all that can be.
+        step: step of the cut.
+        log_bytes: bytes in the log of the rows that arrived, with the log's overhead.
+        capacity: bytes of rows that fit into the log.
+        tables: tables of its run; the cut may contain every row of them.
+        tries: number of times that the log was full although checkpoints had freed space.
     """
     if log_bytes <= capacity and tries < MOST_TRIES:
         return Decision(True, f"{log_bytes} bytes of a log that has room for {capacity}")
-    said = f"what has arrived of the cut of step {step} takes {log_bytes} bytes in the log"
-    return Decision(False, f"{said}, {_room(capacity, max(log_bytes, whole_bytes(tables)))}")
+    text = f"the cut of step {step} already needs {log_bytes} bytes in the log"
+    return Decision(False, f"{text}, {_room(capacity, max(log_bytes, whole_bytes(tables)))}")
 
 
 def enough(needed: int) -> int:
-    """A value of `--log-max-bytes` with which a cut of so many bytes, in chunks that are not small, has room."""
+    """A value of `--log-max-bytes` with room for a cut of `needed` bytes in chunks of normal size."""
     return -(-(needed * 6 // 5 + _MIB) // _MIB) * _MIB
 
 
 def _room(capacity: int, needed: int) -> str:
     return (
-        f"which has room for {capacity}: restart the service with --log-max-bytes {enough(needed)} or more, if "
-        "its volume has room for that beside the tables"
+        f"which has room for {capacity}: restart the service with --log-max-bytes {enough(needed)} or more, and "
+        "check that its volume has room for that and the tables"
     )
 
 
 class RankSession(Protocol):
-    """The stream of a rank, as far as others look at it.
+    """The stream of a rank.
 
     Attributes:
-        tables: what its run publishes.
-        process: which process it is, as it says itself.
-        takes_deletes: whether it meets requests to delete rows.
-        ended: the stream is over; a newer one has not begun.
-        finished: the rank has said that it publishes nothing more.
-        since_ns: when it began, or ended if it has, by `steady_ns`.
-        left: why it has ended; empty if it has not.
+        tables: the tables of its run.
+        process: the name of its process.
+        takes_deletes: whether it deletes rows on request.
+        ended: whether the stream is over.
+        finished: whether the rank said goodbye.
+        since_ns: when it began or, if it is over, ended, by `steady_ns`.
+        left: why it ended; empty while it is open.
     """
 
     tables: list[TableSpec]
@@ -381,7 +378,7 @@ class RankSession(Protocol):
 
 @dataclass
 class OpenCut:
-    """The cut under way, and what its ranks wait for."""
+    """The cut under way, and the position that its ranks wait for."""
 
     cut: Cut
     sealed: asyncio.Future[Position]
@@ -390,4 +387,4 @@ class OpenCut:
 def _fail(open_cut: OpenCut, error: Exception) -> None:
     if not open_cut.sealed.done():
         open_cut.sealed.set_exception(error)
-        open_cut.sealed.exception()  # Marks it as seen: perhaps no rank is waiting any more.
+        open_cut.sealed.exception()  # Mark it as retrieved, because perhaps no rank waits for it.

@@ -1,28 +1,189 @@
-"""The parts of a cut, until all ranks have closed theirs, and whether these make up whole tables."""
+"""A cut: the parts of its ranks, and the checks that they are complete."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
 
+import numpy as np
+
 from deltasync.base.errors import Contradiction, InvalidInput, ResyncRequired
 from deltasync.base.words import counted
-from deltasync.core.rows import RowBatch
+from deltasync.core.rows import Ids, Mask, RowBatch
 from deltasync.core.seal import newest_event_time
-from deltasync.core.tables import Shard, TableSpec
-from deltasync.cuts.part import MissingRows, RankPart, _check_full, _check_missing, _check_new
+from deltasync.core.stamped_table import StampedTable
+from deltasync.core.tables import DIGEST_TYPE, Shard, TableSpec
+from deltasync.cuts.norm_guard import RowNorms
 from deltasync.cuts.runs import Run
 
-# A larger cut is read back from the log when it is applied, so that memory stays bounded.
+
+@dataclass(frozen=True, eq=False)
+class ChangedRows:
+    """The rows of a rank's shards that were published after a version, including deleted rows.
+
+    Attributes:
+        since: the version after which they were published.
+        upto: the version of the tables at that time.
+        tables: global ids by name of the table, [n] int64, strictly ascending, of changed tables only.
+        masks: bool [rows] of each changed shard, by its index.
+        counts: number of these rows in each changed shard, by its index.
+    """
+
+    since: int
+    upto: int
+    tables: Mapping[str, Ids] = field(default_factory=dict)
+    masks: Mapping[int, Mask] = field(default_factory=dict)
+    counts: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def find(cls, since: int, upto: int, tables: Iterable[StampedTable], shards: Sequence[Shard]) -> "ChangedRows":
+        """Find them in tables at version `upto`. On the thread of their model."""
+        ids_of: dict[str, Ids] = {}
+        masks: dict[int, Mask] = {}
+        counts: dict[int, int] = {}
+        names = {shard.table.name for shard in shards}
+        changed = {each.spec.name: each.changed_since(since) for each in tables if each.spec.name in names}
+        for slot, shard in enumerate(shards):
+            ids = _inside(changed.get(shard.table.name, np.empty(0, np.int64)), shard)
+            if len(ids):
+                name = shard.table.name
+                ids_of[name] = np.union1d(ids_of[name], ids) if name in ids_of else ids
+                counts[slot], masks[slot] = len(ids), np.zeros(shard.rows, bool)
+                masks[slot][ids - shard.row_offset] = True
+        return cls(since, upto, ids_of, masks, counts)
+
+
+class MissingRows:
+    """A rank's changed rows that are not in its part yet. Used in the event loop; creating one and counting take
+    constant time.
+    """
+
+    def __init__(self, changed: ChangedRows) -> None:
+        self.since = changed.since
+        self._changed, self._counts = changed.masks, dict(changed.counts)
+        # Unlike copies of the masks, zeros take no time until they are written to.
+        self._named = {slot: np.zeros(len(mask), bool) for slot, mask in changed.masks.items()}
+
+    def name(self, slot: int, shard: Shard, ids: Ids) -> None:
+        """Record that the part contains these rows of a shard; `ids` are distinct."""
+        if slot in self._named:
+            rows, named = ids - shard.row_offset, self._named[slot]
+            self._counts[slot] -= int(np.count_nonzero(self._changed[slot][rows] & ~named[rows]))
+            named[rows] = True
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Number of missing rows by index of the shard, without complete shards."""
+        return {slot: count for slot, count in self._counts.items() if count}
+
+
+def _inside(ids: Ids, shard: Shard) -> Ids:
+    first, end = np.searchsorted(ids, (shard.row_offset, shard.row_offset + shard.rows))
+    return ids[first:end]
+
+
+@dataclass
+class RankPart:
+    """One rank's part of a cut, as far as it has arrived.
+
+    `published` is the number of rows of each table in earlier cuts. A full part deletes rows that it leaves out.
+    The part must contain the `missing` rows, which were published after the version that the rank continues; None
+    if that is the newest version.
+    """
+
+    rank: int
+    shards: list[Shard]
+    must_be_full: bool
+    published: Mapping[str, int] = field(default_factory=dict)
+    missing: MissingRows | None = None
+    layout: int = 0
+    records: int = 0
+    rows: int = 0
+    bytes: int = 0
+    step_end_unix_ns: int = 0
+    gather_ns: int = 0
+    event_time_unix_ns: int | None = None
+    log_bytes: int = 0
+    closed: bool = False
+    full: bool = False
+    deletes: frozenset[int] = frozenset()
+    last_ids: dict[tuple[int, bool], int] = field(default_factory=dict)
+    named_rows: Counter[int] = field(default_factory=Counter)
+    new_rows: Counter[int] = field(default_factory=Counter)  # Rows among them that were never published.
+    largest_norms: dict[str, float] = field(default_factory=dict)  # By name, of tables that the norm guard reads.
+    excess: str = ""  # Why a row's norm is too large; empty if none is.
+    kept: list[RowBatch] = field(default_factory=list)
+    unwritten: Sequence[Future[None]] = ()  # Writes to the log that were pending when the part was closed.
+
+    def note_norms(self, table: str, norms: RowNorms) -> None:
+        """Record the norms of rows that arrived."""
+        self.largest_norms[table] = max(norms.largest, self.largest_norms.get(table, 0.0))
+        self.excess = self.excess or norms.excess
+
+    def add(self, slot: int, rows: RowBatch) -> None:
+        """Count live or deleted rows that arrived, each kind by ascending ids.
+
+        Raises:
+            InvalidInput: a row came twice, or out of order.
+        """
+        name, ids, column = self.shards[slot].table.name, rows.ids, (slot, rows.deleted)
+        last = self.last_ids.get(column, -1)
+        if ids[0] <= last:
+            raise InvalidInput(
+                f"table {name!r}: row id {int(ids[0])} came after {last}; ids must be strictly ascending inside a "
+                "part"
+            )
+        self.last_ids[column] = int(ids[-1])
+        self.named_rows[slot] += len(ids)
+        self.new_rows[slot] += len(ids) - int(np.searchsorted(ids, self.published.get(name, 0)))
+        if self.missing:
+            self.missing.name(slot, self.shards[slot], ids)
+        self.rows += len(ids)
+        self.bytes += rows.nbytes
+
+
+def _check_full(part: RankPart) -> None:
+    for slot, shard in enumerate(part.shards):
+        rows, kind = part.named_rows[slot], shard.table.kind
+        if rows > shard.rows or (kind.complete and rows < shard.rows):
+            raise InvalidInput(
+                f"rank {part.rank} closed a full part with {counted(rows, 'row')} of {kind.value} "
+                f"{shard.table.name!r}, but its shard has {shard.rows}"
+            )
+
+
+def _check_new(part: RankPart) -> None:
+    for slot, shard in enumerate(part.shards):
+        first = max(shard.row_offset, part.published.get(shard.table.name, 0))
+        new = max(0, shard.row_offset + shard.rows - first)
+        if (sent := part.new_rows[slot]) < new:
+            raise ResyncRequired(
+                f"rank {part.rank} sent {sent} of its {new} rows of table {shard.table.name!r} that were never "
+                "published: publish every row first"
+            )
+
+
+def _check_missing(part: RankPart) -> None:
+    if part.missing is None:
+        return
+    for slot, count in part.missing.counts.items():
+        raise ResyncRequired(
+            f"rank {part.rank} left out rows of table {part.shards[slot].table.name!r} that were published after "
+            f"version {part.missing.since}, {count} of them: publish every row first"
+        )
+
+
+# To bound memory, a larger cut is read back from the log when it is applied.
 KEPT_BYTES = 32 << 20
 
 
 @dataclass
 class Cut:
-    """What the ranks publish after one step: at most one is open in a model.
+    """The rows that all ranks publish after a step. A model has at most one open cut.
 
-    `published` is how many rows of each table were published before: the others are to be in it.
+    `published` is the number of rows of each table in earlier cuts; the cut must contain all others.
     """
 
     version: int
@@ -34,25 +195,25 @@ class Cut:
     _only_in_log: bool = False
 
     def keep(self, part: RankPart, rows: RowBatch) -> None:
-        """Keep some rows of a part in memory for when the cut is applied, as long as there are not many."""
+        """Keep rows of a part in memory until the cut is applied, unless the cut is too large."""
         if self._only_in_log:
             return
         part.kept.append(rows)
-        if self.bytes > KEPT_BYTES:
+        if self.bytes + self.rows * DIGEST_TYPE.itemsize > KEPT_BYTES:
             self._only_in_log = True
             for each in self.parts.values():
                 each.kept.clear()
 
     def rows_in_memory(self) -> list[RowBatch] | None:
-        """All rows of the cut, in the order in which the log has them: where shards of two ranks meet, the same
-        one of the two stays. None if there are so many that they are only in the log.
+        """All rows of the cut in the order of the log, so that the same one wins if shards overlap. None if there
+        are too many: then only the log has them.
         """
         if self._only_in_log:
             return None
         return [rows for _, part in sorted(self.parts.items()) for rows in part.kept]
 
     def announce(self, tables: list[TableSpec]) -> None:
-        """Note that a rank's run has these tables; all ranks of a run have the same."""
+        """Add the tables of a rank's run; all ranks of a run have the same tables."""
         self.tables = self.tables | {table.name: table for table in tables if table.name not in self.tables}
 
     def begin(
@@ -63,7 +224,7 @@ class Cut:
         must_be_full: bool,
         missing: MissingRows | None = None,
     ) -> RankPart:
-        """Begin a rank's part; one that was begun before is begun anew."""
+        """Begin a rank's part, or begin it anew."""
         part = self.parts[rank] = RankPart(rank, shards, must_be_full, self.published, missing)
         return part
 
@@ -79,14 +240,12 @@ class Cut:
         unwritten: Sequence[Future[None]] = (),
         gather_ns: int = 0,
     ) -> None:
-        """Close a rank's part, of which the log may still have some writes before it.
+        """Close a rank's part; `unwritten` are pending writes to the log.
 
         Raises:
-            InvalidInput: the part's count of rows is not what arrived, or it claims to be full and lacks rows that
-                are not embeddings, or any, of a rank that does not know of deletes: where a full part does not
-                name them, only embeddings are deleted, and only by who knows it.
-            ResyncRequired: the part must hold every row, and does not claim to; or it lacks some that were never
-                published, or were after the version that the rank goes on from.
+            InvalidInput: the number of rows is wrong, or a full part lacks rows of a table that must be complete.
+            ResyncRequired: the part lacks rows: of all rows if it must be full, of rows that were never published,
+                or of rows that were published after the version that the rank continues.
         """
         if rows != part.rows:
             raise InvalidInput(
@@ -102,20 +261,21 @@ class Cut:
         if not full:
             _check_new(part)
             _check_missing(part)
-        part.step_end_unix_ns, part.event_time_unix_ns, part.deletes = (
-            step_end_unix_ns,
-            event_time_unix_ns,
-            deletes,
-        )
-        part.closed, part.full, part.unwritten, part.gather_ns = True, full, unwritten, gather_ns
+        part.step_end_unix_ns = step_end_unix_ns
+        part.event_time_unix_ns = event_time_unix_ns
+        part.gather_ns = gather_ns
+        part.deletes = deletes
+        part.unwritten = unwritten
+        part.full = full
+        part.closed = True
 
     def closed_by(self, rank: int) -> bool:
         """Whether a rank has closed its part."""
         return rank in self.parts and self.parts[rank].closed
 
     def check_coverage(self) -> None:
-        """Check that the shards of a complete cut make up the tables of which it brings what was never published,
-        or all that came after a version.
+        """Check that the shards of a complete cut cover each table with rows that were never published, and every
+        table if a part has missing rows.
 
         Raises:
             Contradiction: some values of a table belong to no rank's shard.
@@ -123,12 +283,12 @@ class Cut:
         for name, lack in self._gaps(self.unpublished).items():
             if lack:
                 raise Contradiction(
-                    f"table {name!r}: {lack} are in no rank's shard: publish all of it, or another model"
+                    f"table {name!r}: {lack} are in no rank's shard: publish the whole table, or use another model"
                 )
 
     @property
     def unpublished(self) -> list[str]:
-        """Names of the tables that may have rows which were in no cut before."""
+        """Names of the tables that may have rows which were in no earlier cut."""
         everything = self.must_be_full or any(part.missing for part in self.parts.values())
         return [n for n, table in self.tables.items() if everything or self.published.get(n, 0) < table.rows]
 
@@ -138,11 +298,11 @@ class Cut:
             for shard in part.shards:
                 if shard.table.name in shards:
                     shards[shard.table.name].append(shard)
-        return {name: gap(self.tables[name], held) for name, held in shards.items()}
+        return {name: gap(self.tables[name], own) for name, own in shards.items()}
 
     @property
     def largest_norms(self) -> dict[str, float]:
-        """The largest norms of rows of all parts, by table, as far as they are looked at."""
+        """The largest norms of rows of all parts, by table, for tables that the norm guard reads."""
         largest: dict[str, float] = {}
         for part in self.parts.values():
             for name, norm in part.largest_norms.items():
@@ -151,7 +311,7 @@ class Cut:
 
     @property
     def excess(self) -> str:
-        """Why the norm of a row of it is too much; empty if none is."""
+        """Why the norm of a row is too large; empty if none is."""
         return next((part.excess for part in self.parts.values() if part.excess), "")
 
     @property
@@ -161,23 +321,23 @@ class Cut:
 
     @property
     def deletes(self) -> frozenset[int]:
-        """Numbers of the requests that all ranks have met."""
+        """Numbers of the deletes that all ranks have carried out."""
         return frozenset.intersection(*(part.deletes for part in self.parts.values()))
 
     @property
     def full(self) -> bool:
-        """Whether all of its parts are."""
+        """Whether all parts are full."""
         return all(part.full for part in self.parts.values())
 
     def whole(self) -> tuple[str, ...]:
-        """Names of the tables of which full parts have named all rows that there are."""
+        """Names of the tables whose rows are all in full parts."""
         if not self.full:
             return ()
         return tuple(name for name, lack in self._gaps(self.tables).items() if not lack)
 
     @property
     def unwritten(self) -> list[Future[None]]:
-        """Writes that were under way when the parts were closed, and have not succeeded yet."""
+        """Writes that were pending when the parts were closed, and have not succeeded yet."""
         writes = (write for part in self.parts.values() for write in part.unwritten)
         return [write for write in writes if not write.done() or write.exception()]
 
@@ -203,29 +363,29 @@ class Cut:
 
     @property
     def step_end_unix_ns(self) -> int:
-        """When the step ended on the last of the ranks."""
+        """When the step ended on the last rank."""
         return max(part.step_end_unix_ns for part in self.parts.values())
 
     @property
     def gather_ns(self) -> int:
-        """For how long after that the slowest rank was reading its rows."""
+        """Nanoseconds in which the slowest rank read its rows after the step."""
         return max(part.gather_ns for part in self.parts.values())
 
     @property
     def event_time_unix_ns(self) -> int | None:
-        """The time of the newest event that a rank has been trained on; None if no rank has said one."""
+        """Time of the newest training event of all ranks; None if no rank reports one."""
         return newest_event_time(part.event_time_unix_ns for part in self.parts.values())
 
 
-# Whether shards make up a table.
+# Whether shards cover a table.
 
 
 def gap(table: TableSpec, shards: Iterable[Shard]) -> str | None:
     """A block of a table that no shard covers, in words, or None. Shards may overlap."""
-    held = [shard for shard in shards if shard.rows]
-    cols = sorted({0, table.dim, *(edge for s in held for edge in (s.col_offset, s.col_offset + s.cols))})
+    filled = [shard for shard in shards if shard.rows]
+    cols = sorted({0, table.dim, *(edge for s in filled for edge in (s.col_offset, s.col_offset + s.cols))})
     sweep, columns = _Columns(len(cols) - 1), {col: number for number, col in enumerate(cols)}
-    for first, end, changes in _bands(table.rows, held):
+    for first, end, changes in _bands(table.rows, filled):
         for shard, count in changes:
             sweep.add(columns[shard.col_offset], columns[shard.col_offset + shard.cols], count)
         if (free := sweep.first_free()) is not None:
@@ -234,8 +394,8 @@ def gap(table: TableSpec, shards: Iterable[Shard]) -> str | None:
 
 
 def _bands(rows: int, shards: Sequence[Shard]) -> Iterable[tuple[int, int, list[tuple[Shard, int]]]]:
-    """Rows between two edges of shards, ascending: the first, the end, and which shards begin (1) or end (-1)
-    there.
+    """Bands of rows between edges of shards, ascending: the first row, the end, and the shards that begin (1) or
+    end (-1) there.
     """
     begins = [(shard.row_offset, shard, 1) for shard in shards]
     ends = [(shard.row_offset + shard.rows, shard, -1) for shard in shards]
@@ -246,18 +406,18 @@ def _bands(rows: int, shards: Sequence[Shard]) -> Iterable[tuple[int, int, list[
 
 
 class _Columns:
-    """How many shards hold each range of columns: a tree whose leaves are the ranges, and whose nodes count those
-    that hold all that is below them.
+    """A segment tree of the number of shards that cover each range of columns. A node counts the shards that cover
+    its whole subtree.
     """
 
     def __init__(self, ranges: int) -> None:
         self._leaves = 1 << (ranges - 1).bit_length()
         self._counts = [0] * (2 * self._leaves)
-        self._held = [False] * (2 * self._leaves)
-        self.add(ranges, self._leaves, 1)  # So many that are none.
+        self._covered = [False] * (2 * self._leaves)
+        self.add(ranges, self._leaves, 1)  # Surplus leaves count as covered.
 
     def add(self, first: int, end: int, count: int) -> None:
-        """Count a shard more, or less, of some ranges."""
+        """Add `count` (1 or -1) shards to a span of ranges."""
         low, high = first + self._leaves, end + self._leaves
         lowest, highest = low, high - 1
         while low < high:
@@ -274,14 +434,14 @@ class _Columns:
 
     def _count(self, node: int, count: int) -> None:
         self._counts[node] += count
-        below = node < self._leaves and self._held[2 * node] and self._held[2 * node + 1]
-        self._held[node] = self._counts[node] > 0 or below
+        below = node < self._leaves and self._covered[2 * node] and self._covered[2 * node + 1]
+        self._covered[node] = self._counts[node] > 0 or below
 
     def first_free(self) -> int | None:
-        """The first range that no shard holds; None if each is held."""
-        if self._held[1]:
+        """The first range that no shard covers; None if all are covered."""
+        if self._covered[1]:
             return None
         node = 1
         while node < self._leaves:
-            node = 2 * node + self._held[2 * node]
+            node = 2 * node + self._covered[2 * node]
         return node - self._leaves

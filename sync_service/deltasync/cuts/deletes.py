@@ -1,8 +1,8 @@
-"""Deletes of rows that operators have asked for, until a sealed cut carries them."""
+"""Deletes of rows that operators asked for, until a sealed cut carries them."""
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,23 +14,23 @@ from deltasync.base.words import are, counted
 from deltasync.core.rows import DeleteRequest, Ids, distinct
 from deltasync.core.tables import ID_TYPE, TableSpec
 from deltasync.log.log_store import LogStore
-from deltasync.log.records import pack_json, reading, unpack_json
+from deltasync.log.records import pack_ids, pack_json, reading, unpack_ids, unpack_json
 
-# Of a model's newest ones: they are kept in memory.
+# Most ids of a model's finished deletes to keep in memory.
 _MOST_IDS = 1_000_000
-# Of one request, and of all of a model together: they are kept in memory.
+# Most ids of one request, and of all pending requests of a model, which stay in memory.
 MOST_IDS = 100_000
 _MOST_PENDING_IDS = 1_000_000
-# Of those that are handed to a rank at once; the others follow when these are done.
+# Most ids that a rank gets at once; the others follow when these are deleted.
 _HANDED_IDS = 131_072
 
 
 class PendingDeletes:
-    """The requests of one model that are not done.
+    """The pending requests of a model.
 
     Attributes:
-        requests: by number, in ascending order.
-        done: requests that were met.
+        requests: the requests by number, in ascending order.
+        done: requests that sealed cuts have carried.
     """
 
     def __init__(self, log: LogStore, model: str, events: Events) -> None:
@@ -40,82 +40,83 @@ class PendingDeletes:
         self.requests: dict[int, DeleteRequest] = {}
         self.done = DoneDeletes(log, model)
 
-    def recover(self) -> None:
-        """Take up what is written down.
+    async def recover(self) -> None:
+        """Read the requests from the log, in another thread, because they may have millions of ids.
 
         Raises:
             StorageFailed: a record is damaged.
         """
-        for number, record in self._log.items(self._record_name("")).items():
-            with reading(self._record_name(number)):
-                found = unpack_json(record)
-                ids = np.array(found["ids"], ID_TYPE)
-                self.requests[int(number)] = DeleteRequest(int(number), found["table"], ids)
-        self.requests = dict(sorted(self.requests.items()))
-        self.done.recover()
+        recorded = await asyncio.to_thread(_recorded, self._log, self._record_name(""))
+        self.requests = {each.number: each for each, _ in recorded}
+        await self.done.recover()
 
-    async def ask(self, table: str, ids: Sequence[int], tables: Sequence[TableSpec], by: str) -> DeleteRequest:
-        """Write down a request.
+    async def ask(
+        self, table: str, ids: Sequence[int], tables: Callable[[], Sequence[TableSpec]], by: str
+    ) -> DeleteRequest:
+        """Write a request to the log.
 
         Args:
             table: the table's name.
             ids: global row ids, in any order.
-            tables: those of the model.
-            by: who asks.
+            tables: returns the model's tables now; raises if the model was deleted.
+            by: name of the caller.
 
         Raises:
             NotFound: the model has no table of that name.
-            InvalidInput: no ids or too many, an id outside of the table, or a table that is none of embeddings.
+            InvalidInput: no ids or too many, an id outside the table, or not an embedding table.
             Contradiction: too many are pending.
         """
-        rows = _checked(self._model, _find(self._model, table, tables), ids)
+        spec = _find(self._model, table, tables())
+        rows = await asyncio.to_thread(_checked, self._model, spec, ids)
+        # Meanwhile the table may have been deleted. A request for it would reach a later table of that name.
+        if _find(self._model, table, tables()) != spec:
+            raise Contradiction(f"model {self._model!r}: table {table!r} has just changed; try again")
         self._check_room(len(rows))
         return await self._ask(table, rows, f"{are(len(rows), 'row')} to be deleted", by)
 
     async def ask_again(self, done: DeleteRequest, rows: Ids, version: int, by: str) -> None:
-        """Write down that rows of a request that is done, those that are still deleted, are to be deleted again: a
-        run goes on from `version`, which was before. Until then the one that is done is written down.
+        """Replace a finished request by a new one for `rows`, because a run continues from `version`, before the
+        delete.
 
         Raises:
-            StorageFailed: it could not be written down, and is to be asked for again.
+            StorageFailed: the log did not accept it; the finished request stays.
         """
         with self.done.replaced(done.number):
             if len(rows):
-                found = f"{are(len(rows), 'row')} to be deleted again"
-                text = f"{found}: a run goes on from version {version}, which has them"
+                rows_are = f"{are(len(rows), 'row')} to be deleted again"
+                text = f"{rows_are}: a run continues from version {version}, which has them"
                 await self._ask(done.table, rows, text, by)
 
     async def _ask(self, table: str, rows: Ids, text: str, by: str) -> DeleteRequest:
         number = max(time.time_ns(), *(number + 1 for number in self.requests), 0)
         request = self.requests[number] = DeleteRequest(number, table, rows)
         try:
-            record = pack_json({"table": table, "ids": rows.tolist()})
-            await asyncio.wrap_future(self._log.put(self._record_name(number), record))
-        except Exception:  # Not who asks being gone: what the log was given comes back after a restart.
+            await asyncio.wrap_future(self._log.put(self._record_name(number), _record(request)))
+        except Exception:  # But not on cancellation: the log may have the request.
             self.requests.pop(number, None)
             raise
         self._events.emit(EventKind.DELETE_REQUESTED, text, model=self._model, table=table, request=number, by=by)
         return request
 
     def handed(self, tables: Sequence[TableSpec]) -> list[DeleteRequest]:
-        """The oldest of those that concern some tables, as many as are handed to a rank at once."""
-        found: list[DeleteRequest] = []
-        if not self.requests:  # Mostly, and this is asked with every cut.
-            return found
+        """The oldest requests for some tables, as many as a rank gets at once."""
+        oldest: list[DeleteRequest] = []
+        if not self.requests:  # The usual case, with every cut.
+            return oldest
         count, names = 0, {table.name for table in tables if table.kind.ranked}
         for request in self.requests.values():
             if request.table not in names:
                 continue
             count += len(request.ids)
-            if found and count > _HANDED_IDS:
+            if oldest and count > _HANDED_IDS:
                 break
-            found.append(request)
-        return found
+            oldest.append(request)
+        return oldest
 
     def finish(self, numbers: Iterable[int], version: int) -> None:
-        """Forget requests that the sealed cut `version` carries, without waiting for the disk.
+        """Finish requests that the sealed cut `version` carries, without waiting for the disk.
 
-        Where that fails they are handed out again after a restart, and deleted once more.
+        If the write fails, ranks get them again after a restart, and delete the rows once more.
         """
         for number in sorted(self.requests.keys() & set(numbers)):
             request = self.requests.pop(number)
@@ -133,7 +134,7 @@ class PendingDeletes:
             )
 
     def forget(self, table: str) -> None:
-        """Forget the requests of a table that is no more, without waiting for the disk."""
+        """Forget the requests of a deleted table, without waiting for the disk."""
         for number in [each.number for each in self.requests.values() if each.table == table]:
             del self.requests[number]
             forgotten = asyncio.wrap_future(self._log.put(self._record_name(number), None))
@@ -144,8 +145,8 @@ class PendingDeletes:
         pending = sum(len(request.ids) for request in self.requests.values())
         if pending + rows > _MOST_PENDING_IDS:
             raise Contradiction(
-                f"{counted(pending, 'row')} of model {self._model!r} wait to be deleted, {rows} more would be "
-                f"over {_MOST_PENDING_IDS}: is its trainer publishing?"
+                f"{counted(pending, 'row')} of model {self._model!r} wait to be deleted, and {rows} more exceed "
+                f"the limit of {_MOST_PENDING_IDS}: wait until its trainer has published these deletes"
             )
 
     def _record_name(self, number: object) -> str:
@@ -153,76 +154,91 @@ class PendingDeletes:
 
     def _report(self, number: int, forgotten: asyncio.Future[None]) -> None:
         if isinstance(error := forgotten.exception(), Exception):
-            text = (
-                "what becomes of a delete that is done could not be written; it may be done again after a restart"
-            )
+            text = "a finished delete could not be recorded; a restart may repeat it"
             self._events.emit(EventKind.FAILED, text, error, model=self._model, request=number)
 
 
 class DoneDeletes:
-    """Those of one model, as many as are kept. Used in the event loop."""
+    """The newest finished deletes of a model. Used in the event loop."""
 
     def __init__(self, log: LogStore, model: str) -> None:
         self._log, self._model = log, model
-        # By number, in the order in which they were done; and the version that each was done with.
+        # By number, in the order in which they finished, with the versions that carried them.
         self._requests: dict[int, tuple[DeleteRequest, int]] = {}
 
     def __contains__(self, number: int) -> bool:
-        """Whether the request of that number is kept."""
+        """Whether the request of that number is among them."""
         return number in self._requests
 
-    def recover(self) -> None:
-        """Take up what is written down.
+    async def recover(self) -> None:
+        """Read the finished deletes from the log, in another thread.
 
         Raises:
             StorageFailed: a record is damaged.
         """
-        found = list[tuple[DeleteRequest, int]]()
-        for number, record in self._log.items(self._record_name("")).items():
-            with reading(self._record_name(number)):
-                content = unpack_json(record)
-                request = DeleteRequest(int(number), content["table"], np.array(content["ids"], ID_TYPE))
-                found.append((request, content["version"]))
-        self._requests = {each[0].number: each for each in sorted(found, key=lambda each: each[1])}
+        recorded = await asyncio.to_thread(_recorded, self._log, self._record_name(""))
+        self._requests = {each[0].number: each for each in recorded}
 
     def note(self, request: DeleteRequest, version: int) -> "asyncio.Future[None]":
-        """Note that the sealed cut `version` has carried a request; on disk once what is returned is done."""
+        """Record that the sealed cut `version` has carried a request; the future completes with the write."""
         self._requests[request.number] = request, version
         ids = sum(len(each.ids) for each, _ in self._requests.values())
         while ids > _MOST_IDS:
             oldest = next(iter(self._requests))
             ids -= len(self._requests[oldest][0].ids)
             self.drop(oldest)
-        record = {"table": request.table, "ids": request.ids.tolist(), "version": version}
-        return asyncio.wrap_future(self._log.put(self._record_name(request.number), pack_json(record)))
+        record = _record(request, version)
+        return asyncio.wrap_future(self._log.put(self._record_name(request.number), record))
 
     def after(self, version: int) -> list[DeleteRequest]:
-        """Those that later versions have carried."""
+        """The requests that later versions have carried."""
         return [request for request, carried in self._requests.values() if carried > version]
 
     @contextmanager
     def replaced(self, number: int) -> Iterator[None]:
-        """Keep a request no longer once the block has put another one in its place; meanwhile nobody finds it."""
-        kept = self._requests.pop(number)
+        """Drop a request if the block succeeds in replacing it; hide it during the block."""
+        request = self._requests.pop(number)
         try:
             yield
-        except BaseException:  # Also where who asks has gone.
-            self._requests[number] = kept
+        except BaseException:  # Also if the caller is cancelled.
+            self._requests[number] = request
             raise
         self.drop(number)
 
     def drop(self, number: int) -> None:
-        """Keep a request no longer, without waiting for the disk: after a restart it may be there again."""
+        """Drop a request without waiting for the disk; it may reappear after a restart."""
         self._requests.pop(number, None)
         self._log.put(self._record_name(number), None)
 
     def forget(self, table: str) -> None:
-        """Keep those of a table no longer, which is no more."""
+        """Drop the requests of a deleted table."""
         for number in [number for number, (each, _) in self._requests.items() if each.table == table]:
             self.drop(number)
 
     def _record_name(self, number: object) -> str:
         return f"deleted/{self._model}/{number}"
+
+
+def _record(request: DeleteRequest, version: int = 0) -> bytes:
+    """The record of a request, which `version` carried. Ids are bytes: JSON would block the event loop."""
+    head = pack_json({"table": request.table, "version": version})
+    return b"\n".join((head, pack_ids(request.ids)))
+
+
+def _recorded(log: LogStore, prefix: str) -> list[tuple[DeleteRequest, int]]:
+    """The requests in the log, each with the version that carried it, by version and number. Blocks.
+
+    Raises:
+        StorageFailed: a record is damaged.
+    """
+    requests = list[tuple[DeleteRequest, int]]()
+    for number, record in log.items(prefix).items():
+        with reading(f"record {prefix}{number}"):
+            head, _, ids = record.partition(b"\n")
+            content = unpack_json(head)
+            request = DeleteRequest(int(number), content["table"], unpack_ids(ids).copy())
+            requests.append((request, content["version"]))
+    return sorted(requests, key=lambda each: (each[1], each[0].number))
 
 
 def _find(model: str, table: str, tables: Sequence[TableSpec]) -> TableSpec:
@@ -233,18 +249,18 @@ def _find(model: str, table: str, tables: Sequence[TableSpec]) -> TableSpec:
     raise NotFound(f"model {model!r} has no table {table!r}; its embedding tables: {names or 'none yet'}")
 
 
-def _checked(model: str, table: TableSpec, ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _checked(model: str, table: TableSpec, ids: Sequence[int]) -> Ids:
     if not table.kind.ranked:
         raise InvalidInput(
-            f"table {table.name!r} of model {model!r} is of kind {table.kind.value!r}: only rows of embeddings "
-            "can be deleted"
+            f"table {table.name!r} of model {model!r} is of kind {table.kind.value!r}: only rows of embedding "
+            "tables can be deleted"
         )
     if not 1 <= len(ids) <= MOST_IDS:
-        raise InvalidInput(f"{len(ids)} ids: name 1 to {MOST_IDS} rows in a request")
+        raise InvalidInput(f"{len(ids)} ids: use 1 to {MOST_IDS} in a request")
     for wrong in (min(ids), max(ids)):
         if not 0 <= wrong < table.rows:
             raise InvalidInput(
-                f"row {wrong} is outside of table {table.name!r} of model {model!r}, which has rows 0 to "
+                f"row {wrong} is outside table {table.name!r} of model {model!r}, which has rows 0 to "
                 f"{table.rows - 1}"
             )
     return distinct(np.array(ids, ID_TYPE))

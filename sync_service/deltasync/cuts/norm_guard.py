@@ -1,8 +1,7 @@
-"""Rows whose norms explode, compared with the largest norm that a row of their table has had.
+"""Refuses rows whose norms explode, compared with the largest norm that a row of their table has had.
 
-The largest, and not a mean: tables have a few rows that are looked up all the time, and grow far beyond others. A
-row may outgrow all of them, but by a factor at most from one cut to the next; a table of which nothing is
-published has no history to compare with.
+A mean would be useless, because a few rows with frequent lookups grow far beyond the others. A new row may exceed
+the largest by a factor. A table that was never published has no history to compare with.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,15 +15,15 @@ from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import TableSpec
 from deltasync.model.model import Model
 
-# Looked at in one turn on the model's thread: cuts are applied in between.
+# Bytes that one turn on the model's thread reads. Between turns, the thread applies cuts.
 _BYTES_AT_ONCE = 16 << 20
 
 
 @dataclass(frozen=True)
 class NormLimit:
-    """By which factor a row's L2 norm may be over the largest that a row of its table has had.
+    """The factor by which a row's L2 norm may exceed the largest that a row of its table has had.
 
-    Where it is more, the cut is refused; or else, for `quarantine`, sealed, and its consumers are paused before.
+    The service refuses a cut with a larger row; with `quarantine`, it seals the cut and pauses the consumers.
     """
 
     growth: float
@@ -33,7 +32,7 @@ class NormLimit:
 
 @dataclass(frozen=True)
 class RowNorms:
-    """The largest norm of some rows, and in words why that is too much; empty if it is not."""
+    """The largest norm of some rows; `excess` is why it is too large, empty if it is not."""
 
     largest: float = 0.0
     excess: str = ""
@@ -45,15 +44,15 @@ class NormGuard:
     def __init__(self, limit: NormLimit | None) -> None:
         self.limit = limit
         self._largest: dict[str, float] = {}
-        self._held_back: dict[str, float] = {}  # Of cuts in quarantine: no history yet.
+        self._in_quarantine: dict[str, float] = {}  # Not part of the history yet.
 
     @property
     def quarantines(self) -> bool:
-        """Whether a cut that is over the limit is sealed all the same."""
+        """Whether to seal a cut that exceeds the limit, and pause the consumers."""
         return self.limit is not None and self.limit.quarantine
 
     async def learn(self, model: Model, announced: Iterable[TableSpec]) -> None:
-        """Look at the tables of which nothing is known."""
+        """Read the norms of the tables that were never read."""
         names = {each.name for each in announced if each.kind.trained} - self._largest.keys() if self.limit else ()
         for table in model.tables:
             if table.spec.name in names:
@@ -63,7 +62,7 @@ class NormGuard:
                 self._largest[table.spec.name] = largest
 
     def look(self, rows: RowBatch) -> RowNorms:
-        """The norms of rows that have arrived: of column-wise shards, of their part of the columns."""
+        """Check the norms of rows that arrived, those of a column-wise shard over its own columns."""
         table = rows.shard.table
         if self.limit is None or rows.deleted or not table.kind.trained:
             return RowNorms()
@@ -73,29 +72,29 @@ class NormGuard:
         return RowNorms(norm, exceeds(table.name, int(rows.ids[worst]), norm, largest, self.limit.growth))
 
     def note(self, largest: Mapping[str, float], *, held_back: bool = False) -> None:
-        """Note the largest norms of a cut that is sealed, by table; of one that is held back, for `accept`."""
-        noted = self._held_back if held_back else self._largest
+        """Record the largest norms of a sealed cut, by table; those of a cut in quarantine wait for `accept`."""
+        noted = self._in_quarantine if held_back else self._largest
         for name, norm in largest.items():
             noted[name] = max(norm, noted.get(name, 0.0))
 
     def accept(self) -> None:
-        """Have operators' word that what was held back is as it should be."""
-        self.note(self._held_back)
-        self._held_back = {}
+        """Add the rows in quarantine to the history, after operators accepted them."""
+        self.note(self._in_quarantine)
+        self._in_quarantine = {}
 
     def forget(self, table: str) -> None:
-        """Forget a table that is no more."""
+        """Forget a deleted table."""
         self._largest.pop(table, None)
-        self._held_back.pop(table, None)
+        self._in_quarantine.pop(table, None)
 
 
 def exceeds(table: str, row: int, norm: float, largest: float, growth: float) -> str:
-    """Why a row's norm is too much, in words; empty if it is not. Without a history nothing is too much."""
+    """Why a row's norm is too large, in words; empty if it is not, and without a history."""
     if not largest or norm <= growth * largest:
         return ""
     return (
-        f"table {table!r}: row {row} has norm {norm:.4g}, more than {growth:.15g} times the largest that a row of "
-        f"it has had, {largest:.4g} (--max-norm-growth)"
+        f"table {table!r}: row {row} has norm {norm:.4g}, more than {growth:.15g} times the largest norm so far, "
+        f"{largest:.4g}: check the training, or raise --max-norm-growth"
     )
 
 

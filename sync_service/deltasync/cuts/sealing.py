@@ -1,4 +1,4 @@
-"""Sealing the complete cuts of a model, one after the other, with the tables that their run announced."""
+"""Seals the complete cuts of a model one by one, and creates the tables of their run."""
 
 import asyncio
 import contextlib
@@ -31,23 +31,22 @@ from deltasync.model.tables import changes
 
 
 class CutSealer:
-    """Seals cuts, and has each applied before the next one is sealed.
+    """Seals the cuts of a model, and applies each before it seals the next one.
 
     Attributes:
-        model: of which.
-        deletes: what operators want deleted of it.
-        events: where what happens is told.
-        guard: knows how large the norms of a table's rows are.
-        refusal: of the last cut, if it was refused for what is in it.
-        rows: of the cuts sealed since the service started.
-        bytes: of these.
+        model: the model.
+        deletes: the deletes of its rows that operators requested.
+        events: receives its events.
+        guard: checks the norms of rows.
+        refusal: why the last cut was refused for its content; None if it was not.
+        rows: number of rows in cuts sealed since the service started.
+        bytes: bytes of these rows.
     """
 
     def __init__(
         self,
         model: Model,
         deletes: PendingDeletes,
-        tasks: asyncio.TaskGroup,
         events: Events,
         guard: NormGuard,
         consumers: ConsumerRegistry,
@@ -58,22 +57,20 @@ class CutSealer:
         self.model = model
         self.deletes = deletes
         self.events = events
-        self._tasks = tasks
         self._consumers = consumers
         self._quarantine: Quarantine | None = None
-        self._order = asyncio.Lock()  # Held while a cut is sealed.
+        self._order = asyncio.Lock()  # Locked while a cut is sealed.
         self._ending = asyncio.Event()
         self._applying: asyncio.Task[None] | None = None
 
     async def seal(self, cut: Cut, announced: "AnnouncedTables") -> Position:
-        """Make a complete cut the next version, durably, and before that the tables that it is the first to have;
-        it is applied after that.
+        """Create the new tables of a complete cut, make the cut the next version durably, and begin to apply it.
 
         Raises:
-            Contradiction: its parts do not make up whole tables, or one is something else.
+            Contradiction: its parts do not cover whole tables, or a table differs from the model's.
             LimitReached: the limits do not allow its tables.
-            StorageFailed: the log cannot take it, or there is no room for its tables.
-            ServiceUnavailable: an earlier version is not applied, since the service ends.
+            StorageFailed: the log refused it, or there is no room for its tables.
+            ServiceUnavailable: an earlier version is not applied, because the service is shutting down.
         """
         watch = StopWatch(way_to_service(cut.gather_ns, time.time_ns() - cut.step_end_unix_ns))
         async with self._order:
@@ -81,61 +78,61 @@ class CutSealer:
 
     @property
     def quarantine(self) -> str:
-        """Which versions are kept from consumers, and why; empty if none are."""
-        with contextlib.suppress(LogUnavailable, VolumeFailed):  # What the log said when it could be read.
+        """The versions in quarantine and the reason; empty if there are none."""
+        with contextlib.suppress(LogUnavailable, VolumeFailed):  # Then use the last value read.
             self._quarantine = self._consumers.quarantine_of(self.model.name)
         return self._quarantine.words if self._quarantine else ""
 
     def note_refusal(self, error: InvalidInput) -> None:
-        """Note that a cut was refused for what is in it; until one is sealed, status says so."""
+        """Record that a cut was refused for its content; status shows it until a cut is sealed."""
         self.refusal = CutRefusal(str(error))
         self.events.emit(EventKind.CUT_REFUSED, error=error, model=self.model.name)
 
     @contextlib.asynccontextmanager
     async def between_cuts(self) -> AsyncIterator[None]:
-        """While no cut is sealed, and none is applied."""
+        """Run the block while no cut is being sealed or applied."""
         async with self._order:
             await self.applied()
             yield
 
     async def applied(self) -> None:
-        """Wait until what was sealed is applied."""
+        """Wait until all sealed cuts are applied."""
         if self._applying:
             await asyncio.wait([self._applying])
 
     def end(self) -> None:
-        """Try nothing again that fails to be applied: the service ends."""
+        """Stop retries at the end of the service."""
         self._ending.set()
 
-    def say_failed(self, what: str, error: Exception) -> None:
-        """Have an error known to whoever looks at the model."""
+    def report_failed(self, what: str, error: Exception) -> None:
+        """Report an error in the model's status and as an event."""
         self.model.failure = f"{what}: {error_text(error)}"
         self.events.emit(EventKind.FAILED, what, error, model=self.model.name)
 
     async def _sealed(self, cut: Cut, announced: "AnnouncedTables", watch: StopWatch) -> Position:
-        if cut.unpublished:  # Of many shards, it takes long.
+        if cut.unpublished:  # With many shards, this takes long.
             await asyncio.to_thread(cut.check_coverage)
         await self.applied()
         if self.model.position.number < (newest := self.model.seals.newest_version):
-            # The service ends, or the model is about to be reloaded.
+            # The service is shutting down, or the model will be reloaded.
             raise ServiceUnavailable(f"version {newest} is not applied yet; send step {cut.step} again")
         await announced.make(cut)
         if cut.excess:
-            await self._hold_back(cut)  # Before anybody can be given a row of it.
+            await self._hold_back(cut)  # Before any replica can get a row of it.
         whole = await asyncio.to_thread(cut.whole) if cut.full else ()
         seal = _seal_of(cut, self.model.seals.newest, whole)
         watch.lap("seal")
         sealed, rows = self.model.store.seal(seal, cut.unwritten), cut.rows_in_memory()
         durable = asyncio.wrap_future(sealed)
-        # After it: the seal is known here before its rows are.
+        # After `seal`, so that the model has the seal before its rows.
         begun = self.model.apply_after(sealed, seal, rows)
         await durable
         watch.lap("log")
         self.model.seals.append(seal)
         self.model.recent.add(CutTimes(seal, watch.lapped_ns, watch.seconds))
-        # Before anything that could fail: from here on it is part of the history.
-        self._applying = self._tasks.create_task(self._apply(seal, rows, begun))
-        self.model.published |= {name: table.rows for name, table in cut.tables.items()}
+        # Before anything that could fail, because the cut is part of the history now.
+        self._applying = asyncio.create_task(self._apply(seal, rows, begun))
+        self.model.tables.published |= {name: table.rows for name, table in cut.tables.items()}
         self.guard.note(cut.largest_norms, held_back=bool(cut.excess))
         self.refusal = None
         self.rows += seal.rows
@@ -151,13 +148,13 @@ class CutSealer:
     async def _apply(
         self, seal: Seal, rows: list[RowBatch] | None, begun: "Future[FrozenRelease | None] | None"
     ) -> None:
-        """Apply a sealed cut: again and again if need be, since all later ones build on it."""
+        """Apply a sealed cut, with retries, because all later cuts build on it."""
         for pause in backoff():
             try:
                 await self.model.apply_cut(seal, rows, begun)
-            except Exception as error:  # noqa: BLE001  # one model's trouble is its own
+            except Exception as error:  # noqa: BLE001  # an error of one model must not affect others
                 begun = None
-                self.say_failed(f"version {seal.version} could not be applied, which is tried again", error)
+                self.report_failed(f"version {seal.version} could not be applied; the service retries", error)
             else:
                 self.model.failure = ""
                 self.model.recent.note_applied(seal.version)
@@ -168,7 +165,7 @@ class CutSealer:
 
 
 class AnnouncedTables:
-    """Those of the run that publishes a model: in memory, while a rank is there or a cut under way. Used in the
+    """The tables that the ranks of a run announce, while a rank is connected or a cut is under way. Used in the
     event loop.
     """
 
@@ -177,82 +174,81 @@ class AnnouncedTables:
         self._limits = limits
         self._run = ""
         self._tables: Mapping[str, TableSpec] = {}
-        self._made: tuple[Mapping[str, TableSpec], int] | None = None  # Which, and after which change.
-        self._bytes_to_be = 0  # Of the model's tables, while some are being made.
+        self._made: tuple[Mapping[str, TableSpec], int] | None = None  # The tables, and their last change.
+        self._bytes_to_be = 0  # Bytes of the model's tables while some are being created.
 
     async def look_for_room(self, tables: Sequence[TableSpec]) -> None:
-        """See whether there would be room for tables now, so that nobody sends all rows in vain. Takes none.
+        """Check that there is room for tables before ranks send all rows. Reserves nothing.
 
         Raises:
             LimitReached: the limits do not allow their bytes.
-            StorageFailed: the volume does not have them.
+            StorageFailed: the volume has no room for them.
         """
         if added := self._added_bytes(tables):
-            await asyncio.to_thread(self._model.check_room, added)
+            await asyncio.to_thread(self._model.memory.check, added, f"tables of model {self._model.name!r}")
 
     def check(self, run: Run, tables: Sequence[TableSpec]) -> Mapping[str, TableSpec]:
-        """Check what a rank announces against what the model has, and the other ranks of its run have announced.
+        """Check a rank's tables against those of the model and of the other ranks of its run.
 
         Returns:
-            What the tables are to be, by name: to be added once the rank is let in.
+            The resulting tables by name; pass them to `add` once the rank is admitted.
 
         Raises:
-            Contradiction: a table is something else there.
-            LimitReached: there would be too many.
+            Contradiction: a table differs.
+            LimitReached: there would be too many tables.
         """
         model, others = self._model, self._tables if run.id == self._run else {}
-        published = {each.spec.name: each.spec for each in model.tables if model.published.get(each.spec.name)}
         again = [table for table in tables if table.name in others]
         first = {table.name: table for table in tables if table.name not in others}
         changed = [
             *changes(model.name, others, again, later_run=False),
-            *changes(model.name, published, first.values(), later_run=self._is_later(run)),
+            *changes(model.name, model.tables.published_specs, first.values(), later_run=self._is_later(run)),
         ]
         names = {each.spec.name for each in model.tables} | others.keys() | first.keys()
         self._limits.check("tables_per_model", len(names))
         return first | {table.name: table for table in changed}
 
     def add(self, run: Run, tables: Mapping[str, TableSpec]) -> None:
-        """Note what a rank that was let in has announced, as `check` has returned it."""
+        """Add the tables of an admitted rank that `check` returned."""
         self._tables = {**(self._tables if run.id == self._run else {}), **tables}
         self._run = run.id
 
     def forget(self) -> None:
-        """Forget what was announced: no rank is there any more."""
+        """Forget all tables after the last rank has left."""
         self._run, self._tables = "", {}
 
     async def make(self, cut: Cut) -> None:
-        """Have the tables of a complete cut, which is to be sealed.
+        """Create the tables of a complete cut before it is sealed.
 
         Raises:
-            Contradiction: one has become something else since its ranks were let in.
+            Contradiction: a table has changed since its ranks were admitted.
             LimitReached: the limits do not allow their bytes.
-            StorageFailed: there is no room; nothing was changed.
+            StorageFailed: there is no room; nothing has changed.
         """
-        if self._made == (cut.tables, self._model.table_changes):
+        if self._made == (cut.tables, self._model.tables.changes):
             return
         tables = list(cut.tables.values())
-        self._bytes_to_be = self._model.table_bytes + self._added_bytes(tables)
+        self._bytes_to_be = self._model.tables.nbytes + self._added_bytes(tables)
         try:
-            await self._model.add_tables(tables, later_run=self._is_later(cut.run))
+            await self._model.tables.add(tables, later_run=self._is_later(cut.run))
         finally:
             self._bytes_to_be = 0
-        self._made = cut.tables, self._model.table_changes
+        self._made = cut.tables, self._model.tables.changes
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the model's tables, also of those that are being made: others look for room meanwhile."""
-        return max(self._model.table_bytes, self._bytes_to_be)
+        """Bytes of the model's tables, including those that are being created."""
+        return max(self._model.tables.nbytes, self._bytes_to_be)
 
     def _added_bytes(self, tables: Sequence[TableSpec]) -> int:
-        """How many bytes more there would be; the limits allow them."""
-        if added := self._model.added_bytes(tables):
-            self._limits.check("bytes_per_model", self._model.table_bytes + added)
+        """Check the limits; return the number of additional bytes."""
+        if added := self._model.tables.added_bytes(tables):
+            self._limits.check("bytes_per_model", self._model.tables.nbytes + added)
             self._limits.check_more("bytes_in_all", added)
         return added
 
     def _is_later(self, run: Run) -> bool:
-        """Whether it is another run than the one that has published last: tables may have more rows then."""
+        """Whether it is another run than the last that published, so that tables may have grown."""
         newest = self._model.seals.newest
         return newest is None or newest.run != run.id
 
@@ -266,7 +262,7 @@ class CutRefusal:
 
 
 def _seal_of(cut: Cut, before: Seal | None, whole: tuple[str, ...]) -> Seal:
-    # A run learns from no event less than it had learnt from.
+    # The newest training event of a run never moves back.
     earlier = before.event_time_unix_ns if before and before.run == cut.run.id else None
     return Seal(
         version=cut.version,

@@ -1,4 +1,4 @@
-"""One rank's stream: what it opens with, and its parts, chunk by chunk, until its cut is sealed."""
+"""One rank's stream: its opening message, and its parts, chunk by chunk, until their cuts are sealed."""
 
 import asyncio
 from collections import deque
@@ -16,7 +16,7 @@ from deltasync.core.rows import DeleteRequest, Ids, RowBatch
 from deltasync.core.seal import Seal, check_event_time
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.coordinator import CutCoordinator, OpenCut
-from deltasync.cuts.part import ChangedRows, MissingRows, RankPart
+from deltasync.cuts.cut import ChangedRows, MissingRows, RankPart
 from deltasync.cuts.runs import Continuation, Run, continues
 from deltasync.log.log_store import LogFull, WriteQueue
 from deltasync.log.records import pack_layout, packed_bytes
@@ -29,7 +29,7 @@ from deltasync.wire.messages import (
 )
 from deltasync.wire.row_messages import MAX_CHUNK_BYTES, ReceivedRows, encoded
 
-# What takes long of an open, one after the other: the event loop's own threads are for those who are in.
+# Runs the long work of opening streams one by one, so that open streams keep the other threads.
 OPENS = ThreadPoolExecutor(1, thread_name_prefix="opens")
 MAX_WORLD_SIZE = 65_536
 _LONGEST_PROCESS = 200
@@ -37,7 +37,7 @@ _LONGEST_PROCESS = 200
 
 @dataclass(frozen=True)
 class Opening:
-    """What a rank says of itself: valid in itself, and not yet compared with what the service holds."""
+    """The opening message of a rank's stream: valid by itself, not yet compared with the model."""
 
     message: publish_pb2.PublishOpen
     run: Run
@@ -46,22 +46,20 @@ class Opening:
 
 
 def check_counts(message: publish_pb2.PublishOpen, limits: Limits) -> None:
-    """Check that the message that opens a stream is no longer than peers may have it.
+    """Check the number of tables and shards in an opening message against the limits.
 
     Raises:
-        LimitReached: it is.
+        LimitReached: there are too many.
     """
     limits.check("tables_per_model", len(message.tables))
     limits.check("shards_per_open", len(message.shards))
 
 
 def check_open(message: publish_pb2.PublishOpen, by: str | None = None) -> Opening:
-    """Check the message that opens a stream of a client of the identity `by`.
-
-    Any thread.
+    """Check the opening message of a stream of a client with the identity `by`. Any thread.
 
     Raises:
-        InvalidInput: a field of the message can never be right.
+        InvalidInput: a field of the message is invalid.
     """
     check_name("model", message.model)
     tables = _checked_tables(message)
@@ -84,25 +82,25 @@ def _checked_tables(message: publish_pb2.PublishOpen) -> list[TableSpec]:
     tables = [table_from_message(table) for table in message.tables]
     if not tables:
         raise InvalidInput("the run announces no tables: describe at least one")
-    known: dict[str, TableSpec] = {}
+    by_name: dict[str, TableSpec] = {}
     for table in tables:
-        if table.name in known:
+        if table.name in by_name:
             raise InvalidInput(f"table {table.name!r} is announced twice: tables need distinct names")
-        known[table.name] = table
+        by_name[table.name] = table
     aliases = set[str]()
     for table in tables:
         if table.of:
-            _check_map(table, known.get(table.of))
-        if twice := next((each for each in table.aliases if each in known or each in aliases), None):
-            raise InvalidInput(f"table {table.name!r} is {twice!r}, too, which another table of the run is")
+            _check_map(table, by_name.get(table.of))
+        if twice := next((each for each in table.aliases if each in by_name or each in aliases), None):
+            raise InvalidInput(f"table {table.name!r} has the alias {twice!r}, which another table uses")
         aliases.update(table.aliases)
     return tables
 
 
 def _check_map(table: TableSpec, rows: TableSpec | None) -> None:
-    """Check that a map, or ranges, are of the rows of an embedding table: one not sharded is a parameter."""
+    """Check that a map belongs to an embedding table with as many rows."""
     if rows is None or not rows.kind.trained:
-        raise InvalidInput(f"table {table.name!r} is of {table.of!r}, which is no embedding table of the run")
+        raise InvalidInput(f"table {table.name!r} belongs to {table.of!r}, which is no embedding table of the run")
     if rows.rows != table.rows:
         raise InvalidInput(
             f"table {table.name!r} has {counted(table.rows, 'row')}, but {table.of!r}, to which it "
@@ -111,18 +109,18 @@ def _check_map(table: TableSpec, rows: TableSpec | None) -> None:
 
 
 _ROWS_AT_ONCE = 64
-# Requests that one part meets: no rank is handed so many.
+# Most deletes in a close, more than a rank ever gets at once.
 _MOST_DELETES = 131_072
 
 
 async def open_session(coordinator: CutCoordinator, opening: Opening) -> "PublishSession":
-    """Let a rank in. A newer stream of the same rank, or a newer run, takes over.
+    """Admit a rank. It replaces an older stream of the same rank, or an older run.
 
     Raises:
-        Contradiction: the run, its size or a table differs from what the service holds.
+        Contradiction: the run, its size or a table differs from the service's.
         LimitReached: the limits do not allow its tables.
         StorageFailed: there is no room for a table.
-        ServiceUnavailable: the model's tables are at no version now.
+        ServiceUnavailable: a version is only partly applied to the model's tables.
     """
     loop = asyncio.get_running_loop()
     layout = await loop.run_in_executor(OPENS, pack_layout, opening.tables, opening.shards)
@@ -131,18 +129,18 @@ async def open_session(coordinator: CutCoordinator, opening: Opening) -> "Publis
     coordinator.sessions[session.rank] = session
     try:
         await session.find_changes()
-    except BaseException as error:  # Or it would be taken for one that is there.
+    except BaseException as error:  # Otherwise it would count as connected.
         session.leave(str(error))
         raise
-    session.say(EventKind.RANK_JOINED, session.decision.reason)
+    session.report(EventKind.RANK_JOINED, session.decision.reason)
     return session
 
 
 class PublishSession:
-    """One rank's stream, once the rank has joined. Used in the event loop.
+    """The stream of an admitted rank. Used in the event loop.
 
     Attributes:
-        coordinator: of the ranks of its model.
+        coordinator: the coordinator of its model's ranks.
     """
 
     def __init__(self, coordinator: CutCoordinator, opening: Opening, layout: bytes) -> None:
@@ -162,36 +160,36 @@ class PublishSession:
         self.changed: ChangedRows | None = None
         self._unwritten = UnwrittenChunks(self._model.store.queue)
 
-    def say(self, kind: EventKind, text: str, error: Exception | None = None) -> None:
-        """Tell what happens to this rank."""
+    def report(self, kind: EventKind, text: str, error: Exception | None = None) -> None:
+        """Report an event of this rank."""
         self.coordinator.events.emit(kind, text, error, model=self._model.name, rank=self.rank, run=self.run.id)
 
     def end(self, reason: str, refusal: Exception | None = None) -> None:
-        """Note that the stream is over, and why where that is known: perhaps for what a part of it was."""
+        """Record that the stream ended, and why; `refusal` is the error that the rank got, if any."""
         if isinstance(refusal, InvalidInput):
             self.coordinator.sealer.note_refusal(refusal)
         self.leave(reason)
-        self.say(EventKind.RANK_LEFT, "" if refusal else self.left, refusal)
+        self.report(EventKind.RANK_LEFT, "" if refusal else self.left, refusal)
 
     def leave(self, reason: str) -> None:
-        """Note that the rank is gone, and why: it has finished, or else for the reason, if there is one."""
-        text = "it has finished" if self.finished else reason or "its stream has ended without a goodbye"
+        """Record that the rank has finished, or left for a reason, which may be empty."""
+        text = "it has finished" if self.finished else reason or "its stream ended without a goodbye"
         self.ended, self.since_ns, self.left = True, steady_ns(), text
         self.coordinator.note_left()
 
     @property
     def decision(self) -> Continuation:
-        """Whether the run continues the published history as it is now."""
+        """Whether the run continues the present history."""
         model, claim = self._model, self._claim
         seal = model.seals.checksum_of(claim.number)
         takes_changes = self._takes_changes
         return continues(self.run, claim, model.history, model.seals.newest, seal, takes_changes=takes_changes)
 
     async def find_changes(self) -> None:
-        """Find what was published after the version that the run goes on from, if that is not the newest.
+        """Find the rows that were published after the version that the run continues, unless that is the newest.
 
         Raises:
-            ServiceUnavailable: the tables are at no version, since one could be applied only in part.
+            ServiceUnavailable: a version is only partly applied to the tables.
         """
         if self.decision.since is not None:
             await self.coordinator.settled()
@@ -200,30 +198,30 @@ class PublishSession:
             await self._ask_again(since)
 
     async def _ask_again(self, since: int) -> None:
-        """Have the run delete again what operators have had deleted after its version: it has these rows still."""
+        """Repeat the deletes that later versions carried, because the run still has these rows."""
         deletes = self.coordinator.deletes
         for done in deletes.done.after(since):
             rows = await self._model.on_thread(self._still_deleted, done)
-            if done.number in deletes.done:  # Otherwise another rank has come first.
+            if done.number in deletes.done:  # Otherwise another rank was first.
                 await deletes.ask_again(done, rows, since, f"run {self.run.id}")
 
     def _still_deleted(self, done: DeleteRequest) -> Ids:
-        """Those of its rows that have not come back since."""
-        found = [each for each in self._model.tables if each.spec.name == done.table]
-        return done.ids[found[0].deleted(done.ids)] if found else done.ids[:0]
+        """The rows of a delete that were not published again since."""
+        tables = [each for each in self._model.tables if each.spec.name == done.table]
+        return done.ids[tables[0].deleted(done.ids)] if tables else done.ids[:0]
 
     def _changed_since(self, since: int) -> ChangedRows:
-        applied = self._model.applied
-        return ChangedRows.find(since, applied.version if applied else 0, self._model.tables, self._shards)
+        applied = self._model.tables.seal
+        return ChangedRows.find(since, applied.version if applied else 0, list(self._model.tables), self._shards)
 
     @property
     def deletes(self) -> list[DeleteRequest]:
-        """What this rank is asked to delete by now."""
+        """The deletes that this rank must carry out now."""
         return self.coordinator.deletes.handed(self.tables) if self.takes_deletes else []
 
     @property
     def quarantine(self) -> str:
-        """Why replicas are kept from what is published; empty if they are not."""
+        """The versions in quarantine and the reason; empty if there are none."""
         return self.coordinator.sealer.quarantine
 
     @property
@@ -232,28 +230,28 @@ class PublishSession:
         newest = self._model.seals.newest_version
         return Position(self._model.history, newest, self._model.seals.checksum_of(newest))
 
-    async def take(self, received: ReceivedRows) -> Position | None:
-        """Take rows of this rank's part of a cut, and its close if that came with them.
+    async def take(self, received: ReceivedRows[publish_pb2.PartClose]) -> Position | None:
+        """Add rows to this rank's part of a cut, and close it if they came with its close.
 
         Returns:
-            What `close` returns; None if there was none.
+            The result of `close`; None if the part stays open.
 
         Raises:
-            InvalidInput: the rows do not fit what the rank announced.
-            Damaged: rows do not fit their digests.
-            Contradiction: the cut does not fit the log, however empty that is.
+            InvalidInput: the rows do not match the rank's opening message.
+            Damaged: rows do not match their digests.
+            Contradiction: the cut does not fit even into an empty log.
             Superseded: a newer stream, run or cut has taken over.
         """
         size = 0
         for number, (slot, columns) in enumerate(received.rows, 1):
             size += columns.size
             if size > MAX_CHUNK_BYTES:
-                what = f"a {'part' if received.close else 'chunk'} of {size} bytes of ids and values, or more"
+                what = f"a {'part' if received.end else 'chunk'} of {size} bytes of ids and values, or more"
                 raise InvalidInput(f"{what}: at most {MAX_CHUNK_BYTES} are allowed")
             await self._add(received.step, slot, columns.rows_of(slot, self._shards))
-            if number % _ROWS_AT_ONCE == 0:  # Of so many tables, a part takes long: others have their turn.
+            if number % _ROWS_AT_ONCE == 0:  # Many tables take long: let other streams run.
                 await asyncio.sleep(0)
-        return await self.close(received.close) if received.close else None
+        return await self.close(received.end) if received.end else None
 
     async def _add(self, step: int, slot: int, batch: RowBatch) -> None:
         batch.check()
@@ -261,7 +259,7 @@ class PublishSession:
         batch = encoded(batch.digested())
         norms = self.coordinator.sealer.guard.look(batch)
         if norms.excess and not self.coordinator.sealer.guard.quarantines:
-            raise InvalidInput(f"{norms.excess}: the cut of step {step} is refused")
+            raise InvalidInput(f"{norms.excess}; the cut of step {step} is refused")
         if self._sealed_before(step) or self._closed_before(step):
             return
         open_cut, part = self._part_of(step)
@@ -275,7 +273,7 @@ class PublishSession:
         appended = self._model.store.append(version, self.rank, part.records, slot, batch, part.layout)
         part.records += 1
         self._unwritten.add(appended, size)
-        # Last: while this waits, another stream may begin the part anew.
+        # Last, because another stream may begin the part anew during this wait.
         try:
             await self._unwritten.wait_for_room()
         except LogFull as error:
@@ -283,16 +281,16 @@ class PublishSession:
             raise
 
     async def close(self, close: publish_pb2.PartClose) -> Position:
-        """End this rank's part; the position the cut was sealed at, once it is durable.
+        """Close this rank's part, and wait until the cut is durable; return its position.
 
         Raises:
-            InvalidInput: the part is not what its close says.
-            ResyncRequired: the run must publish every row first, and this part does not.
-            Contradiction: the ranks' shards do not make up whole tables, or the step is an old one.
+            InvalidInput: the part does not match its close.
+            ResyncRequired: the run must publish every row first, and this part does not contain them.
+            Contradiction: the ranks' shards do not cover whole tables, or the step is older than a published one.
             Superseded: a newer stream, run or cut has taken over.
         """
         self._claim = await self._closed(close)
-        self.changed = None  # All of it was in the part.
+        self.changed = None  # The part contained all of it.
         return self._claim
 
     async def _closed(self, close: publish_pb2.PartClose) -> Position:
@@ -319,10 +317,10 @@ class PublishSession:
         return await asyncio.shield(open_cut.sealed)
 
     def finish(self) -> None:
-        """Note that the rank says goodbye: it has published all that it is going to.
+        """Record the goodbye of the rank, after which it publishes nothing.
 
         Raises:
-            InvalidInput: a part is under way.
+            InvalidInput: a part is open.
         """
         if self._part:
             raise InvalidInput(f"goodbye within the part of step {self._part[0].cut.step}: close it first")
@@ -330,8 +328,8 @@ class PublishSession:
 
     def _differing(self, close: publish_pb2.PartClose) -> set[str]:
         if len(close.differing) > len(self.tables) or len(close.deletes) > _MOST_DELETES:
-            found = f"{len(close.differing)} tables that differ, and {len(close.deletes)} deletes"
-            raise InvalidInput(f"{found}: at most {len(self.tables)}, and {_MOST_DELETES}, can be")
+            numbers = f"{len(close.differing)} tables that differ, and {len(close.deletes)} deletes"
+            raise InvalidInput(f"{numbers}: expected at most {len(self.tables)} and {_MOST_DELETES}")
         if unknown := [index for index in close.differing if index >= len(self.tables)]:
             raise InvalidInput(
                 f"table {unknown[0]} differs between ranks, but only {len(self.tables)} were announced"
@@ -339,13 +337,13 @@ class PublishSession:
         return {self.tables[index].name for index in close.differing}
 
     def _sealed_before(self, step: int) -> Seal | None:
-        """The seal of the cut after `step`, if it was sealed before: the answer may have been lost."""
+        """The seal of the cut after `step` if it is already sealed, because the answer may have been lost."""
         self._check_current()
         sealed = self._model.seals.newest
         if sealed is None or sealed.run != self.run.id or step > sealed.step:
             return None
         if step < sealed.step:
-            raise Contradiction(f"part of step {step}, but step {sealed.step} of this run is published already")
+            raise Contradiction(f"part of step {step}, but step {sealed.step} of this run is already published")
         return sealed
 
     def _closed_before(self, step: int) -> OpenCut | None:
@@ -370,12 +368,12 @@ class PublishSession:
         return self._part
 
     def _missing(self, since: int | None) -> MissingRows | None:
-        """What the part is to have although this run, which goes on from version `since`, has not changed it."""
+        """The rows that were published after version `since`, which the part must contain."""
         newest = self._model.seals.newest_version
         if since is None:
             return None
         if self.changed is None or (self.changed.since, self.changed.upto) != (since, newest):
-            raise Superseded(f"version {newest} was sealed since this stream was opened: open it again")
+            raise Superseded(f"version {newest} was sealed after this stream was opened: open it again")
         return MissingRows(self.changed)
 
     def _check_current(self) -> None:
@@ -383,31 +381,31 @@ class PublishSession:
             raise Superseded(f"a newer stream of rank {self.rank}, or a newer run, has taken over")
 
 
-# Bounds the memory that an arriving part takes. Many small chunks, of a table each, are not waited for one by one.
+# Bounds the memory of an arriving part, without waiting for each of many small chunks.
 _MOST_BYTES = 16 << 20
-# What a small one takes in memory.
+# Memory of a small chunk.
 _CHUNK_BYTES = 4096
 
 
 class UnwrittenChunks:
-    """Writes of a rank's part, in their order. Used in the event loop."""
+    """Pending writes of a rank's part, in order. Used in the event loop."""
 
     def __init__(self, queue: WriteQueue) -> None:
-        """`queue` is what all have handed to the log: while that is full, this stream has nothing in it."""
+        """`queue` holds the writes of all streams. While it is full, this stream waits for its own writes."""
         self._queue = queue
         self._writes: deque[tuple[Future[None], int]] = deque()
         self._bytes = 0
 
     def add(self, write: Future[None], size: int) -> None:
-        """Add a write of so many bytes."""
+        """Add a write of `size` bytes."""
         self._writes.append((write, max(size, _CHUNK_BYTES)))
         self._bytes += self._writes[-1][1]
 
     async def wait_for_room(self) -> None:
-        """Wait for the first of them until the others are not too much to hold, for one stream and for all.
+        """Wait for the oldest writes until the others fit into the memory of this stream and of all streams.
 
         Raises:
-            StorageFailed: one has failed.
+            StorageFailed: a write failed.
         """
         while self._bytes > _MOST_BYTES or (self._writes and self._queue.full):
             write, size = self._writes.popleft()
@@ -418,7 +416,7 @@ class UnwrittenChunks:
                 await asyncio.wrap_future(write)
 
     def take(self) -> tuple[Future[None], ...]:
-        """All of them, which are others' to wait for from now on."""
+        """Remove and return all writes for which the caller will wait."""
         writes = tuple(write for write, _ in self._writes)
         self._writes.clear()
         self._bytes = 0

@@ -1,1 +1,1 @@
-"""Compiled loops over rows: arrays in, arrays out. They know nothing of tables, of messages or of files."""
+"""Compiled loops over rows. They take and fill arrays, and know nothing of tables, messages or files."""

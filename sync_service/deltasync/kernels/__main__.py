@@ -1,4 +1,4 @@
-"""`python -m deltasync.kernels`: compile all kernels now, say, when an image is built."""
+"""`python -m deltasync.kernels`: compile all kernels, for example while building an image."""
 
 from deltasync.kernels.compiled import warm
 

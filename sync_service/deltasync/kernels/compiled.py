@@ -1,4 +1,7 @@
-"""Loops over rows that numba compiles on first use, and keeps compiled on disk."""
+"""Loops over rows that numba compiles on first use, and caches on disk.
+
+Types are strings in numba's notation, so that importing kernels does not import numba.
+"""
 
 import importlib
 import logging
@@ -14,21 +17,42 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from deltasync.kernels.types import Type
 
-# The order in which floats are added may be any, so that sums vectorise.
+class Type(str):
+    """A type. Call it with the types of arguments for the signature of a function that returns it."""
+
+    __slots__ = ()
+
+    def __call__(self, *arguments: str) -> str:
+        """Return a signature, such as `void(int64, int64)`."""
+        return f"{self}({', '.join(arguments)})"
+
+
+void = Type("void")
+boolean = Type("boolean")
+uint8, uint16, uint32, uint64 = Type("uint8"), Type("uint16"), Type("uint32"), Type("uint64")
+int32, int64 = Type("int32"), Type("int64")
+float32, float64 = Type("float32"), Type("float64")
+
+
+def tuple_of(*types: Type) -> Type:
+    """The type of a kernel's result that consists of several numbers."""
+    return Type(f"Tuple(({', '.join(types)},))")
+
+
+# Permits adding floats in any order, so that sums vectorise.
 ANY_ORDER = {"reassoc", "contract"}
 
 
 class Callee:
-    """A function that kernels call, or other such functions."""
+    """A function that kernels call, and that may call others of its kind."""
 
     def __init__(self, make: Callable[[], Any], function: Callable[..., Any] | None = None) -> None:
         self._make, self._function = make, function
         self._made: Any = None
 
     def made(self) -> Any:
-        """The same, as numba takes it."""
+        """The function in numba's form."""
         if self._made is None:
             self._made = self._make()
             if self._function:
@@ -37,7 +61,7 @@ class Callee:
 
 
 def link(function: Callable[..., Any]) -> None:
-    """Put what numba takes in the place of callees, among the names that a function knows."""
+    """Replace callees by numba's form among the names that a function uses."""
     names = function.__globals__
     for name, each in list(names.items()):
         if isinstance(each, Callee):
@@ -45,7 +69,7 @@ def link(function: Callable[..., Any]) -> None:
 
 
 def intrinsic(module: str, name: str) -> Any:
-    """An intrinsic of numba's, or of ours, by its module and its name."""
+    """An intrinsic of numba or of this package, by module and name."""
     return Callee(lambda: getattr(import_module(module), name))
 
 
@@ -59,13 +83,13 @@ def _dispatcher(function: Callable[..., Any], options: dict[str, Any]) -> Any:
     return numba.njit(**options)(function)
 
 
-# Decorators of functions that are compiled as callees of kernels. What they make is of any type: numba finds out.
+# Decorators of functions that are compiled into kernels. Their types are Any, because numba infers them.
 inlined: Any = partial(_compiled, inline="always", error_model="numpy")
-# The same, but that floats are added in order, or in any, whatever the kernel's own order is. They take arrays and
-# return numbers: the arrays' references, which a kernel holds, are not counted once more for each row.
+# These add floats in order, or in any order, whatever the kernel's own setting. They take arrays and return
+# numbers, so reference counting is switched off: the kernel holds the arrays anyway.
 in_order: Any = partial(_compiled, forceinline=True, error_model="numpy", _nrt=False)
 in_any_order: Any = partial(in_order, fastmath=ANY_ORDER)
-# For what is rare, and would be in the way of vectorising the rest.
+# For rare cases that would prevent vectorising the rest.
 called: Any = partial(_compiled, error_model="numpy", _nrt=False)
 
 
@@ -77,7 +101,7 @@ R = TypeVar("R")
 _PACKAGE = __name__.rpartition(".")[0]
 _kernels: list["Kernel[Any, Any]"] = []
 _told = set[type[Exception]]()
-_compiling = threading.RLock()  # As numba has one for all that it compiles.
+_compiling = threading.RLock()  # Numba also has a single lock for all compiling.
 
 
 def _stamp(folder: Path) -> str:
@@ -91,7 +115,7 @@ SOURCES = _stamp(Path(__file__).parent)
 def readable(dtype: Type, dims: int = 2) -> Type:
     """The type of a C-contiguous array that is only read, and may be read-only.
 
-    It may begin at any byte, as rows in a message do.
+    It may begin at any byte, like rows in a message.
     """
     return Type(f"Array({dtype}, {dims}, 'C', readonly=True, aligned=False)")
 
@@ -102,7 +126,7 @@ def writable(dtype: Type, dims: int = 2) -> Type:
 
 
 class Kernel(Generic[P, R]):
-    """A compiled function. It compiles with its first call at the latest."""
+    """A compiled function, compiled at its first call at the latest."""
 
     def __init__(self, function: Callable[P, R], signatures: Sequence[Any], any_order: bool, nogil: bool) -> None:
         self.function = function
@@ -117,11 +141,11 @@ class Kernel(Generic[P, R]):
         self._compiled: Callable[P, R] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run it."""
+        """Run the compiled function."""
         return (self._compiled or self.compile())(*args, **kwargs)
 
     def compile(self) -> Callable[P, R]:
-        """Compile all signatures, or read them from the disk."""
+        """Compile all signatures, or load them from disk."""
         with _compiling:
             if self._compiled is None:
                 self._compiled = self._kept()
@@ -130,7 +154,7 @@ class Kernel(Generic[P, R]):
     def _kept(self) -> Callable[P, R]:
         try:
             return self._made(keep=True)
-        except Exception as error:  # noqa: BLE001  # no folder to write to, no room in it
+        except Exception as error:  # noqa: BLE001  # The folder is not writable, or has no room.
             _warn(self.__name__, error)
             return self._made(keep=False)
 
@@ -144,7 +168,7 @@ class Kernel(Generic[P, R]):
         link(self.function)
         for signature in self._signatures:
             dispatcher.compile(signature)
-        # Where several processes save at once, numba's index may name a file that has become another signature's.
+        # If several processes save at once, numba's index may name a file that now has another signature's code.
         if len(dispatcher.overloads) < len(self._signatures):
             raise LookupError(f"{dispatcher.stats.cache_path} has the code of another signature")
         dispatcher.disable_compile()
@@ -154,31 +178,31 @@ class Kernel(Generic[P, R]):
 
 @cache
 def _begin_with(beside: Path, folder: Path) -> None:
-    """Copy what was compiled beside the source, as in an image, into the folder where numba keeps it."""
+    """Copy the code that was compiled beside the source, as in an image, into numba's cache folder."""
     if folder == beside:
         return
     try:
         for file in beside.glob("*.nb[ic]"):
             _copy_if_new(file, folder / file.name)
     except OSError as error:
-        logger.warning("what is compiled in %s is compiled again: %s", beside, error)
+        logger.warning("the compiled kernels in %s cannot be used and are compiled again: %s", beside, error)
 
 
 def _warn(name: str, error: Exception) -> None:
-    """Once for each kind of error: it will be the same for all kernels."""
+    """Log each kind of error once, because it affects all kernels."""
     if type(error) not in _told:
         _told.add(type(error))
-        text = "kernels, %s first, are compiled in each process anew, which takes seconds: %r; "
-        logger.warning(text + "set NUMBA_CACHE_DIR to an empty folder that can be written to", name, error)
+        text = "%s and other kernels are compiled again in each process, which takes seconds: %r; "
+        logger.warning(text + "set NUMBA_CACHE_DIR to an empty, writable folder", name, error)
 
 
 def kernel(
     *signatures: Any, any_order: bool = False, nogil: bool = True
 ) -> Callable[[Callable[P, R]], Kernel[P, R]]:
-    """Decorator: compile a function for these signatures, such as `types.void(readable(types.int64, 1))`.
+    """Decorator: compile a function for these signatures, such as `void(readable(int64, 1))`.
 
-    With `any_order` the order in which floats are added is the compiler's. With `nogil` other Python threads run
-    meanwhile, and it may have to wait for one of them afterwards, 5 ms each time: not where others wait for it.
+    With `any_order` the compiler chooses the order in which floats are added. With `nogil` other Python threads
+    run meanwhile. The caller may then wait 5 ms for each, so avoid it where others wait for the caller.
     """
 
     def decorate(function: Callable[P, R]) -> Kernel[P, R]:
@@ -190,13 +214,13 @@ def kernel(
 
 
 def imported_kernels() -> list[Kernel[Any, Any]]:
-    """Those of the modules that this process has imported: all that it can call, compiled or not."""
+    """The kernels in the modules imported so far, compiled or not."""
     return list(_kernels)
 
 
 def warm(*modules: ModuleType) -> None:
-    """Compile every kernel of some modules, of all if none is named, or read it from the disk. The first time all
-    of them take half a minute of a core.
+    """Compile the kernels of some modules, or of all if none is given, or load them from disk. The first time, all
+    of them take half a minute on one core.
     """
     named = {module.__name__ for module in modules}
     if not named:
@@ -214,10 +238,10 @@ def _import_all() -> None:
 
 
 def keep_in(folder: Path) -> None:
-    """Keep what is compiled in a folder of the process's own, if it cannot be kept where it is.
+    """Cache compiled kernels in a folder of this process if their present folder is not writable.
 
-    It begins with what is there already: what was compiled when an image was built need not be compiled again.
-    Before the first call of a kernel.
+    Call it before the first call of a kernel. Existing code is copied, so that kernels compiled while building an
+    image need not be compiled again.
     """
     import numba
 
@@ -230,18 +254,18 @@ def keep_in(folder: Path) -> None:
             for source in (kept, *kept.rglob("*")):
                 _copy_if_new(source, folder / source.relative_to(kept))
         except OSError as error:
-            logger.warning("what is compiled in %s is compiled again: %s", kept, error)
+            logger.warning("the compiled kernels in %s cannot be used and are compiled again: %s", kept, error)
     numba.config.CACHE_DIR = str(folder)
 
 
 def _copy_if_new(source: Path, target: Path) -> None:
-    """Copy a file or make a folder, unless it is there: this process may have compiled it for another processor.
+    """Copy a file or make a folder, unless it exists: this process may have compiled it for another processor.
 
-    The umask says who may read it, not the mode that it has in the image.
+    The umask determines who may read it, not the mode in the image.
     """
     if source.is_dir():
         target.mkdir(parents=True, exist_ok=True)
     elif not target.exists():
         partial = f"{target}.{os.getpid()}"
         shutil.copyfile(source, partial)
-        os.replace(partial, target)  # Other processes copy the same, or read it already.
+        os.replace(partial, target)  # Other processes may copy the same file, or already read it.

@@ -5,14 +5,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.kernels import types
-from deltasync.kernels.compiled import inlined, kernel, readable, writable
+from deltasync.kernels.compiled import (
+    float32,
+    float64,
+    inlined,
+    int64,
+    kernel,
+    readable,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+    void,
+    writable,
+)
 
 Digests = NDArray[np.uint64]
 
 _U64 = np.uint64
-# The widths in which bits come.
-WORDS = (types.uint8, types.uint16, types.uint32)
+# Types of words, by width.
+WORDS = (uint8, uint16, uint32)
 
 
 @inlined
@@ -26,18 +38,18 @@ def mixed(number):  # type: ignore[no-untyped-def]
 
 @inlined
 def share(row, digest):  # type: ignore[no-untyped-def]
-    """What a row adds to the checksum of its table: nothing if its digest is 0."""
+    """The share of a row in the checksum of its table: 0 if its digest is 0."""
     return mixed(digest + mixed(_U64(row))) if digest else _U64(0)
 
 
-@kernel(types.void(readable(types.uint64, 1), writable(types.uint64, 1)))
+@kernel(void(readable(uint64, 1), writable(uint64, 1)))
 def mix(numbers: Digests, out: Digests) -> None:
-    """Set `out` [n] to what the finalizer makes of `numbers` [n]."""
+    """Set `out` [n] to the finalizer of `numbers` [n]."""
     for index in range(numbers.shape[0]):
         out[index] = mixed(numbers[index])
 
 
-@kernel(*(types.void(readable(word), readable(types.uint64, 1), writable(types.uint64, 1)) for word in WORDS))
+@kernel(*(void(readable(word), readable(uint64, 1), writable(uint64, 1)) for word in WORDS))
 def digest_rows(words: NDArray[np.unsignedinteger], weights: Digests, digests: Digests) -> None:
     """Set `digests` [n] to the sums of the words [n, w] of each row times the weights [w], modulo 2**64."""
     for row in range(words.shape[0]):
@@ -47,19 +59,19 @@ def digest_rows(words: NDArray[np.unsignedinteger], weights: Digests, digests: D
         digests[row] = total
 
 
-@kernel(types.uint64(readable(types.int64, 1), readable(types.uint64, 1)))
+@kernel(uint64(readable(int64, 1), readable(uint64, 1)))
 def checksum(ids: NDArray[np.int64], digests: Digests) -> np.uint64:
-    """The checksum of a table that holds the rows `ids` [n] with these digests [n], and zeros otherwise."""
+    """The checksum of a table with the rows `ids` [n] of these digests [n], and zeros otherwise."""
     total = _U64(0)
     for index in range(ids.shape[0]):
         total += share(ids[index], digests[index])
     return total
 
 
-@kernel(types.uint64(writable(types.uint64, 1), readable(types.int64, 1), readable(types.uint64, 1)))
+@kernel(uint64(writable(uint64, 1), readable(int64, 1), readable(uint64, 1)))
 def exchange(held: Digests, ids: NDArray[np.int64], digests: Digests) -> np.uint64:
-    """Set the digests of the rows `ids` [n] of `held` [rows] to others [n]; returns by how much the table's
-    checksum changes.
+    """Replace the digests of the rows `ids` [n] in `held` [rows] by others [n]. Return the change of the table's
+    checksum.
     """
     change = _U64(0)
     for index in range(ids.shape[0]):
@@ -69,36 +81,35 @@ def exchange(held: Digests, ids: NDArray[np.int64], digests: Digests) -> np.uint
     return change
 
 
-# Squares of it add up to a finite number.
 _LARGEST = np.float32(np.finfo(np.float32).max)
-# The largest number of which squares are added: 2**40 rows of 2**16 of them have a finite sum.
+# The largest number that is squared as it is: the squares of 2**40 rows of 2**16 such numbers have a finite sum.
 _MOST = np.float64(1e140)
 
 
 @kernel(
-    *(types.void(readable(each), writable(types.float32, 1)) for each in (types.float32, types.float64)),
+    *(void(readable(each), writable(float32, 1)) for each in (float32, float64)),
     any_order=True,
 )
 def squared_norms(rows: NDArray[Any], squares: NDArray[np.float32]) -> None:
-    """Set `squares` [n] to the squared L2 norms of rows [n, D], as far as fp32 has them."""
+    """Set `squares` [n] to the squared L2 norms of rows [n, D], at most the largest fp32."""
     for row in range(rows.shape[0]):
         total = np.float64(0)
         for column in range(rows.shape[1]):
             value = np.float64(rows[row, column])
             total += value * value
-        # Also where it is no number.
+        # The comparison is also false for NaN.
         squares[row] = np.float32(total) if total <= np.float64(_LARGEST) else _LARGEST
 
 
 @inlined
 def square(value):  # type: ignore[no-untyped-def]
-    """The square of a number, as sums of squares have it: always the same, so that it can be taken out again."""
+    """The square of a number in sums of squares: always the same result, so that it can be subtracted again."""
     size = abs(np.float64(value))
-    size = size if size <= _MOST else _MOST  # Also where it is no number.
+    size = size if size <= _MOST else _MOST  # The comparison is also false for NaN.
     return size * size
 
 
-@kernel(*(types.float64(readable(each)) for each in (types.float32, types.float64)), any_order=True)
+@kernel(*(float64(readable(each)) for each in (float32, float64)), any_order=True)
 def sum_of_squares(rows: NDArray[Any]) -> float:
     """The sum of the squares of all numbers of rows [n, D]."""
     total = np.float64(0)

@@ -3,8 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.kernels import types
-from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.compiled import boolean, float64, int64, kernel, readable, tuple_of, uint8, void, writable
 
 Ids = NDArray[np.int64]
 Numbers = NDArray[np.int64]
@@ -12,13 +11,13 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.uint8]
 Mask = NDArray[np.bool_]
 
-# What is to be known of a row beside its norm.
+# Flags of a row.
 NEVER_SENT, DELETED, _NONE = np.uint8(1), np.uint8(2), np.uint8(0)
 
 
-@kernel(types.void(readable(types.int64, 1), readable(types.int64, 1), writable(types.boolean, 1)))
+@kernel(void(readable(int64, 1), readable(int64, 1), writable(boolean, 1)))
 def members(ids: Ids, others: Ids, found: Mask) -> None:
-    """Set `found` [n] where one of the `ids` [n] is among the others [m]."""
+    """Set `found` [n] to whether each of `ids` [n] is in `others` [m]."""
     at, end = 0, others.shape[0]
     for index in range(ids.shape[0]):
         while at < end and others[at] < ids[index]:
@@ -27,42 +26,42 @@ def members(ids: Ids, others: Ids, found: Mask) -> None:
 
 
 @kernel(
-    types.void(
-        *(readable(each, 1) for each in (types.int64, types.boolean, types.int64, types.int64)),
-        *(writable(each, 1) for each in (types.boolean, types.uint8)),
+    void(
+        *(readable(each, 1) for each in (int64, boolean, int64, int64)),
+        *(writable(each, 1) for each in (boolean, uint8)),
     )
 )
 def judge(
     slots: Numbers, differs: Mask, source_stamps: Numbers, held_stamps: Numbers, dirty: Mask, flags: Flags
 ) -> None:
-    """Which rows are dirty. Stamps of deleted rows are negative.
+    """Determine which rows are dirty. Stamps of deleted rows are negative.
 
     Args:
-        slots: [n] where the rows are.
-        differs: [n] whether the values of each differ from what replicas hold.
-        source_stamps: [N] of the rows, by slot.
-        held_stamps: [N] of what replicas hold of them, 0 = they were sent nothing.
-        dirty: [n] is set.
-        flags: [n] is set, to `NEVER_SENT` and `DELETED`.
+        slots: [n] slots of the rows.
+        differs: [n] whether the values of each row differ from those of replicas.
+        source_stamps: [N] stamps of the rows, by slot.
+        held_stamps: [N] stamps of the rows of replicas, by slot; 0 = never sent.
+        dirty: [n] result.
+        flags: [n] result: `NEVER_SENT` and `DELETED`.
     """
     for index in range(slots.shape[0]):
         row = slots[index]
         never, told, gone = held_stamps[row] == 0, held_stamps[row] < 0, source_stamps[row] < 0
-        # A deleted row differs from zeros, except to replicas that never had it.
+        # A deleted row counts as zeros, except for replicas that never had it.
         dirty[index] = (not told and not never) if gone else (differs[index] or told)
         flags[index] = (NEVER_SENT if never else _NONE) | (DELETED if gone else _NONE)
 
 
-_COLUMNS = types.int64, types.float64, types.int64, types.uint8
+_COLUMNS = int64, float64, int64, uint8
 
 
 @kernel(
-    types.tuple_of(types.int64, types.int64, types.int64)(
+    tuple_of(int64, int64, int64)(
         *(readable(each, 1) for each in _COLUMNS),
-        *(readable(each, 1) for each in (types.int64, types.int64, types.float64, types.uint8, types.boolean)),
-        types.int64,
-        readable(types.int64, 1),
-        *(writable(each, 1) for each in (*_COLUMNS, types.int64, types.int64)),
+        *(readable(each, 1) for each in (int64, int64, float64, uint8, boolean)),
+        int64,
+        readable(int64, 1),
+        *(writable(each, 1) for each in (*_COLUMNS, int64, int64)),
     )
 )
 def merge(
@@ -84,18 +83,18 @@ def merge(
     marked: Numbers,
     cleaned: Numbers,
 ) -> tuple[int, int, int]:
-    """Merge what was found of some rows ([m]) into a set of dirty rows ([n]).
+    """Merge the comparison of some rows ([m]) into a set of dirty rows ([n]).
 
-    The columns `to_...` ([n + m]) are set to the new set. Rows that were found dirty have these norms and flags,
-    and are in it since `number` unless they were before. The others are not in it. `marked` and `cleaned` ([m])
-    are set to the stamps (`held_stamps`, [N]) of rows that have come into the set, and that have left it.
+    The columns `to_...` ([n + m]) receive the new set. Dirty compared rows are in it with their new norms and
+    flags, since `number` unless they were in the set before. Clean compared rows leave it. `marked` and `cleaned`
+    ([m]) receive the stamps (`held_stamps`, [N]) of rows that enter and leave the set.
 
     Returns:
-        How many rows the set has, how many have come, and how many have left.
+        The numbers of rows in the set, of rows that entered, and of rows that left.
     """
     row, to, came, left = 0, 0, 0, 0
     for index in range(seen.shape[0] + 1):
-        # All that is before the next row that was seen, or before the end.
+        # Copy the rows before the next compared row, or before the end.
         while row < ids.shape[0] and (index == seen.shape[0] or ids[row] < seen[index]):
             to_ids[to], to_norms[to], to_since[to], to_flags[to] = ids[row], norms[row], since[row], flags[row]
             row += 1
@@ -118,11 +117,7 @@ def merge(
     return to, came, left
 
 
-@kernel(
-    types.int64(
-        *(readable(each, 1) for each in (*_COLUMNS, types.int64)), *(writable(each, 1) for each in _COLUMNS)
-    )
-)
+@kernel(int64(*(readable(each, 1) for each in (*_COLUMNS, int64)), *(writable(each, 1) for each in _COLUMNS)))
 def remove(
     ids: Ids,
     norms: Floats,
@@ -134,8 +129,8 @@ def remove(
     to_since: Numbers,
     to_flags: Flags,
 ) -> int:
-    """Set the columns of a set ([n]) to those of another ([n]) without some rows ([m]), which it may have or not.
-    Returns how many rows are left.
+    """Copy the columns of a set ([n]) without some rows ([m]), which it need not contain. Return the number of
+    rows that are left.
     """
     at, to = 0, 0
     for row in range(ids.shape[0]):

@@ -1,10 +1,9 @@
-"""Which rows are the largest, without sorting them: a histogram of the topmost bits, then of the next, and on."""
+"""Find the largest rows without sorting, by histograms of the topmost bits, then of the next ones, and so on."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.kernels import types
-from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.compiled import boolean, float64, int64, kernel, readable, tuple_of, uint64, void, writable
 
 Floats = NDArray[np.float64]
 Ranks = NDArray[np.uint64]
@@ -13,32 +12,32 @@ Mask = NDArray[np.bool_]
 
 _U64 = np.uint64
 _FIRST = _U64(1 << 63)
-_BITS = 11  # Of a histogram: it stays in the processor's cache, and two of them are what makes norms differ.
+_BITS = 11  # Bits of a histogram, which fits the processor's cache; two histograms tell most norms apart.
 _BINS = 1 << _BITS
 _NEVER = (1 << 63) - 1
 
 
-@kernel(types.void(readable(types.uint64, 1), readable(types.boolean, 1), writable(types.uint64, 1)))
+@kernel(void(readable(uint64, 1), readable(boolean, 1), writable(uint64, 1)))
 def rank_rows(norm_bits: Ranks, never_sent: Mask, ranks: Ranks) -> None:
-    """Set `ranks` [n] to numbers that order rows: first those that were never sent, then by norm. Norms are passed
-    as their bits [n], which order as they do: none of them is negative or NaN.
+    """Set `ranks` [n] to numbers that order rows: rows never sent come first, then larger norms. `norm_bits` [n]
+    are the bits of the norms, which have the same order because no norm is negative or NaN.
     """
     for row in range(norm_bits.shape[0]):
         ranks[row] = norm_bits[row] | (_FIRST if never_sent[row] else _U64(0))
 
 
 def take_largest(ranks: Ranks, sizes: Numbers, wanted: Mask, budget: int) -> Mask:
-    """The first wanted rows: as many as fit the budget, in the order of their ranks, and equal ones in their own
-    order. The first that does not fit ends it.
+    """Choose rows in the order of their ranks until the budget is used up; equal ranks keep their order. The first
+    row that does not fit ends the choice.
 
     Args:
         ranks: [n] uint64.
-        sizes: [n] int64, of each row, more than 0; or [1], of all.
+        sizes: [n] int64, positive sizes of the rows; or [1] for all.
         wanted: [n] the rows to choose from.
-        budget: the largest sum of sizes.
+        budget: maximum sum of sizes.
 
     Returns:
-        [n] which rows are taken.
+        [n] the chosen rows.
     """
     some, some_sizes, taken = np.empty_like(ranks), np.empty_like(sizes), np.empty_like(wanted)
     count, differing = _choose(ranks, sizes, wanted, some, some_sizes)
@@ -48,21 +47,21 @@ def take_largest(ranks: Ranks, sizes: Numbers, wanted: Mask, budget: int) -> Mas
 
 
 @kernel(
-    types.tuple_of(types.int64, types.uint64)(
-        readable(types.uint64, 1),
-        readable(types.int64, 1),
-        readable(types.boolean, 1),
-        writable(types.uint64, 1),
-        writable(types.int64, 1),
+    tuple_of(int64, uint64)(
+        readable(uint64, 1),
+        readable(int64, 1),
+        readable(boolean, 1),
+        writable(uint64, 1),
+        writable(int64, 1),
     )
 )
 def _choose(ranks: Ranks, sizes: Numbers, wanted: Mask, some: Ranks, some_sizes: Numbers) -> tuple[int, np.uint64]:
-    """Copy ranks and sizes [n] of the wanted rows; returns how many, and in which bits ranks differ."""
+    """Copy ranks and sizes [n] of wanted rows. Return their number, and the bits in which ranks differ."""
     count, differing, alike = 0, _U64(0), len(sizes) == 1
     if alike:
         some_sizes[0] = sizes[0]
     for row in range(ranks.shape[0]):
-        # Without a branch, which no processor could foretell.
+        # No branch, because the processor could not predict it.
         some[count] = ranks[row]
         if not alike:
             some_sizes[count] = sizes[row]
@@ -71,22 +70,18 @@ def _choose(ranks: Ranks, sizes: Numbers, wanted: Mask, some: Ranks, some_sizes:
     return count, differing
 
 
-@kernel(
-    types.tuple_of(types.uint64, types.int64)(
-        writable(types.uint64, 1), writable(types.int64, 1), types.int64, types.uint64, types.int64
-    )
-)
+@kernel(tuple_of(uint64, int64)(writable(uint64, 1), writable(int64, 1), int64, uint64, int64))
 def _find_last(
     ranks: Ranks, sizes: Numbers, count: int, differing: np.uint64, budget: int
 ) -> tuple[np.uint64, int | np.int64]:
-    """The rank at which the budget ends, and how much of it is left for rows of this rank. The ranks and sizes of
-    the `count` rows are overwritten: rows are dropped whose topmost bits are not those of this rank.
+    """The rank at which the budget ends, and what is left of it for rows of this rank. Ranks and sizes of the
+    `count` rows are overwritten: rows with other topmost bits are dropped.
     """
     shift, alike = 0, len(sizes) == 1
     while differing:
         differing >>= _U64(1)
         shift += 1
-    # Of bits in which they do not differ, a histogram says nothing.
+    # Histograms of bits in which ranks agree are useless.
     last, left = _U64(0), budget
     if count and shift < 64:
         last = (ranks[0] >> _U64(shift)) << _U64(shift)
@@ -112,18 +107,18 @@ def _find_last(
 
 
 @kernel(
-    types.void(
-        readable(types.uint64, 1),
-        readable(types.int64, 1),
-        readable(types.boolean, 1),
-        types.uint64,
-        types.int64,
-        writable(types.boolean, 1),
+    void(
+        readable(uint64, 1),
+        readable(int64, 1),
+        readable(boolean, 1),
+        uint64,
+        int64,
+        writable(boolean, 1),
     )
 )
 def _take(ranks: Ranks, sizes: Numbers, wanted: Mask, last: np.uint64, left: int | np.int64, taken: Mask) -> None:
-    """Set `taken` [n] for the wanted rows of higher ranks than the last one, and those of the last one that fit
-    what is left.
+    """Set `taken` [n] for wanted rows of ranks above `last`, and for rows of that rank while they fit the budget
+    that is left.
     """
     alike = len(sizes) == 1
     for row in range(ranks.shape[0]):
@@ -135,14 +130,12 @@ def _take(ranks: Ranks, sizes: Numbers, wanted: Mask, last: np.uint64, left: int
 
 
 @kernel(
-    types.tuple_of(types.int64, types.float64, types.float64, types.int64)(
-        readable(types.float64, 1), readable(types.int64, 1), readable(types.boolean, 1)
-    ),
+    tuple_of(int64, float64, float64, int64)(readable(float64, 1), readable(int64, 1), readable(boolean, 1)),
     any_order=True,
 )
 def split_amounts(norms: NDArray[np.float64], since: Numbers, taken: Mask) -> tuple[int, float, float, int]:
-    """Of rows with these norms [n], dirty since these versions [n], of which some are `taken` [n]: how many are,
-    the sums of the squared norms of these and of the others, and the smallest version of the others, or 0.
+    """Split rows with norms [n], dirty since versions [n], by `taken` [n]. Return the number of taken rows, the
+    sums of squared norms of taken and other rows, and the oldest version of the others, or 0.
     """
     rows, of_taken, of_left = 0, 0.0, 0.0
     oldest = _NEVER

@@ -1,6 +1,6 @@
-"""Rows into tables and out of them, by number.
+"""Copy rows into tables and out of them, by number.
 
-A row is so many words of 1, 2 or 4 bytes. Whoever calls has checked that there are rows of these numbers.
+A row has words of 1, 2 or 4 bytes. Callers must check that the rows exist.
 """
 
 from typing import Any
@@ -8,22 +8,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltasync.kernels import types
-from deltasync.kernels.compiled import kernel, readable, writable
+from deltasync.kernels.compiled import (
+    float32,
+    float64,
+    int64,
+    kernel,
+    readable,
+    tuple_of,
+    uint8,
+    uint32,
+    uint64,
+    void,
+    writable,
+)
 from deltasync.kernels.digests import WORDS, Digests, share, square
-from deltasync.kernels.prefetch import AHEAD, ask_for_row, ask_for_written_number, ask_for_written_row
+from deltasync.kernels.instructions import AHEAD, ask_for_row, ask_for_written_number, ask_for_written_row
 
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.unsignedinteger]
 Numbers = NDArray[np.int64]
 
 _U64 = np.uint64
-_IDS, _WEIGHTS = readable(types.int64, 1), readable(types.uint64, 1)
+_IDS, _WEIGHTS = readable(int64, 1), readable(uint64, 1)
 
-# Words are counted without a sign: a number that could be negative is looked at each time, and nothing vectorises.
+# Words are counted unsigned. Signed numbers are checked for negative values, which prevents vectorising.
 
 
-@kernel(*(types.void(readable(word), _IDS, writable(word)) for word in WORDS))
+@kernel(*(void(readable(word), _IDS, writable(word)) for word in WORDS))
 def gather(table: Words, ids: Numbers, rows: Words) -> None:
     """Copy the rows `ids` [n] of a table [N, w] into `rows` [n, w]."""
     width = _U64(table.shape[1] * table.itemsize)
@@ -37,8 +48,8 @@ def gather(table: Words, ids: Numbers, rows: Words) -> None:
 
 @kernel(
     *(
-        types.int64(
-            readable(word), readable(types.uint64, 1), _IDS, _WEIGHTS, writable(word), writable(types.uint64, 1)
+        int64(
+            readable(word), readable(uint64, 1), _IDS, _WEIGHTS, writable(word), writable(uint64, 1)
         )
         for word in WORDS
     )
@@ -50,14 +61,14 @@ def gather_checked(
 
     Args:
         table: [N, w].
-        digests: [N] that are kept of its rows.
-        ids: [n] which rows.
-        weights: [w] of the words of a row.
-        rows: [n, w] are set.
-        row_digests: [n] are set to the digests of what was copied.
+        digests: [N] stored digests of its rows.
+        ids: [n] the rows to copy.
+        weights: [w] weights of the words of a row.
+        rows: [n, w] result.
+        row_digests: [n] result, the digests of the copied rows.
 
     Returns:
-        How many rows do not fit the digests that are kept of them.
+        The number of rows that do not match their stored digests.
     """
     wrong = np.int64(0)
     width = _U64(table.shape[1] * table.itemsize)
@@ -75,11 +86,11 @@ def gather_checked(
     return wrong
 
 
-@kernel(*(types.void(writable(word), types.uint64, _IDS, readable(word)) for word in WORDS), nogil=False)
+@kernel(*(void(writable(word), uint64, _IDS, readable(word)) for word in WORDS), nogil=False)
 def scatter(table: Words, first: int, ids: Numbers, rows: Words) -> None:
-    """Copy rows [n, w] to the rows `ids` [n] of a table [N, W], from its word `first` on.
+    """Copy rows [n, w] to the rows `ids` [n] of a table [N, W], beginning at its word `first`.
 
-    It keeps other Python threads out: readers wait for a release that may be scattered in many calls.
+    It keeps other Python threads out, because readers wait for a release that may take many calls.
     """
     for index in range(ids.shape[0]):
         row = _U64(ids[index])
@@ -89,25 +100,25 @@ def scatter(table: Words, first: int, ids: Numbers, rows: Words) -> None:
 
 @kernel(
     *(
-        types.void(
-            writable(types.uint8), readable(word), _IDS, readable(types.uint8), _WEIGHTS, writable(types.uint64, 1)
+        void(
+            writable(uint8), readable(word), _IDS, readable(uint8), _WEIGHTS, writable(uint64, 1)
         )
         for word in WORDS
     ),
     nogil=False,
 )  # fmt: skip
 def put(table: Bytes, words: Words, ids: Numbers, rows: Bytes, weights: Digests, row_digests: Digests) -> None:
-    """Copy rows to the rows `ids` of a table, and digest each as it then lies there.
+    """Copy rows to the rows `ids` of a table, and compute the digest of each from the table's memory.
 
-    It keeps other Python threads out, as `scatter` does.
+    It keeps other Python threads out, like `scatter`.
 
     Args:
         table: [N, B] bytes.
         words: [N, W], the same memory.
-        ids: [n].
-        rows: [n, b] bytes, wherever they begin: those of a message need not be aligned.
-        weights: [w] of the words of a row.
-        row_digests: [n] are set to the digests of what the table holds.
+        ids: [n] the rows to write.
+        rows: [n, b] bytes, not necessarily aligned, such as those of a message.
+        weights: [w] weights of the words of a row.
+        row_digests: [n] result, the digests of the written rows.
     """
     width = _U64(table.shape[1])
     for index in range(ids.shape[0]):
@@ -116,7 +127,7 @@ def put(table: Bytes, words: Words, ids: Numbers, rows: Bytes, weights: Digests,
         row = _U64(ids[index])
         for byte in range(_U64(rows.shape[1])):
             table[row, byte] = rows[index, byte]
-        # Not in the same loop, which would digest what it was given, and read what it is about to write.
+        # In a separate loop, because the same one would digest its input, and read what it is about to write.
         total = _U64(0)
         for word in range(_U64(weights.shape[0])):
             total += _U64(words[row, word]) * weights[word]
@@ -125,11 +136,11 @@ def put(table: Bytes, words: Words, ids: Numbers, rows: Bytes, weights: Digests,
 
 @kernel(
     *(
-        types.tuple_of(types.uint64, types.float64)(
-            writable(word), writable(types.int64, 1), writable(types.uint64, 1), readable(number), types.uint64,
-            types.uint64, _IDS, _IDS, readable(word), _IDS, _WEIGHTS, readable(number), _WEIGHTS,
+        tuple_of(uint64, float64)(
+            writable(word), writable(int64, 1), writable(uint64, 1), readable(number), uint64,
+            uint64, _IDS, _IDS, readable(word), _IDS, _WEIGHTS, readable(number), _WEIGHTS,
         )
-        for word, number in (*((word, types.float32) for word in WORDS), (types.uint32, types.float64))
+        for word, number in (*((word, float32) for word in WORDS), (uint32, float64))
     ),
     any_order=True,
 )  # fmt: skip
@@ -154,19 +165,19 @@ def write(
         table: [N, W].
         stamps: [N].
         digests: [N].
-        floats: [N, D], the table's numbers where the sum of their squares is wanted.
-        first: the word of the table's rows that is the first of `rows`.
-        first_float: likewise, the number.
-        slots: [n], where the rows are in the table's arrays.
-        ids: [n], of the rows.
+        floats: [N, D], the table's numbers if the sum of their squares is kept.
+        first: index in the table's rows of the first word of `rows`.
+        first_float: index of the first number.
+        slots: [n], positions of the rows in the table's arrays.
+        ids: [n], ids of the rows.
         rows: [n, w].
         row_stamps: [n], or [1] for all.
-        row_digests: [n], of these words; [0] if `rows` have all words of a row, and are to be digested here.
-        row_floats: [n, d], the numbers of `rows`; [n, 0] where the sum of squares is not wanted.
-        weights: [w] of the words that are overwritten; [0] if these are all words of a row, and digests are given.
+        row_digests: [n], digests of these words; [0] to compute them here, if `rows` are whole rows.
+        row_floats: [n, d], the numbers of `rows`; [n, 0] if the sum of squares is not kept.
+        weights: [w] weights of the overwritten words; [0] for whole rows with given digests.
 
     Returns:
-        By how much the table's checksum changes, and the sum of the squares of its numbers.
+        The changes of the table's checksum, and of the sum of the squares of its numbers.
     """
     change, square_change = _U64(0), np.float64(0)
     width = _U64(table.shape[1] * table.itemsize)

@@ -1,4 +1,4 @@
-"""The brokers that several processes share: how they are reached, and their errors."""
+"""Connection to the brokers that several processes share, and its errors."""
 
 import asyncio
 import contextlib
@@ -24,15 +24,15 @@ LOOK_AT_BROKERS = "look at the brokers"
 
 
 class Fenced(StorageFailed):
-    """Another owner has appended to the log: this process can write nothing to it any more."""
+    """Another owner has appended to the log; this process can no longer write to it."""
 
 
 class LogWentBack(StorageFailed):
-    """The log has lost acknowledged writes, or is gone."""
+    """The log lost acknowledged writes, or no longer exists."""
 
 
 def refused_by_brokers(stream: str, error: dict[str, Any]) -> str:
-    """The text of an error that brokers answered, with the remedy."""
+    """The text and the remedy for an error in a broker's answer."""
     return f"stream {stream}: {error.get('description')}: {LOOK_AT_BROKERS}"
 
 
@@ -45,17 +45,17 @@ _PING_SECONDS, _PINGS = 2, 3
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerOptions:
-    """Which brokers keep the logs, and how they are reached.
+    """Which brokers keep the logs, and how to reach them.
 
     Attributes:
-        urls: of the brokers of one cluster: nats://HOST:PORT, or tls://.
+        urls: brokers of one cluster, each nats://HOST:PORT or tls://HOST:PORT.
         prefix: begins the names of all streams and buckets. Services with different prefixes share nothing.
         replicas: number of brokers that keep each log.
-        credentials: file with a JWT and a key; None if brokers need none.
-        ca: PEM file of the brokers' CA; None = those of this machine.
+        credentials: file with a JWT and a key; None = the brokers need none.
+        ca: PEM file of the brokers' CA; None = the CAs of this machine.
         cert: PEM file of the service's certificate; None = no certificate.
         key: PEM file of the certificate's key.
-        monitors: URLs of the brokers' monitoring ports, which say whether they sync to disk what they acknowledge.
+        monitors: URLs of the brokers' monitoring ports, which report whether brokers sync each write to disk.
         max_bytes: largest size of the rows in a model's log.
     """
 
@@ -71,20 +71,20 @@ class BrokerOptions:
 
     def __post_init__(self) -> None:
         if not self.urls:
-            raise InvalidInput("--log: expected URLs of brokers, nats://HOST:PORT")
+            raise InvalidInput("--log: no URL of a broker, expected nats://HOST:PORT")
         for url in self.urls:
             if urlsplit(url).scheme not in _SCHEMES or not urlsplit(url).hostname:
-                raise InvalidInput(f"--log: {without_secrets(url)!r} is no nats://HOST:PORT")
+                raise InvalidInput(f"--log: {without_secrets(url)!r}, expected nats://HOST:PORT")
         if not self.prefix.isalnum() or not self.prefix.isascii():
             raise InvalidInput(f"--log-prefix: {self.prefix!r}, expected letters and digits")
         if self.replicas not in (1, 3, 5):
             raise InvalidInput(f"--log-replicas: {self.replicas}, expected 1, 3 or 5")
         if (self.cert is None) != (self.key is None):
-            raise InvalidInput("--log-cert and --log-key go together")
+            raise InvalidInput("--log-cert, --log-key: one is missing, expected both or neither")
 
     @property
     def words(self) -> str:
-        """The URLs of the brokers without secrets."""
+        """The URLs of the brokers, without secrets."""
         return ",".join(map(without_secrets, self.urls))
 
 
@@ -95,15 +95,15 @@ def without_secrets(url: str) -> str:
 
 
 async def connect(options: BrokerOptions, name: str) -> "Client":
-    """Connect. The connection comes back by itself, however long brokers are away.
+    """Connect to the brokers. The client reconnects by itself, however long they are away.
 
     Raises:
-        StorageFailed: no broker answers, or none lets this process in.
+        StorageFailed: no broker answers, or each rejects this process.
     """
     try:
         import nats
     except ModuleNotFoundError as error:
-        raise StorageFailed("the client of NATS is missing: pip install 'deltasync[jetstream]'") from error
+        raise StorageFailed("the NATS client is not installed: pip install 'deltasync[jetstream]'") from error
     settings: dict[str, Any] = {"user_credentials": str(options.credentials)} if options.credentials else {}
     if options.ca or options.cert or any(url.startswith("tls:") for url in options.urls):
         settings["tls"] = _tls(options)
@@ -125,13 +125,13 @@ async def connect(options: BrokerOptions, name: str) -> "Client":
         )
     except Exception as error:
         raise StorageFailed(
-            f"no broker of {options.words} can be used: {error!r}: see whether they run, and --log and its "
-            "credentials"
+            f"cannot connect to any broker of {options.words}: {error!r}: check that they run, and check --log "
+            "and its credentials"
         ) from error
 
 
 async def _passed_over(_error: Exception) -> None:
-    """Ignore the error: the request that waits for an answer gets it too."""
+    """Ignore the error, which also reaches the request that waits for the answer."""
 
 
 def _tls(options: BrokerOptions) -> ssl.SSLContext:
@@ -145,18 +145,18 @@ def _tls(options: BrokerOptions) -> ssl.SSLContext:
 
 
 class Brokers:
-    """The brokers, from any thread. Logs send their writes in the event loop of a thread of its own.
+    """The brokers, usable from any thread. A thread of its own runs the event loop in which logs write.
 
     Attributes:
-        options: which brokers they are.
+        options: addresses and settings of the brokers.
         loop: the event loop of the thread.
     """
 
     def __init__(self, options: BrokerOptions, name: str) -> None:
-        """Connect; brokers call the connection by its `name`.
+        """Connect under `name`, which the brokers show.
 
         Raises:
-            StorageFailed: none can be used.
+            StorageFailed: no broker is usable.
         """
         self.options = options
         self.loop = asyncio.new_event_loop()
@@ -173,7 +173,7 @@ class Brokers:
         return asyncio.run_coroutine_threadsafe(what, self.loop).result()
 
     async def ask(self, subject: str, question: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer of JetStream, which may be an `error`.
+        """Ask JetStream; its answer may be an `error`.
 
         Raises:
             LogUnavailable: no broker answers.
@@ -183,7 +183,7 @@ class Brokers:
         return answer
 
     async def request(self, subject: str, payload: bytes = b"") -> "Msg":
-        """The answer to a message.
+        """Send a message, and return its answer.
 
         Raises:
             LogUnavailable: no broker answers.
@@ -197,7 +197,7 @@ class Brokers:
 
     def close(self) -> None:
         """End the connection and the thread."""
-        with contextlib.suppress(Exception):  # It may be in the middle of anything.
+        with contextlib.suppress(Exception):  # The connection may be in any state.
             self.run(asyncio.wait_for(self.client.close(), _ANSWER_SECONDS))
         self._stop()
 
@@ -208,11 +208,11 @@ class Brokers:
 
 
 class BrokerVolume(Volume):
-    """A `Volume` without a folder. Logs report its troubles.
+    """A `Volume` without a folder, whose problems the logs report.
 
     Attributes:
-        commits: how long writes took until they were acknowledged.
-        troubles: the trouble of each log, by model.
+        commits: time from each write to its acknowledgement.
+        troubles: the problem of each log, by model.
     """
 
     def __init__(self, brokers: str) -> None:
@@ -223,20 +223,20 @@ class BrokerVolume(Volume):
 
     @property
     def trouble(self) -> str:
-        """What is wrong, with the remedy; empty if nothing is."""
+        """The problems with their remedy; empty if there are none."""
         troubles = {each.removesuffix(f": {LOOK_AT_BROKERS}") for each in self.troubles.values() if each}
         if not troubles:
             return ""
-        return f"log of {self._brokers}: {'; '.join(sorted(troubles))}: {LOOK_AT_BROKERS}; what is submitted waits"
+        return f"log of {self._brokers}: {'; '.join(sorted(troubles))}: {LOOK_AT_BROKERS}; writes wait until then"
 
     @property
     def free_bytes(self) -> None:
-        """Not known: brokers have disks of their own."""
+        """None: each broker has a disk of its own."""
 
     def has_file(self, _path: Path) -> bool:
-        """False: the service has no files there."""
+        """Return False, because the service has no files there."""
         return False
 
     def probe(self, _refusal: Refusal) -> bool:
-        """True: logs try all the time."""
+        """Return True, because the logs retry by themselves."""
         return True

@@ -1,4 +1,4 @@
-"""The data directory of a service: its files, and the lock that one process at a time holds."""
+"""The data directory of a service: its files, and a lock for one process at a time."""
 
 import fcntl
 import os
@@ -11,43 +11,43 @@ from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.files import make_folder
 from deltasync.log.volume import refused
 
-# The remedy for a damaged or missing file in it.
+# The remedy for a damaged or missing file.
 RESTORE = "restore a backup with deltasync restore, or start an empty data directory for a full resync"
 
-# The remedy for a command that only reads or copies it while a service uses it.
-ASK_IT = "ask that one with --service, or stop it first"
+# The remedy for a command that reads or copies a data directory which a service uses.
+ASK_IT = "send the command to that service with --service, or stop it first"
 
-# The folder of checkpoints in it, and in a backup.
+# The folder of checkpoints, in a data directory and in a backup.
 CHECKPOINTS = "checkpoints"
 
-# A complete backup has this file; no data directory has.
+# Only a complete backup has this file.
 BACKUP_MARKER = "backup.json"
-# A backup has this file until it is complete; a data directory has this log until it is restored to the end.
+# An incomplete backup has this file. A data directory has this log until `restore` is finished.
 UNFINISHED_BACKUP, UNFINISHED_LOG = "backup.json.new", "log.restoring"
 
 
-def lock_data_directory(data_dir: Path, otherwise: str = "give this one a --data-dir of its own") -> TextIO:
+def lock_data_directory(data_dir: Path, otherwise: str = "give this one its own --data-dir") -> TextIO:
     """Make the folder if it is missing, and lock it until the returned file is closed.
 
     Raises:
-        StorageFailed: it cannot be made or written to, another service uses it, it is a backup, or it was not
-            restored to the end.
+        StorageFailed: the folder cannot be made or written to, another service uses it, it is a backup, or it is
+            not completely restored.
     """
     if (data_dir / BACKUP_MARKER).exists():
-        raise StorageFailed(f"{data_dir} is a backup: make a data directory of it with deltasync restore")
+        raise StorageFailed(f"{data_dir} is a backup: make a data directory from it with deltasync restore")
     if (data_dir / UNFINISHED_BACKUP).exists():
-        raise StorageFailed(f"{data_dir} is a backup that is not complete: choose another --data-dir")
+        raise StorageFailed(f"{data_dir} is an incomplete backup: choose another --data-dir")
     lock = lock_folder(data_dir, otherwise)
     if (data_dir / UNFINISHED_LOG).exists():
         lock.close()
         raise StorageFailed(
-            f"{data_dir} was not restored to the end: run deltasync restore again, which replaces what is there"
+            f"{data_dir} is not completely restored: run deltasync restore again, which replaces its content"
         )
     return lock
 
 
 def lock_folder(data_dir: Path, otherwise: str) -> TextIO:
-    """The same for a folder of any content."""
+    """Lock a folder, whatever it contains; see `lock_data_directory`."""
     try:
         make_folder(data_dir)
     except OSError as error:
@@ -63,8 +63,7 @@ def lock_folder(data_dir: Path, otherwise: str) -> TextIO:
     except OSError as error:
         lock.close()
         raise StorageFailed(
-            f"{data_dir} cannot be locked: {error.strerror}: choose a --data-dir on a local disk, whose files "
-            "can be"
+            f"{data_dir} cannot be locked: {error.strerror}: choose a --data-dir on a local disk, where locks work"
         ) from error
     return lock
 
@@ -76,15 +75,12 @@ def check_is_data_directory(data_dir: Path) -> None:
         InvalidInput: it is not.
     """
     if not (data_dir / "log" / "data.mdb").is_file():
-        raise InvalidInput(f"{data_dir} is no data directory: it has no log/data.mdb")
+        raise InvalidInput(f"{data_dir} is not a data directory: it has no log/data.mdb")
 
 
 @contextmanager
 def writing(what: str, path: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Turn an error of the system inside the block into one of `refused`.
-
-    A missing file is not refused.
-    """
+    """Turn a system error inside the block into the error of `refused`; a missing file stays as it is."""
     try:
         yield
     except FileNotFoundError:
@@ -95,9 +91,9 @@ def writing(what: str, path: Path, needed_bytes: int = 0) -> Iterator[None]:
 
 @contextmanager
 def for_owner_only() -> Iterator[None]:
-    """Inside the block, new files belong to the process's user alone, whatever its umask is.
+    """Inside the block, make new files readable for this user only, whatever the umask is. Also a decorator.
 
-    The umask belongs to the whole process: this is for commands, which run alone in theirs. Also a decorator.
+    The umask belongs to the whole process, so use this only in commands, which have a process of their own.
     """
     before = os.umask(0o077)
     try:

@@ -1,4 +1,4 @@
-"""The logs of models among brokers. Each has a stream of its own, and one process at a time owns it."""
+"""Logs of models on brokers: one stream a model, with one owning process at a time."""
 
 import asyncio
 import contextlib
@@ -25,22 +25,22 @@ from deltasync.log.jetstream_stream import (
 )
 from deltasync.log.log_store import LogStore, LogUnavailable
 
-# How long a broker remembers the ids of messages, to take none twice.
+# How long a broker remembers message ids, in order to refuse duplicates.
 _TWICE_NS = 120 * 10**9
 _FENCE_TRIES = 100
 _MONITOR_SECONDS = 5.0
 
 
 class JetStreamLogs:
-    """The logs that this process has open: a `Logs`. Its methods wait for brokers; any thread may call them.
+    """The logs that this process has opened: a `Logs`. Any thread may call it; methods wait for brokers.
 
     Attributes:
-        commits: how long writes took until they were acknowledged.
-        accepted_risks: how acknowledged writes could be lost all the same, in words.
+        commits: time from each write to its acknowledgement.
+        accepted_risks: ways to lose acknowledged writes that the operator accepted, in words.
     """
 
     def __init__(self, options: BrokerOptions, process: str) -> None:
-        """Connect to brokers; they call this process by the name `process`.
+        """Connect to the brokers, which show this process under the name `process`.
 
         Raises:
             StorageFailed: no broker can be used.
@@ -54,14 +54,14 @@ class JetStreamLogs:
         self._lock = threading.Lock()
 
     def of(self, model: str) -> LogStore:
-        """The log of a model that is open here.
+        """The log of a model that this process has opened.
 
         Raises:
-            NotOwner: this process has not opened it.
+            NotOwner: this process has not opened the model's log.
         """
         if log := self._open.get(model):
             return log
-        raise NotOwner(f"model {model!r} is not here; try again")
+        raise NotOwner(f"model {model!r} is not in this process; try again")
 
     def each(self) -> Sequence[LogStore]:
         """The open logs."""
@@ -69,14 +69,14 @@ class JetStreamLogs:
 
     @property
     def refusing(self) -> bool:
-        """Whether an open log has no room."""
+        """Whether an open log lacks room."""
         return any(log.refusing for log in self._open.values())
 
     def open(self, model: str, owner: Owner) -> LogStore:
-        """Open a model's log, which is made if it is missing. Its last owner can write nothing from here on.
+        """Open a model's log, and make it if it is missing. Its previous owner can then no longer write to it.
 
         Raises:
-            StorageFailed: brokers do not answer, or refuse it.
+            StorageFailed: brokers do not answer, or refuse the stream.
         """
         subjects = LogSubjects(self._options.prefix, model)
         index, fence = self._brokers.run(self._take_over(subjects, owner))
@@ -86,7 +86,7 @@ class JetStreamLogs:
         return log
 
     def close_log(self, model: str, *, written: bool) -> None:
-        """Close a log; submitted writes are `written` first, or refused."""
+        """Close a log. If `written`, first write what was submitted; otherwise refuse it."""
         with self._lock:
             log = self._open.get(model)
             self._open = {name: each for name, each in self._open.items() if name != model}
@@ -95,13 +95,15 @@ class JetStreamLogs:
             log.close() if written else log.abandon()
 
     def lost(self, model: str) -> StorageFailed | None:
-        """Why this process does not own an open log any more, or why it lost records; None while all is well."""
+        """Why this process no longer owns an open log, or lost records of it; None if all is well."""
         log = self._open.get(model)
         if log is None:
             return None
-        with contextlib.suppress(StorageFailed):  # No broker answers: `trouble` says so.
+        with contextlib.suppress(StorageFailed):  # No broker answers, which `trouble` reports.
             log.check()
-        self._volume.troubles[model] = log.trouble
+        with self._lock:
+            if self._open.get(model) is log:  # The trouble of a log that was closed meanwhile would never end.
+                self._volume.troubles[model] = log.trouble
         return log.lost
 
     def known_models(self) -> list[str]:
@@ -113,7 +115,7 @@ class JetStreamLogs:
         return self._brokers.run(self._models())
 
     def delete(self, model: str) -> None:
-        """Remove the log of a model with all of its records.
+        """Remove the log of a model with all its records.
 
         Raises:
             StorageFailed: brokers do not answer.
@@ -124,20 +126,20 @@ class JetStreamLogs:
             raise StorageFailed(refused_by_brokers(subjects.stream, answer["error"]))
 
     def risks(self) -> list[str]:
-        """How acknowledged writes could be lost all the same, in words, as far as the brokers tell."""
+        """Ways to lose acknowledged writes that the brokers' settings allow, in words."""
         options = self._options
-        risks = [f"logs are kept by {options.replicas} broker: expected 3"] if options.replicas < 3 else []
+        risks = [f"{options.replicas} broker keeps each log, expected 3"] if options.replicas < 3 else []
         if not options.monitors:
-            return [*risks, "nothing says whether brokers sync to disk what they acknowledge: see --log-monitor"]
+            return [*risks, "it is unknown whether brokers sync each write to disk: set --log-monitor"]
         return [*risks, *filter(None, map(_risk_of, options.monitors))]
 
     def close(self) -> None:
-        """Write what was submitted, and end."""
+        """Finish the submitted writes, and close the connection."""
         for model in list(self._open):
             self.close_log(model, written=True)
         self._brokers.close()
 
-    # In the brokers' event loop.
+    # The methods below run in the brokers' event loop.
 
     async def _take_over(self, subjects: LogSubjects, owner: Owner) -> tuple[Index, Fence]:
         await self._make_stream(subjects)
@@ -148,7 +150,7 @@ class JetStreamLogs:
         """Make the stream of a log, or check the one that exists.
 
         Raises:
-            StorageFailed: it could lose what it acknowledges.
+            StorageFailed: the stream could lose acknowledged writes.
         """
         config = {
             "name": subjects.stream,
@@ -159,7 +161,7 @@ class JetStreamLogs:
             "num_replicas": self._options.replicas,
             "duplicate_window": _TWICE_NS,
             "deny_delete": True,
-            # With a first sequence of 1, an owner of a deleted stream could go on with a new one of its name.
+            # If sequences began at 1, the owner of a deleted stream could continue in a new stream of its name.
             "first_seq": time.time_ns() // 1000,
         }
         answer = await self._brokers.ask(f"STREAM.INFO.{subjects.stream}")
@@ -173,7 +175,7 @@ class JetStreamLogs:
         _check_config(subjects, answer["config"], self._options.replicas)
 
     async def _append_fence(self, subjects: LogSubjects, owner: Owner) -> Fence:
-        """Append a fence for the owner; again, as long as another process appends in between."""
+        """Append a fence for the owner, and retry while other processes append first."""
         session, note = uuid.uuid4().hex, fence_note(owner.process, owner.epoch)
         for _ in range(_FENCE_TRIES):
             stream = await self._brokers.ask(f"STREAM.INFO.{subjects.stream}")
@@ -184,19 +186,19 @@ class JetStreamLogs:
             try:
                 answer = await self._brokers.client.request(subjects.fences, note, timeout=5, headers=headers)
             except Exception as error:
-                raise LogUnavailable(f"brokers do not take a message: {error!r}: {LOOK_AT_BROKERS}") from error
+                raise LogUnavailable(f"brokers accept no message: {error!r}: {LOOK_AT_BROKERS}") from error
             if json.loads(answer.data or b"{}").get("seq") == last + 1:
                 return Fence(session, stream["created"], last + 1)
             await asyncio.sleep(0.05)
         raise StorageFailed(
-            f"stream {subjects.stream}: another process keeps appending to it: give each service a --log-prefix "
-            "of its own"
+            f"stream {subjects.stream}: another process keeps appending to it: give each service its own "
+            "--log-prefix"
         )
 
     async def _indexed(self, subjects: LogSubjects, fence: int) -> Index:
-        """The index of what a stream has up to the fence of this process."""
+        """The index of a stream's content up to the fence of this process."""
         index, session = Index(), ""
-        # Of records, headers are enough.
+        # The headers of row records are enough.
         rows = messages(self._brokers, subjects.stream, (subjects.rows, subjects.fences), fence, headers_only=True)
         by_sequence = {each.sequence: each async for each in rows}
         notes = messages(self._brokers, subjects.stream, (subjects.notes, subjects.fences), fence)
@@ -206,7 +208,7 @@ class JetStreamLogs:
                 session = each.session
                 index.note_fence()
             elif each.session != session:
-                continue  # Of an earlier owner, which was never told that it landed.
+                continue  # It belongs to an earlier owner, which never learned that it arrived.
             elif each.subject == subjects.notes:
                 index.add_note(each.payload)
             else:
@@ -218,9 +220,7 @@ class JetStreamLogs:
         while more:
             answer = await self._brokers.ask("STREAM.NAMES", {"offset": len(names)})
             if "error" in answer:
-                raise LogUnavailable(
-                    f"brokers do not say which streams there are: {answer['error']}: {LOOK_AT_BROKERS}"
-                )
+                raise LogUnavailable(f"brokers do not list their streams: {answer['error']}: {LOOK_AT_BROKERS}")
             names += answer.get("streams") or []
             more = bool(answer.get("streams")) and len(names) < answer.get("total", 0)
         models = (model_of(self._options.prefix, name) for name in names)
@@ -228,10 +228,10 @@ class JetStreamLogs:
 
 
 def _check_config(subjects: LogSubjects, config: dict[str, Any], replicas: int) -> None:
-    """Check that a stream keeps what it acknowledges, as those of this service do.
+    """Check that a stream keeps all acknowledged writes.
 
     Raises:
-        StorageFailed: it does not.
+        StorageFailed: its settings allow losing some.
     """
     limits = {name: config.get(name) for name in ("max_msgs", "max_bytes", "max_age", "max_msgs_per_subject")}
     wrong = [f"{name} {value}" for name, value in limits.items() if value not in (None, 0, -1)]
@@ -239,20 +239,20 @@ def _check_config(subjects: LogSubjects, config: dict[str, Any], replicas: int) 
     wrong += [] if config["num_replicas"] >= replicas else [f"{config['num_replicas']} replicas"]
     if wrong:
         raise StorageFailed(
-            f"stream {subjects.stream} could lose what it has acknowledged: {', '.join(wrong)}: have it kept in "
-            f"files, by {replicas} brokers and without limits, or give the service another --log-prefix"
+            f"stream {subjects.stream} could lose acknowledged writes: {', '.join(wrong)}: set it to file "
+            f"storage, {replicas} replicas and no limits, or give the service another --log-prefix"
         )
 
 
 def _risk_of(monitor: str) -> str:
-    """How a broker could lose what it has acknowledged, by its monitoring port; empty if it could not."""
+    """How a broker could lose acknowledged writes, by its monitoring port; empty if it cannot."""
     try:
-        # A proxy of the environment is not for brokers.
+        # Brokers are reached directly, even where the environment names a proxy.
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with direct.open(f"{monitor.rstrip('/')}/jsz", timeout=_MONITOR_SECONDS) as answer:
             config = json.loads(answer.read()).get("config") or {}
     except (OSError, ValueError) as error:
-        return f"broker {monitor} does not say whether it syncs to disk what it acknowledges: {error}"
+        return f"broker {monitor} does not report whether it syncs each write to disk: {error}"
     if not config.get("sync_always"):
-        return f"broker {monitor} syncs to disk now and then: set jetstream.sync_interval to always"
+        return f"broker {monitor} syncs to disk only from time to time: set jetstream.sync_interval to always"
     return ""

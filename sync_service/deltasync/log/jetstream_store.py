@@ -1,4 +1,4 @@
-"""The log of one model in a stream of JetStream."""
+"""The log of one model, in a JetStream stream."""
 
 import asyncio
 import contextlib
@@ -30,27 +30,27 @@ from deltasync.log.volume import Volume
 
 # Room in a message for its subject and headers.
 HEADER_BYTES = 4 << 10
-# Small records are appended again once their notes exceed these bytes and this multiple of the records.
+# Compact the notes once they exceed these bytes and this multiple of the small records.
 _NOTES_BYTES, _NOTES_TIMES, _CHUNK_BYTES = 4 << 20, 4, 32 << 10
 _READ_AHEAD = 16
 _FULL = "the log is full until a checkpoint is written; if it stays so, raise --log-max-bytes; nothing was lost"
-# The remedy for a damaged record: opening the log goes back to the last version that is whole.
-_READ_ANEW = "restart this process, which reads its logs anew; a checkpoint and the trainer have what is lost"
+# The remedy for a damaged record: opening the log goes back to the last complete version.
+_READ_ANEW = "restart this process, which reads its logs again; a checkpoint and the trainer have the lost rows"
 
-# What a note that is message N drops: subjects, and the message up to which.
+# For a note with sequence N: the subjects to purge, each with the sequence before which to purge.
 Gone = Callable[[int], list[tuple[str, int]]]
 
 
 class JetStreamStore:
-    """A `LogStore` of one model: records are messages, and dropped ones are purged.
+    """A `LogStore` of one model. Records are messages; dropped ones are purged.
 
     Attributes:
-        subjects: of its messages.
-        shared: True: another process may go on with it.
-        refusing: a write was refused for want of room; cleared once there is room again.
-        capacity: bytes of rows that it takes, at most.
+        subjects: the subjects of its messages.
+        shared: True, because another process may take the log over.
+        refusing: a write was refused for lack of room; cleared once there is room again.
+        capacity: maximum size of its rows in bytes.
         volume: the brokers.
-        commits: how long writes took until they were acknowledged.
+        commits: time from each write to its acknowledgement.
         queue: the writes that are not acknowledged yet.
     """
 
@@ -64,7 +64,7 @@ class JetStreamStore:
         self.subjects, self._brokers, self._index = subjects, brokers, index
         self._sender = Sender(brokers, subjects, fence)
         self._purges = Purges(brokers, subjects.stream)
-        self._lock = threading.Lock()  # The index, and what is counted of it.
+        self._lock = threading.Lock()  # Guards the index and its counters.
         self._unacknowledged = self._notes_bytes = 0
         self._compacting = False
         self._last: Operation | None = None
@@ -74,16 +74,16 @@ class JetStreamStore:
 
     @property
     def lost(self) -> StorageFailed | None:
-        """Why the log takes no writes any more; None while it does."""
+        """Why the log no longer accepts writes; None while it does."""
         return self._sender.lost
 
     @property
     def trouble(self) -> str:
-        """Why nothing is acknowledged now; empty if all is well."""
+        """Why no write is acknowledged at present; empty if all is well."""
         return self._sender.trouble
 
     def check(self) -> None:
-        """Check that the brokers still have what they have acknowledged; `lost` says if not. Blocks.
+        """Check that the brokers still have all acknowledged messages; if not, set `lost`. Blocks.
 
         Raises:
             StorageFailed: no broker answers.
@@ -91,17 +91,17 @@ class JetStreamStore:
         self._brokers.run(self._sender.check())
 
     def close(self) -> None:
-        """Wait until all writes are acknowledged, or lost."""
+        """Wait until all writes are acknowledged or lost."""
         self.queue.close()
         self._writer.join()
         self._brokers.run(self._purges.settled())
         self.abandon()
 
     def abandon(self) -> None:
-        """Take no writes any more, and wait for none: those under way may be written all the same."""
+        """Accept no more writes, and do not wait: pending ones may still be written."""
         self._brokers.loop.call_soon_threadsafe(self._sender.lose, StorageFailed("the log is closed"))
         self._running.cancel()
-        with contextlib.suppress(Exception, CancelledError):  # The writers were told how it ended.
+        with contextlib.suppress(Exception, CancelledError):  # The writers have its error.
             self._running.result()
         self._brokers.run(self._purges.cancel())
         self.queue.close()
@@ -119,7 +119,7 @@ class JetStreamStore:
         after: Sequence[Future[None]] = (),
         patient: bool = False,
     ) -> Future[None]:
-        """Write a record, whose payload comes in pieces, unless a write `after` which it comes was refused."""
+        """Write a record from its pieces, unless a write in `after` was refused."""
         address, size = Address(stream, number, part, index), sum(memoryview(each).nbytes for each in payload)
 
         def write(operation: "Operation") -> None:
@@ -130,7 +130,7 @@ class JetStreamStore:
         return self.queue.submit(write, size, patient=patient)
 
     def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
-        """Forget the records from `number` on, or only those of one part of `number`."""
+        """Drop the records from `number` on, or only those of one part of `number`."""
         note = drop_note(stream, number, part)
 
         def gone(sequence: int) -> list[tuple[str, int]]:
@@ -140,7 +140,7 @@ class JetStreamStore:
         return self.queue.submit(lambda operation: self._note(operation, note, gone), 0, patient=patient)
 
     def truncate(self, stream: str, upto: int) -> Future[None]:
-        """Forget the records up to number `upto`."""
+        """Drop the records up to number `upto`."""
         note = truncate_note(stream, upto)
 
         def gone(sequence: int) -> list[tuple[str, int]]:
@@ -149,7 +149,7 @@ class JetStreamStore:
         return self.queue.submit(lambda operation: self._note(operation, note, gone), 0)
 
     def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Keep a small record, unless a write `after` which it comes was refused; None forgets it."""
+        """Write a small record, unless a write in `after` was refused; None deletes it."""
 
         def write(operation: "Operation") -> None:
             check_written(after)
@@ -158,27 +158,27 @@ class JetStreamStore:
         return self.queue.submit(write, len(value or b""))
 
     def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
-        """Keep several small records, all of them or none; None forgets one."""
+        """Write several small records, all or none; None deletes one."""
         note = put_note(records)
         return self.queue.submit(lambda operation: self._note(operation, note), len(note))
 
     # Reading.
 
     def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
-        """The records with numbers from `first` to `last`, a few at once."""
+        """Read the records with numbers from `first` to `last`, a few at a time."""
         with self._lock:
-            found = self._index.between(stream, first, last)
-        for start in range(0, len(found), _READ_AHEAD):
-            some = found[start : start + _READ_AHEAD]
+            records = self._index.between(stream, first, last)
+        for start in range(0, len(records), _READ_AHEAD):
+            some = records[start : start + _READ_AHEAD]
             for (address, _), payload in zip(some, self._brokers.run(self._payloads(some)), strict=True):
                 if payload is not None:
                     yield Record(*address.numbers, payload)
 
     def items(self, prefix: str) -> dict[str, bytes]:
-        """The small records whose names begin with `prefix`, by the rest of their names."""
+        """The small records whose names begin with `prefix`, keyed by the rest of their names."""
         with self._lock:
-            found = sorted((name, value) for name, value in self._index.small.items() if name.startswith(prefix))
-        return {name[len(prefix) :]: value for name, value in found}
+            records = sorted((name, value) for name, value in self._index.small.items() if name.startswith(prefix))
+        return {name[len(prefix) :]: value for name, value in records}
 
     def streams(self) -> list[str]:
         """The names of all streams that have records."""
@@ -186,7 +186,7 @@ class JetStreamStore:
             return self._index.streams()
 
     def used_bytes(self) -> int:
-        """Bytes of its records."""
+        """Size of its records in bytes."""
         with self._lock:
             return self._index.bytes
 
@@ -206,7 +206,7 @@ class JetStreamStore:
         whole = b"".join(piece for piece in pieces if piece is not None)
         return without_checksum(key_of(*address), whole, name_of(*address), _READ_ANEW)
 
-    # The writer's thread.
+    # The methods below run in the writer's thread.
 
     def _write_loop(self) -> None:
         closing = False
@@ -214,15 +214,15 @@ class JetStreamStore:
             batch, closing = self.queue.take()
             for each in batch:
                 self._last = self._begin(each)
-            del batch  # Its closures hold rows.
+            del batch  # Its closures refer to rows.
         if self._last:
-            self._last.wait()  # Writes are acknowledged in order.
+            self._last.wait()  # Writes are acknowledged in order, so all earlier ones are done too.
 
     def _begin(self, submitted: Submitted) -> "Operation":
         operation = Operation(submitted, self.queue, self.commits)
         try:
             submitted.write(operation)
-        except Exception as error:  # noqa: BLE001  # Whatever it is, its waiter is told, and the thread goes on.
+        except Exception as error:  # noqa: BLE001  # The waiter gets the error, and the thread continues.
             self.refusing |= isinstance(error, LogFull)
             operation.refuse(error)
         else:
@@ -252,9 +252,9 @@ class JetStreamStore:
             self._send(operation, subject, message, land)
 
     def _note(self, operation: "Operation", note: bytes, gone: Gone = lambda _: []) -> None:
-        """Append a note, and purge what it drops: `gone` returns subjects, and the message up to which."""
+        """Append a note, and purge the messages that `gone` returns for it; see `Gone`."""
         if len(note) > self._brokers.client.max_payload - HEADER_BYTES:
-            text = f"{len(note)} bytes of small records at once, and brokers take less: raise their max_payload"
+            text = f"small records of {len(note)} bytes exceed the brokers' max_payload: raise max_payload"
             raise StorageFailed(text)
 
         def land(sequence: int) -> None:
@@ -273,9 +273,9 @@ class JetStreamStore:
         self._brokers.loop.call_soon_threadsafe(self._sender.append, message)
 
     def _compact(self, operation: "Operation") -> None:
-        """Append all small records again, and purge the earlier notes, which are then of no use."""
+        """Append all small records again, and purge the earlier notes."""
         if self._last:
-            self._last.wait()  # It may write small records.
+            self._last.wait()  # It may still change small records.
         with self._lock:
             chunks = [put_note(dict(each)) for each in _chunked(self._index.small)]
             self._notes_bytes = sum(map(len, chunks))
@@ -290,7 +290,7 @@ class JetStreamStore:
         for each in chunks:
             self._send(operation, self.subjects.notes, each, land)
 
-    # In the brokers' event loop.
+    # The method below runs in the brokers' event loop.
 
     def _compact_if_needed(self) -> None:
         small = sum(map(len, self._index.small.values()))
@@ -301,13 +301,13 @@ class JetStreamStore:
 
 
 def pieces_of(key: bytes, payload: Sequence[Buffer], max_payload: int) -> list[bytes]:
-    """A record with its checksum, in as many messages as it takes."""
+    """Split a record with its checksum into messages."""
     whole, most = with_checksum(key, *payload), max(1, max_payload - HEADER_BYTES)
     return [whole[start : start + most] for start in range(0, len(whole), most)]
 
 
 def _chunked(records: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:
-    """Small records, some at a time; none is one time without any."""
+    """Split small records into chunks; without records, yield one empty chunk."""
     chunk, size = list[tuple[str, bytes]](), 0
     for name, value in records.items():
         chunk.append((name, value))
@@ -319,7 +319,7 @@ def _chunked(records: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:
 
 
 class Operation:
-    """A submitted write: done once all of its messages are acknowledged. Any thread."""
+    """A submitted write, done once all its messages are acknowledged. Safe to use from any thread."""
 
     def __init__(self, submitted: Submitted, queue: WriteQueue, commits: Durations) -> None:
         self._submitted, self._queue, self._commits = submitted, queue, commits
@@ -328,7 +328,7 @@ class Operation:
         self._expected, self._closed = 0, False
 
     def expect(self, land: Callable[[int], None]) -> Callable[[int], None]:
-        """Count one more message, and return the function to call once it has landed. That calls `land` first."""
+        """Expect one more message. Return the callback for its acknowledgement, which first calls `land`."""
         with self._lock:
             self._expected += 1
 
@@ -341,12 +341,12 @@ class Operation:
         return landed
 
     def close(self) -> None:
-        """Note that no further messages follow."""
+        """Note that no more messages follow."""
         self._closed = True
         self._end_if_done()
 
     def refuse(self, error: Exception) -> None:
-        """Fail, unless it is over."""
+        """Fail, unless the write has already ended."""
         failure = (
             error
             if isinstance(error, StorageFailed)
@@ -355,7 +355,7 @@ class Operation:
         self._end(failure)
 
     def wait(self) -> None:
-        """Wait until it is over."""
+        """Wait until the write has ended."""
         self._over.wait()
 
     def _end_if_done(self) -> None:
@@ -378,8 +378,8 @@ class Operation:
 
 
 class Purges:
-    """Purges of one stream. Each removes what an acknowledged note has dropped, up to that note and nothing else,
-    however late it comes.
+    """Purges of one stream. Each removes only messages dropped by an acknowledged note, up to that note, even if
+    it runs late.
     """
 
     def __init__(self, brokers: Brokers, stream: str) -> None:
@@ -389,39 +389,39 @@ class Purges:
 
     @property
     def complete(self) -> bool:
-        """Whether all are done: then no note is needed any more to know what was dropped."""
+        """Whether all purges succeeded, so that the notes about dropped messages are no longer needed."""
         return not self._under_way and not self._failed
 
     def purge(self, subjects: str, before: int) -> None:
-        """Begin to remove the messages of some subjects before a sequence."""
+        """Start removing the messages of some subjects before a sequence."""
         task = asyncio.ensure_future(self._purge(subjects, before))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
     async def cancel(self) -> None:
-        """Stop those under way: the next owner learns from the notes what was dropped."""
+        """Cancel pending purges. The next owner reads from the notes which messages were dropped."""
         for each in list(self._under_way):
             each.cancel()
         await self.settled()
 
     async def settled(self) -> None:
-        """Wait until none is under way."""
+        """Wait until no purge is pending."""
         if self._under_way:
             await asyncio.wait(list(self._under_way))
 
     async def _purge(self, subjects: str, before: int) -> None:
         try:
-            found = await self._brokers.ask(f"STREAM.PURGE.{self._stream}", {"filter": subjects, "seq": before})
-            self._failed |= "error" in found
+            answer = await self._brokers.ask(f"STREAM.PURGE.{self._stream}", {"filter": subjects, "seq": before})
+            self._failed |= "error" in answer
         except StorageFailed:
             self._failed = True
 
 
 class Index:
-    """The records of a log and the messages of each, after the messages that were added, in their order.
+    """The records of a log, with the messages of each. Add messages in the order of the stream.
 
     Attributes:
-        bytes: of the messages of all records.
+        bytes: size of the messages of all records.
         small: the small records.
     """
 
@@ -434,9 +434,9 @@ class Index:
         self._unfinished = dict[Address, _Unfinished]()
 
     def add_piece(self, sequence: int, address: Address, piece: int, pieces: int, size: int) -> None:
-        """Add a piece of a record. With its last piece the record replaces an earlier one at its address."""
+        """Add a piece of a record. The last piece makes the record replace an earlier one at its address."""
         partial = self._unfinished.setdefault(address, _Unfinished()) if piece else _Unfinished()
-        if len(partial.sequences) != piece:  # The record before it was never finished.
+        if len(partial.sequences) != piece:  # The earlier pieces are missing.
             self._unfinished.pop(address, None)
             return
         partial.sequences.append(sequence)
@@ -452,10 +452,10 @@ class Index:
         self.bytes += partial.bytes
 
     def add_note(self, note: bytes) -> None:
-        """Apply a note: records put, dropped or truncated.
+        """Apply a note, which puts, drops or truncates records.
 
         Raises:
-            StorageFailed: the note is of no such kind.
+            StorageFailed: the note is of an unknown kind.
         """
         try:
             ((kind, content),) = json.loads(note).items()
@@ -464,35 +464,35 @@ class Index:
             kinds[kind](content)
         except (KeyError, TypeError, ValueError) as error:
             raise StorageFailed(
-                f"the log has a note that cannot be understood ({error!r}): update deltasync, or give the service "
+                f"the log has an unknown note ({error!r}): update deltasync, or give the service "
                 "another --log-prefix"
             ) from error
 
     def note_fence(self) -> None:
-        """Note another owner, who does not finish the records of the last one."""
+        """Note a change of owner: the new one does not finish records of its predecessor."""
         self._unfinished.clear()
 
     def numbers(self, stream: str, first: int) -> set[int]:
-        """The numbers from `first` on that a stream has records of, or pieces of some."""
-        found = {each.number for each, _ in self.between(stream, first, LAST_NUMBER)}
-        return found | {each.number for each in self._unfinished if each.stream == stream and each.number >= first}
+        """The numbers from `first` on with records or unfinished records in a stream."""
+        unfinished = {each.number for each in self._unfinished if each.stream == stream and each.number >= first}
+        return unfinished | {each.number for each, _ in self.between(stream, first, LAST_NUMBER)}
 
     def between(self, stream: str, first: int, last: int) -> list[tuple[Address, tuple[int, ...]]]:
-        """The records with numbers from `first` to `last`, in the order of their addresses."""
+        """The records with numbers from `first` to `last`, ordered by address."""
         records = self._records.get(stream, {})
         addresses = self._between(stream, (first, 0, 0), (last, LAST_PART, LAST_PART))
         return [(Address(stream, *each), records[each]) for each in addresses]
 
     def messages_of(self, address: Address) -> tuple[int, ...] | None:
-        """The messages of a record; None if there is no such record."""
+        """The messages of a record; None if it does not exist."""
         return self._records.get(address.stream, {}).get(address.numbers)
 
     def first_after(self, stream: str, number: int) -> int | None:
-        """The first message of the records of a stream with greater numbers; None if there are none."""
+        """The first message of a stream's records with greater numbers; None if there is none."""
         return min((sequences[0] for _, sequences in self.between(stream, number + 1, LAST_NUMBER)), default=None)
 
     def streams(self) -> list[str]:
-        """The streams that have records."""
+        """The streams that have records, sorted."""
         return sorted(stream for stream, records in self._records.items() if records)
 
     def _between(
@@ -533,7 +533,7 @@ class Index:
 
 @dataclass
 class _Unfinished:
-    """The messages of a record whose last piece has not come."""
+    """The messages of a record whose last piece has not arrived."""
 
     sequences: list[int] = field(default_factory=list)
     bytes: int = 0
@@ -546,7 +546,7 @@ def put_note(records: Mapping[str, bytes | None]) -> bytes:
 
 
 def drop_note(stream: str, number: int, part: int | None) -> bytes:
-    """The note that drops the records from a number on, or of one part of it."""
+    """The note that drops the records from a number on, or those of one part of it."""
     return json.dumps({"drop": [stream, number, part]}).encode()
 
 

@@ -1,4 +1,4 @@
-"""One stream of JetStream: the subjects of its messages, appending messages in order, and reading them."""
+"""One JetStream stream: subjects of its messages, appending in order, and reading."""
 
 import asyncio
 import base64
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
 
 _WINDOW_MESSAGES, _WINDOW_BYTES = 256, 16 << 20
-# Without an acknowledgement for so long, it is asked what has landed.
+# After this time without an acknowledgement, the sender reads from the stream which messages arrived.
 _SILENCE_SECONDS = 3.0
 ID, EXPECTED = "Nats-Msg-Id", "Nats-Expected-Last-Sequence"
 _BATCH = 500
 _SECONDS = 3
-# Attempts without a message. Another broker may answer each.
+# Attempts without a new message. Each may reach another broker.
 _TRIES = 10
 
 
 class Sender:
-    """Appends to one stream, in order. In the brokers' event loop; any thread reads `trouble` and `lost`.
+    """Appends to one stream in order. Runs in the brokers' event loop; any thread may read `trouble` and `lost`.
 
-    Every message carries the sequence of the one before it. Brokers refuse a message that does not follow the
-    stream's last one. Several messages are under way at once. If one is refused or not acknowledged, the sender
-    reads what the stream has since then, and sends the other messages again. It ends at the fence of another
-    process. Any other message is of an earlier owner and fits by chance: brokers refused one of its messages and
-    took a later one. Nobody counts these, see `JetStreamLogs`.
+    Every message carries the sequence of the one before it, and brokers refuse a message that does not follow the
+    last one of the stream. Several messages are under way at once. If one is refused or not acknowledged, the
+    sender reads which arrived, and sends the others again. It stops at the fence of another process. Other foreign
+    messages come from an earlier owner, whose message happened to fit after brokers had refused the one before it.
+    They are ignored; see `JetStreamLogs`.
 
     Attributes:
-        trouble: why nothing is acknowledged now; empty if all is well.
-        lost: why nothing is appended any more; None until then.
-        acknowledged: the sequence of the last message that brokers have acknowledged.
+        trouble: why no message is acknowledged at present; empty if all is well.
+        lost: why the sender has stopped; None while it runs.
+        acknowledged: the sequence of the last acknowledged message.
     """
 
     def __init__(self, brokers: Brokers, subjects: "LogSubjects", fence: "Fence") -> None:
@@ -60,7 +60,7 @@ class Sender:
         self._sound.set()
 
     async def run(self) -> None:
-        """Append messages as they come, until the stream is lost or the task is cancelled."""
+        """Append messages as they arrive, until the stream is lost or the task is cancelled."""
         subscription = await self._brokers.client.subscribe(f"{self._inbox}.*", cb=self._take_answer)
         try:
             while self.lost is None:
@@ -72,7 +72,7 @@ class Sender:
             await subscription.unsubscribe()
 
     def append(self, message: "Message") -> None:
-        """Append a message after all before it."""
+        """Append a message after all earlier ones."""
         if self.lost:
             message.failed(self.lost)
             return
@@ -82,7 +82,7 @@ class Sender:
         self._moved.set()
 
     def lose(self, error: StorageFailed) -> None:
-        """Append nothing any more, and fail what waits."""
+        """Stop appending, and fail all pending messages."""
         self.lost = self.lost or error
         for each in (*self._under_way, *self._waiting):
             each.failed(self.lost)
@@ -92,14 +92,14 @@ class Sender:
         self._sound.set()
 
     async def check(self) -> None:
-        """Check that the stream has all acknowledged messages, and none of another process; `lost` says if not."""
+        """Check that the stream has all acknowledged messages and no foreign ones; if not, set `lost`."""
         if self.lost or self._under_way or self._waiting or self._broken:
-            return  # Appending will show it.
+            return  # Appending checks it too.
         expected, landed = self.acknowledged, await self._landed()
-        found = await self._message(landed) if landed == expected else None
+        message = await self._message(landed) if landed == expected else None
         if self._under_way or self._waiting or self.acknowledged != expected:
             return  # Something was appended meanwhile.
-        if landed != expected or (found and found[1] != self._last_id):
+        if landed != expected or (message and message[1] != self._last_id):
             self._break("")
             await self._sound.wait()
 
@@ -120,8 +120,8 @@ class Sender:
         reply = f"{self._inbox}.{self._attempt}"
         try:
             await self._brokers.client.publish(message.subject, message.payload, reply, headers)
-        except Exception as error:  # noqa: BLE001  # whatever it is, `_find_out` reads what has landed
-            self._break(f"brokers take nothing: {error!r}")
+        except Exception as error:  # noqa: BLE001  # `_find_out` reads which messages arrived.
+            self._break(f"brokers accept no message: {error!r}")
 
     async def _wait(self) -> None:
         self._moved.clear()
@@ -132,26 +132,26 @@ class Sender:
             await asyncio.wait_for(self._moved.wait(), _SILENCE_SECONDS if self._under_way else None)
         except TimeoutError:
             if self._under_way and self.acknowledged == before:
-                self._break("brokers do not acknowledge what they are sent")
+                self._break("brokers do not acknowledge messages")
 
     async def _take_answer(self, answer: "Msg") -> None:
         if answer.subject != f"{self._inbox}.{self._attempt}":
-            return  # Of an earlier attempt: `_find_out` has read what landed.
+            return  # It answers an earlier attempt, of which `_find_out` has read the result.
         try:
-            found = json.loads(answer.data or b"{}")
+            fields = json.loads(answer.data or b"{}")
         except ValueError:
-            found = {}
-        found = found if isinstance(found, dict) else {}
+            fields = {}
+        fields = fields if isinstance(fields, dict) else {}
         self._moved.set()
-        if not found.get("seq"):
-            self._break(f"a broker refuses messages: {found.get('error', {}).get('description', 'no answer')}")
-        elif self._under_way and found["seq"] == self._under_way[0].sequence:
+        if not fields.get("seq"):
+            self._break(f"a broker refuses messages: {fields.get('error', {}).get('description', 'no answer')}")
+        elif self._under_way and fields["seq"] == self._under_way[0].sequence:
             self._land()
         else:
             self._break("")
 
     def _break(self, trouble: str) -> None:
-        """Stop sending until `_find_out` has read what the stream has."""
+        """Stop sending until `_find_out` has read the stream."""
         self._broken, self.trouble = True, trouble or self.trouble
         self._sound.clear()
         self._moved.set()
@@ -163,7 +163,7 @@ class Sender:
         message.landed(message.sequence)
 
     async def _find_out(self) -> None:
-        """Read what has landed, as often as it takes, and send the rest again."""
+        """Read which messages arrived, retrying until brokers answer, and queue the others again."""
         for pause in backoff():
             if self.lost:
                 return
@@ -181,7 +181,7 @@ class Sender:
         self._sound.set()
 
     async def _settle(self, landed: int) -> None:
-        """Acknowledge what has landed up to this message, or lose the stream."""
+        """Acknowledge the messages that arrived, up to sequence `landed`, or lose the stream."""
         if landed < self.acknowledged:
             self.lose(self._went_back(landed))
             return
@@ -201,17 +201,17 @@ class Sender:
                 self.acknowledged, self._last_id = sequence, message
 
     async def _landed(self) -> int:
-        """The sequence of the stream's last message; -1 if the stream is gone.
+        """The sequence of the stream's last message; -1 if the stream no longer exists.
 
         Raises:
             StorageFailed: no broker answers.
         """
-        found = await self._brokers.ask(f"STREAM.INFO.{self._stream}")
-        if "error" in found:
-            if found["error"].get("code") == 404:
+        answer = await self._brokers.ask(f"STREAM.INFO.{self._stream}")
+        if "error" in answer:
+            if answer["error"].get("code") == 404:
                 return -1
-            raise StorageFailed(refused_by_brokers(self._stream, found["error"]))
-        return int(found["state"]["last_seq"]) if found["created"] == self._fence.created else -1
+            raise StorageFailed(refused_by_brokers(self._stream, answer["error"]))
+        return int(answer["state"]["last_seq"]) if answer["created"] == self._fence.created else -1
 
     async def _message(self, sequence: int) -> tuple[str, str] | None:
         """Subject and id of a message of the stream; None if it was purged.
@@ -219,20 +219,20 @@ class Sender:
         Raises:
             StorageFailed: no broker answers.
         """
-        found = await self._brokers.ask(f"STREAM.MSG.GET.{self._stream}", {"seq": sequence})
-        if "error" in found:
-            if found["error"].get("code") == 404:
+        answer = await self._brokers.ask(f"STREAM.MSG.GET.{self._stream}", {"seq": sequence})
+        if "error" in answer:
+            if answer["error"].get("code") == 404:
                 return None
-            raise StorageFailed(refused_by_brokers(self._stream, found["error"]))
-        headers = base64.b64decode(found["message"].get("hdrs", "")).decode(errors="replace")
+            raise StorageFailed(refused_by_brokers(self._stream, answer["error"]))
+        headers = base64.b64decode(answer["message"].get("hdrs", "")).decode(errors="replace")
         lines = (line.partition(":") for line in headers.split("\r\n"))
-        return found["message"]["subject"], next((value.strip() for key, _, value in lines if key == ID), "")
+        return answer["message"]["subject"], next((value.strip() for key, _, value in lines if key == ID), "")
 
     def _went_back(self, landed: int) -> LogWentBack:
-        what = "is gone" if landed < 0 else f"has others than the {self.acknowledged} messages it had acknowledged"
+        what = "no longer exists" if landed < 0 else f"no longer has its {self.acknowledged} acknowledged messages"
         return LogWentBack(
-            f"stream {self._stream} {what}: brokers have lost what they had acknowledged: what is missing comes "
-            "from a checkpoint and the trainer"
+            f"stream {self._stream} {what}: the brokers lost acknowledged writes; a checkpoint and the trainer "
+            "supply the missing rows"
         )
 
 
@@ -241,8 +241,8 @@ class Message:
     """A message to append.
 
     Attributes:
-        landed: called with its sequence once brokers have acknowledged it.
-        failed: called instead if it is never appended.
+        landed: called with its sequence once brokers acknowledge it.
+        failed: called instead if it cannot be appended.
     """
 
     subject: str
@@ -255,12 +255,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Fence:
-    """The message with which a process becomes the owner.
+    """The message by which a process becomes the owner.
 
     Attributes:
-        session: begins the ids of all messages that the process appends after it.
-        created: when the stream was made. Another stream of that name has another time.
-        sequence: the message's own.
+        session: prefix of the ids of all messages that the process appends after it.
+        created: creation time of the stream, which differs if a stream of the same name is made again.
+        sequence: the sequence of the fence itself.
     """
 
     session: str
@@ -274,15 +274,15 @@ def fence_note(process: str, epoch: int) -> bytes:
 
 
 def message_id(session: str, number: int) -> str:
-    """The id of a message, the same however often it is sent."""
+    """The id of a message, which stays the same when it is sent again."""
     return f"{session}.{number}"
 
 
-_DOT = "~"  # In no name of a model or a consumer.
+_DOT = "~"  # Names of models and consumers never contain it.
 
 
 class Address(NamedTuple):
-    """Where a record of the log is: number, part and index in a stream."""
+    """Place of a record in the log: number, part and index in a stream."""
 
     stream: str
     number: int
@@ -306,26 +306,26 @@ class LogSubjects:
         self.fences = f"{self._root}.fences"
 
     def piece(self, address: Address, piece: int, pieces: int) -> str:
-        """The subject of one of the pieces of a record."""
+        """The subject of one piece of a record."""
         return f"{self._rows_of(address.stream)}.{'.'.join(map(str, address[1:]))}.{piece}.{pieces}"
 
     def records(self, stream: str, number: int | None = None, part: int | None = None) -> str:
-        """The subjects of the records of a stream, of a number in it, or of a part of that."""
+        """The subjects of all records of a stream, of one number, or of one part of a number."""
         path = [str(each) for each in (number, part) if each is not None]
         return ".".join([self._rows_of(stream), *path, ">"])
 
     def parsed(self, subject: str) -> tuple[Address, int, int]:
-        """The record of a subject, the number of its piece, and the number of all pieces.
+        """The record, the number of the piece and the count of pieces from a subject.
 
         Raises:
-            StorageFailed: it is no subject of a record.
+            StorageFailed: it is not the subject of a record.
         """
         try:
             kind, *numbers = subject.removeprefix(f"{self._root}.rows.").split(".")
             number, part, index, piece, pieces = map(int, numbers)
         except ValueError as error:
             raise StorageFailed(
-                f"stream {self.stream} has a message that is none of the log's: {subject}: give the service "
+                f"stream {self.stream} has a message that is not part of the log: {subject}: give the service "
                 "another --log-prefix"
             ) from error
         return Address(_read(kind), number, part, index), piece, pieces
@@ -335,7 +335,7 @@ class LogSubjects:
 
 
 def model_of(prefix: str, stream: str) -> str | None:
-    """The model whose log a stream is; None if it is no log."""
+    """The model whose log a stream is; None if the stream is not a log."""
     before, _, name = stream.partition("_")
     return _read(name) if before == prefix and name else None
 
@@ -349,31 +349,31 @@ def _read(name: str) -> str:
 
 
 async def read_message(brokers: Brokers, stream: str, sequence: int) -> bytes | None:
-    """The payload of a message; None if there is none of that sequence.
+    """The payload of a message; None if no message has that sequence.
 
     Raises:
         LogUnavailable: brokers do not answer.
     """
-    # The stream's leader answers. `DIRECT.GET` would be answered by any broker with a copy, even by one that lacks
-    # the message yet, and by none if the leader cannot reach it any more.
-    found = await brokers.ask(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
-    if "error" in found:
-        if found["error"].get("code") == 404:
+    # The stream's leader answers this request. Any broker with a copy may answer `DIRECT.GET`, even one that still
+    # lacks the message, and none does if the leader cannot reach it.
+    answer = await brokers.ask(f"STREAM.MSG.GET.{stream}", {"seq": sequence})
+    if "error" in answer:
+        if answer["error"].get("code") == 404:
             return None
-        raise LogUnavailable(refused_by_brokers(stream, found["error"]))
-    return base64.b64decode(found["message"].get("data", ""))
+        raise LogUnavailable(refused_by_brokers(stream, answer["error"]))
+    return base64.b64decode(answer["message"].get("data", ""))
 
 
 @dataclass(frozen=True)
 class StoredMessage:
-    """A message of a stream.
+    """A message read from a stream.
 
     Attributes:
-        sequence: its place.
+        sequence: its sequence.
         subject: its subject, see `LogSubjects`.
-        session: of the process that has appended it, see `Fence`.
-        payload: its content; empty if only headers were asked for.
-        size: bytes of the content.
+        session: session of the process that appended it, see `Fence`.
+        payload: its content; empty if only headers were requested.
+        size: size of the content in bytes.
     """
 
     sequence: int
@@ -386,13 +386,13 @@ class StoredMessage:
 async def messages(
     brokers: Brokers, stream: str, subjects: Sequence[str], last: int, *, headers_only: bool = False
 ) -> AsyncGenerator[StoredMessage]:
-    """The messages of some subjects up to message `last`, in order; with `headers_only` without payloads.
+    """Read the messages of some subjects up to message `last`, in order; with `headers_only` without payloads.
 
-    The broker that sends them may lag behind the others, or go away meanwhile. `last` has to be of one of these
-    subjects: once it has come, all have.
+    The sending broker may lag behind the others, or go away meanwhile. Message `last` must have one of these
+    subjects: once it has arrived, all have.
 
     Raises:
-        LogUnavailable: brokers do not send them all.
+        LogUnavailable: brokers do not send all messages.
     """
     reached, tries = 0, 0
     while reached < last:
@@ -413,28 +413,28 @@ async def messages(
 async def _sent(
     brokers: Brokers, stream: str, subjects: Sequence[str], first: int, *, headers_only: bool
 ) -> AsyncGenerator[StoredMessage]:
-    """The messages that one broker sends, without an end; some may be from before `first` if it lags behind.
+    """Read messages from one broker, without an end. If it lags behind, some may be from before `first`.
 
     Raises:
-        LogUnavailable: it sends no more, or has left some out.
+        LogUnavailable: it stops sending, or skipped a message.
     """
     from nats.errors import Error
 
     try:
         subscription = await _subscription(brokers, stream, subjects, first, headers_only=headers_only)
         try:
-            count, wanted = 0, 1
+            count, size = 0, 1
             while True:
-                for each in await subscription.fetch(wanted, timeout=_SECONDS):
-                    count, wanted = count + 1, max(1, min(each.metadata.num_pending, _BATCH))
+                for each in await subscription.fetch(size, timeout=_SECONDS):
+                    count, size = count + 1, max(1, min(each.metadata.num_pending, _BATCH))
                     if each.metadata.sequence.consumer != count:
-                        raise LogUnavailable(f"stream {stream}: a message was lost on its way")
+                        raise LogUnavailable(f"stream {stream}: a message was lost on the way")
                     yield _stored(each)
         finally:
             await subscription.unsubscribe()
     except (Error, OSError) as error:
         raise LogUnavailable(
-            f"brokers do not send what stream {stream} has: {error!r}: {LOOK_AT_BROKERS}"
+            f"brokers do not send the messages of stream {stream}: {error!r}: {LOOK_AT_BROKERS}"
         ) from error
 
 

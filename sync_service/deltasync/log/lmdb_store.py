@@ -1,4 +1,4 @@
-"""The log in a file of LMDB, which one service uses alone."""
+"""The log in an LMDB file, for one service alone."""
 
 import logging
 import os
@@ -35,10 +35,10 @@ from deltasync.log.volume import Volume, VolumeFailed, is_refusal, refused
 logger = logging.getLogger(__name__)
 
 _RECORDS, _META = b"records", b"meta"
-_READ_BYTES = 64 << 10  # A transaction reads about this much, or one record.
+_READ_BYTES = 64 << 10  # One transaction reads about this much, or a single larger record.
 _MAX_READERS = 512
-_LOCK_BYTES = 36 << 10  # More than LMDB takes for as many.
-# A slower commit is logged, at most once in this time.
+_LOCK_BYTES = 36 << 10  # LMDB needs less for that number of readers.
+# A commit slower than this is logged, at most once a minute.
 _SLOW_SECONDS, _SLOW_LOG_SECONDS = 1.0, 60.0
 
 
@@ -46,29 +46,29 @@ class LmdbStore:
     """A `LogStore` in a folder.
 
     Attributes:
-        shared: False: it is one process's own.
-        refusing: a write was refused for want of room; cleared once there is room again.
-        capacity: largest size of its rows.
+        shared: False, because no other process can take it over.
+        refusing: a write was refused for lack of room; cleared once there is room again.
+        capacity: maximum size of its rows.
         volume: the volume of its file.
-        commits: how long writes took to reach the disk.
+        commits: time that writes took to reach the disk.
         queue: the writes that are not on disk yet.
 
     Raises:
-        StorageFailed: the file is no log, or is damaged.
+        StorageFailed: the file is not a log, or is damaged.
     """
 
     def __init__(self, options: LogOptions) -> None:
         self.shared, self._options = False, options
         self._file = options.directory / "data.mdb"
-        # Deleting needs free pages too: the more records, the more pages.
+        # Deletes need free pages too, and more of them the more records there are.
         self.capacity = options.max_bytes - max(options.max_bytes // 16, 256 << 10)
         self.refusing = False
         self.volume, self.commits = Volume("log", options.directory), Durations()
         self._logged_slow = -_SLOW_LOG_SECONDS
-        self._idle, self._reads = threading.Condition(), 0  # An environment is closed only between reads.
+        self._idle, self._reads = threading.Condition(), 0  # The environment may be closed only between reads.
         self._env: lmdb.Environment | None = None
         self._closed = False
-        self._not_opened: StorageFailed | None = None  # Why it could not be opened again.
+        self._not_opened: StorageFailed | None = None  # Why reopening failed.
         self._databases = dict[bytes, Any]()
         self._use(_open(options))
         self.queue = WriteQueue()
@@ -76,7 +76,7 @@ class LmdbStore:
         self._writer.start()
 
     def close(self) -> None:
-        """Commit what was submitted and close the file."""
+        """Commit the submitted writes, and close the file."""
         self.queue.close()
         self._writer.join()
         self._closed = True
@@ -94,61 +94,61 @@ class LmdbStore:
         after: Sequence[Future[None]] = (),
         patient: bool = False,
     ) -> Future[None]:
-        """Write a record, whose payload comes in pieces, unless a write `after` which it comes was refused."""
+        """Write a record from its pieces, unless a write in `after` was refused."""
         key = key_of(stream, number, part, index)
         size = sum(memoryview(piece).nbytes for piece in payload)
         return self.queue.submit(lambda txn: self._append(txn, key, payload, after), size, patient=patient)
 
     def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
-        """Forget the records from `number` on, or only those of one part of `number`."""
+        """Drop the records from `number` on, or only those of one part of `number`."""
         first, last = key_of(stream, number, part or 0, 0), key_of(stream, number, part or 0, LAST_PART)
         if part is None:
             last = key_of(stream, LAST_NUMBER, LAST_PART, LAST_PART)
         return self.queue.submit(lambda txn: self._delete_range(txn, first, last), 0, patient=patient)
 
     def truncate(self, stream: str, upto: int) -> Future[None]:
-        """Forget the records up to number `upto`."""
+        """Drop the records up to number `upto`."""
         first, last = key_of(stream, 0, 0, 0), key_of(stream, upto, LAST_PART, LAST_PART)
         return self.queue.submit(lambda txn: self._delete_range(txn, first, last), 0)
 
     def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Keep a small record, unless a write `after` which it comes was refused; None forgets it."""
+        """Write a small record, unless a write in `after` was refused; None deletes it."""
         return self.queue.submit(lambda txn: self._keep(txn, {name: value}, after), len(value or b""))
 
     def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
-        """Keep several small records, all of them or none; None forgets one."""
+        """Write several small records, all or none; None deletes one."""
         size = sum(len(name) + len(value or b"") for name, value in records.items())
         return self.queue.submit(lambda txn: self._keep(txn, records), size)
 
     # Reading.
 
     def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
-        """The records with numbers from `first` to `last`. Each transaction reads a few: a long one makes the file
-        grow.
+        """Read the records with numbers from `first` to `last`, a few in each transaction, because a long
+        transaction makes the file grow.
         """
         start, end = key_of(stream, first, 0, 0), key_of(stream, last, LAST_PART, LAST_PART)
-        while found := self._next_records(start, end):
-            start = found[-1][0] + b"\0"
-            for key, value in found:
+        while records := self._next_records(start, end):
+            start = records[-1][0] + b"\0"
+            for key, value in records:
                 _, number, part, index = address_of(key)
                 payload = without_checksum(key, value, name_of(stream, number, part, index))
                 yield Record(number, part, index, payload)
 
     def items(self, prefix: str) -> dict[str, bytes]:
-        """The small records whose names begin with `prefix`, by the rest of their names."""
-        found = {}
+        """The small records whose names begin with `prefix`, keyed by the rest of their names."""
+        records = {}
         with self._cursor(_META) as cursor:
             more = cursor.set_range(prefix.encode()) if prefix else cursor.first()
             while more and cursor.key().startswith(prefix.encode()):
                 name = cursor.key().decode(errors="replace")
-                found[name[len(prefix) :]] = bytes(
+                records[name[len(prefix) :]] = bytes(
                     without_checksum(cursor.key(), cursor.value(), f"record {name}")
                 )
                 more = cursor.next()
-        return found
+        return records
 
     def streams(self) -> list[str]:
-        """The names of all streams that have records; reads every key."""
+        """The names of all streams with records. Reads every key."""
         names: dict[str, None] = {}
         with self._cursor(_RECORDS) as cursor:
             before = b""
@@ -160,7 +160,7 @@ class LmdbStore:
         return sorted(names)
 
     def used_bytes(self) -> int:
-        """Bytes of the log's file that hold records, as of the last write."""
+        """Bytes of the log file in use, as of the last write."""
         return self._used_bytes
 
     def _used(self, txn: lmdb.Transaction) -> int:
@@ -169,15 +169,15 @@ class LmdbStore:
         return int(pages * stats[0]["psize"])
 
     def _next_records(self, start: bytes, end: bytes) -> list[tuple[bytes, bytes]]:
-        """The next records of a few kilobytes together, or the next one that has more."""
-        found, size = list[tuple[bytes, bytes]](), 0
+        """The next records, a few kilobytes together, or a single larger one."""
+        records, size = list[tuple[bytes, bytes]](), 0
         with self._cursor(_RECORDS) as cursor:
             more = cursor.set_range(start)
             while more and cursor.key() <= end and size < _READ_BYTES:
-                found.append((bytes(cursor.key()), bytes(cursor.value())))
-                size += len(found[-1][1])
+                records.append((bytes(cursor.key()), bytes(cursor.value())))
+                size += len(records[-1][1])
                 more = cursor.next()
-        return found
+        return records
 
     @contextmanager
     def _cursor(self, name: bytes) -> Iterator["lmdb.Cursor[bytes]"]:
@@ -199,7 +199,7 @@ class LmdbStore:
                 self._reads -= 1
                 self._idle.notify_all()
 
-    # The writer's thread.
+    # The methods below run in the writer's thread.
 
     def _append(
         self, txn: lmdb.Transaction, key: bytes, payload: Sequence[Buffer], after: Sequence[Future[None]]
@@ -207,7 +207,7 @@ class LmdbStore:
         check_written(after)
         value = with_checksum(key, *payload)
         if self._used(txn) + len(value) > self.capacity:
-            raise lmdb.MapFullError("full, but for what deleting needs")
+            raise lmdb.MapFullError("full, except for the room that deletes need")
         _put(txn, key, value, self._databases[_RECORDS])
 
     def _keep(
@@ -233,7 +233,7 @@ class LmdbStore:
             batch, closing = self.queue.take()
             if batch:
                 self._commit(batch)
-            del batch  # Its closures hold rows.
+            del batch  # Its closures refer to rows.
 
     def _commit(self, batch: list[Submitted]) -> None:
         begun = time.monotonic()
@@ -244,14 +244,14 @@ class LmdbStore:
                     write(txn)
                 used = self._used(txn)
             self._used_bytes, self._newest = used, env.info()["last_txnid"]
-        except Exception as error:  # noqa: BLE001  # Whatever it is, its waiter is told, and the thread goes on.
+        except Exception as error:  # noqa: BLE001  # The waiter gets the error, and the thread continues.
             if not self._works() or len(batch) == 1:
                 self.queue.end(batch)
                 for _, done, size in batch:
                     self._fail(done, size, error)
                 return
             middle = len(batch) // 2
-            for half in (batch[:middle], batch[middle:]):  # A write that fails must not fail the others.
+            for half in (batch[:middle], batch[middle:]):  # A failed write must not fail the others.
                 self._commit(half)
             return
         self._note_commit(time.monotonic() - begun, sum(size for _, _, size in batch))
@@ -260,38 +260,38 @@ class LmdbStore:
             done.set_result(None)
 
     def _works(self) -> bool:
-        """Whether a write failed, and not LMDB as a whole, which is then opened again if possible."""
+        """Whether LMDB still works, so that only a write failed. If not, try to open it again."""
         try:
             if self._env:
                 self._env.begin().abort()
                 return True
         except lmdb.PanicError:
             self._close_environment()
-            with suppress(StorageFailed):  # The next write fails with it.
+            with suppress(StorageFailed):  # The next write fails with the same error.
                 self._opened()
         except lmdb.Error:
             return True
         return False
 
     def _opened(self) -> lmdb.Environment:
-        """The environment, opened again if it had to be closed.
+        """The environment, reopened if it had to be closed.
 
         Raises:
-            StorageFailed: it cannot be opened.
+            StorageFailed: reopening failed.
         """
         if self._env:
             return self._env
         try:
             env = _open(self._options)
             try:
-                env.sync(force=True)  # LMDB has put back the earlier head, perhaps not on disk yet.
+                env.sync(force=True)  # LMDB restored the earlier head, which may not be on disk yet.
                 if env.info()["last_txnid"] != self._newest:
-                    # The service does not know of this write, which was reported as refused.
+                    # The service does not know of this write, because it was reported as refused.
                     what = "the log could not be opened again"
                     refusal = refused(
-                        what, self._file, OSError(0, "it has a write that the disk had refused")
+                        what, self._file, OSError(0, "it contains a write that the disk had refused")
                     ).refusal
-                    remedy = f"restart the service, which reads it anew; {_NOTHING_LOST}"
+                    remedy = f"restart the service, which reads the log again; {_NOTHING_LOST}"
                     raise VolumeFailed(what, replace(refusal, remedy=remedy))
                 self._use(env)
             except BaseException:
@@ -328,11 +328,11 @@ class LmdbStore:
             logger.warning("a commit of %d bytes took %.1f s: %s is slow", size, seconds, self._file.parent)
 
     def _fail(self, done: Future[None], size: int, error: Exception) -> None:
-        if isinstance(error, StorageFailed):  # An earlier write was refused, which is logged already.
+        if isinstance(error, StorageFailed):  # An earlier write was refused, and logged.
             done.set_exception(error)
             return
         failure = writing_failed(error, self._file, size)
-        if not (self.refusing or self.volume.refusal):  # Logged once until it is over.
+        if not (self.refusing or self.volume.refusal):  # Log once until the problem ends.
             logger.error("%s", failure, exc_info=None if isinstance(error, lmdb.Error) else error)
         self.refusing |= isinstance(failure, LogFull)
         if isinstance(failure, VolumeFailed):
@@ -346,7 +346,7 @@ def _open(options: LogOptions) -> lmdb.Environment:
     with ExitStack() as undo, writing(f"the log in {directory} cannot be opened", directory):
         make_folder(directory)
         with (directory / "lock.mdb").open("ab") as file:
-            # LMDB maps this file for its readers. Without room, the first write to it would end the process.
+            # LMDB maps this file for its readers. Without room, their first write to it would kill the process.
             try:
                 os.posix_fallocate(file.fileno(), 0, _LOCK_BYTES)
             except OSError:
@@ -354,7 +354,7 @@ def _open(options: LogOptions) -> lmdb.Environment:
                     file.truncate(0)
                     raise
         if not (data := directory / "data.mdb").exists() or not data.stat().st_size:
-            # A disk with room for only some of its heads leaves a file that looks damaged at the next start.
+            # If the disk has room for only some of its heads, the file would look damaged at the next start.
             undo.callback(data.unlink, missing_ok=True)
         try:
             env = lmdb.open(
@@ -363,7 +363,7 @@ def _open(options: LogOptions) -> lmdb.Environment:
             undo.callback(env.close)
             for database in (_RECORDS, _META):
                 env.open_db(database)
-            flush_folder(directory)  # LMDB flushes its files, but not their names.
+            flush_folder(directory)  # LMDB flushes its files, but not the folder with their names.
         except lmdb.Error as error:
             raise opening_failed(error, directory) from error
         undo.pop_all()
@@ -375,34 +375,34 @@ def _put(txn: lmdb.Transaction, key: bytes, value: bytes, db: Any) -> None:
 
 
 _DAMAGED = {
-    lmdb.VersionMismatchError: "it was written by another version of LMDB, or its head is damaged: open it with "
-    f"the version that wrote it, or {RESTORE}",
-    lmdb.InvalidError: f"data.mdb is no log, or its head is damaged: {RESTORE}",
+    lmdb.VersionMismatchError: "another version of LMDB wrote it, or its head is damaged: open it with "
+    f"that version, or {RESTORE}",
+    lmdb.InvalidError: f"data.mdb is not a log, or its head is damaged: {RESTORE}",
     lmdb.CorruptedError: f"a page of data.mdb is damaged: {RESTORE}",
     lmdb.PageNotFoundError: f"a page of data.mdb is missing: {RESTORE}",
 }
 _UNAVAILABLE = {
-    lmdb.MemoryError: "there is no room in the process's memory for so large a log: lower --log-max-bytes, or see "
-    "limits of its memory (ulimit -v, vm.overcommit_memory)",
-    lmdb.ReadersFullError: "too many processes read it: end those that do",
-    lmdb.PanicError: "its disk has refused a write, and it is being opened again: try again",
+    lmdb.MemoryError: "the process has too little memory for a log of this size: lower --log-max-bytes, or raise "
+    "the memory limits (ulimit -v, vm.overcommit_memory)",
+    lmdb.ReadersFullError: "too many processes read it: end some of them",
+    lmdb.PanicError: "its disk refused a write, and it is being opened again: try again",
 }
-_OTHERWISE = "restart the service; deltasync fsck --data-dir says whether anything is damaged"
-_NOTHING_LOST = "nothing that was acknowledged is lost"
+_OTHERWISE = "restart the service; check for damage with deltasync fsck --data-dir"
+_NOTHING_LOST = "no acknowledged write is lost"
 
 
 def opening_failed(error: lmdb.Error, directory: Path) -> StorageFailed:
-    """The error that the log in a folder cannot be opened."""
+    """The error for a log that cannot be opened."""
     return _failed(f"the log in {directory} cannot be opened", error, directory)
 
 
 def reading_failed(error: lmdb.Error, file: Path) -> StorageFailed:
-    """The error that the log's file cannot be read."""
+    """The error for a log file that cannot be read."""
     return _failed("the log cannot be read", error, file)
 
 
 def writing_failed(error: Exception, file: Path, size: int) -> StorageFailed:
-    """The error that a write of `size` bytes to the log's file was refused."""
+    """The error for a refused write of `size` bytes to the log file."""
     if isinstance(error, lmdb.MapFullError):
         return LogFull(
             "the log is full until a checkpoint is written; if it stays so, raise --log-max-bytes and restart the "

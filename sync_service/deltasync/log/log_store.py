@@ -1,9 +1,9 @@
-"""The protocol of the log: the truth from which everything else can be rebuilt.
+"""The protocol of the log, the source of truth from which everything else can be rebuilt.
 
-The log has streams of records, and small records by name. A stream has a name such as `cuts/clicks`. Its records
-have an address: number, part and index, in this order. A small record has a name such as `consumer/mobile`, and is
-replaced as a whole. Writes reach the disk in the order in which they were submitted, each by itself or several
-together. If one is on disk, all earlier ones are, except those that were refused.
+The log has streams of records, and small records. A stream has a name such as `cuts/clicks`; an address orders its
+records: number, part and index. A small record has a name such as `consumer/mobile`, and is replaced as a whole.
+Writes reach the disk in the order of submission, alone or in batches. Once a write is on disk, so are all earlier
+ones, except those that were refused.
 """
 
 import queue
@@ -36,21 +36,21 @@ class Record:
 
 
 class LogStore(Protocol):
-    """A log. Used from any thread.
+    """A log. Safe to use from any thread.
 
-    Every method that writes returns at once. Its future is done when the write is on disk, or fails with
-    `StorageFailed` if nothing was written. A write that fails takes no other with it. A `patient` write matters
-    only with a later one: it may be batched with the next write that is not patient, or with several that are.
+    Every method that writes returns at once. Its future ends when the write is on disk, or fails with
+    `StorageFailed` if nothing was written. A failed write does not affect others. A `patient` write matters only
+    with a later one, and may be batched with the next write that is not patient, or with several patient ones.
 
     Attributes:
-        shared: whether another process can take the log over: then it is truncated only up to a checkpoint that
-            such a process can read.
-        refusing: a write was refused for want of room; set to False once there is room.
-        capacity: largest size of its rows; more is refused with `LogFull`.
+        shared: whether another process can take over the log. If so, it is truncated only up to a checkpoint which
+            that process can read.
+        refusing: a write was refused for lack of room; set to False once there is room.
+        capacity: maximum size of its rows; beyond it, writes fail with `LogFull`.
         volume: the volume of its file.
-        commits: how long writes took to reach the disk.
-        queue: the writes that are not on disk yet. It takes all of them. To bound memory, whatever submits rows
-            waits while it is full.
+        commits: time that writes took to reach the disk.
+        queue: the writes that are not on disk yet. It accepts every write; to bound memory, callers that submit
+            rows wait while it is full.
     """
 
     shared: bool
@@ -70,23 +70,23 @@ class LogStore(Protocol):
         after: Sequence[Future[None]] = (),
         patient: bool = False,
     ) -> Future[None]:
-        """Write a record, whose payload comes in pieces; one of the same address is replaced.
+        """Write a record from its pieces, replacing one of the same address.
 
-        The pieces must not change before it is done. A full log refuses it and keeps room for deleting. It is
-        refused too if one of the earlier writes in `after` was: with the same error.
+        The pieces must not change until the write is done. A full log refuses the record, to keep room for
+        deletes. If one of the earlier writes in `after` was refused, this one fails with the same error.
         """
 
     def drop(self, stream: str, number: int, part: int | None = None, *, patient: bool = False) -> Future[None]:
-        """Delete records that were never finished: all from `number` on, or only those of one part of `number`."""
+        """Delete unfinished records: all from `number` on, or only those of one part of `number`."""
 
     def truncate(self, stream: str, upto: int) -> Future[None]:
-        """Delete records that are no longer needed: all up to number `upto`."""
+        """Delete the records up to number `upto`, which are no longer needed."""
 
     def put(self, name: str, value: bytes | None, *, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Write a small record, or delete it with None. A full log takes it too; for `after` see `append`."""
+        """Write a small record, or delete it with None, even in a full log. For `after` see `append`."""
 
     def put_all(self, records: Mapping[str, bytes | None]) -> Future[None]:
-        """Write several small records, or delete those that are None: all or none. A full log takes them too."""
+        """Write several small records, and delete those that are None, all or none, even in a full log."""
 
     def read(self, stream: str, first: int = 0, last: int = LAST_NUMBER) -> Iterator[Record]:
         """The records with numbers from `first` to `last`, in the order of their addresses.
@@ -96,7 +96,7 @@ class LogStore(Protocol):
         """
 
     def items(self, prefix: str) -> dict[str, bytes]:
-        """The small records whose names begin with `prefix`, by the rest of their names, sorted.
+        """The small records whose names begin with `prefix`, sorted and keyed by the rest of their names.
 
         Raises:
             StorageFailed: one of them is damaged; the message names it.
@@ -106,22 +106,22 @@ class LogStore(Protocol):
         """The names of all streams that have records, sorted.
 
         Raises:
-            StorageFailed: the log's own order is damaged.
+            StorageFailed: the internal order of the log is damaged.
         """
 
     def used_bytes(self) -> int:
-        """Bytes that the log holds."""
+        """Size of the log's content in bytes."""
 
     def close(self) -> None:
-        """Write what was submitted, and close."""
+        """Finish the submitted writes, and close."""
 
 
 class Logs(Protocol):
-    """The logs of a service's models and consumers. Any thread.
+    """The logs of a service's models and consumers. Safe to use from any thread.
 
     Attributes:
-        commits: how long writes took to reach the disk.
-        accepted_risks: how acknowledged writes could be lost all the same, in words.
+        commits: time that writes took to reach the disk.
+        accepted_risks: ways to lose acknowledged writes that the operator accepted, in words.
     """
 
     commits: Durations
@@ -135,18 +135,18 @@ class Logs(Protocol):
         """
 
     def each(self) -> Sequence[LogStore]:
-        """All logs that are open, each once."""
+        """All open logs, each once."""
 
     @property
     def refusing(self) -> bool:
-        """Whether a log has no room."""
+        """Whether a log lacks room."""
 
     def close(self) -> None:
-        """Write what was submitted, and close. Blocks."""
+        """Finish the submitted writes, and close. Blocks."""
 
 
 class EmbeddedLogs:
-    """One log for all models, which only this process uses: a `Logs`."""
+    """One log for all models, used by this process alone: a `Logs`."""
 
     def __init__(self, log: LogStore) -> None:
         self._log, self.commits = log, log.commits
@@ -162,28 +162,28 @@ class EmbeddedLogs:
 
     @property
     def refusing(self) -> bool:
-        """Whether it has no room."""
+        """Whether it lacks room."""
         return self._log.refusing
 
     def close(self) -> None:
-        """Write what was submitted, and close."""
+        """Finish the submitted writes, and close."""
         self._log.close()
 
 
 class LogFull(StorageFailed):
-    """The log has no room for rows until others are dropped; nothing was lost."""
+    """The log has no room for rows until older ones are dropped; nothing was lost."""
 
 
 class LogUnavailable(StorageFailed):
-    """The log does not answer now; nothing is known to be lost."""
+    """The log does not answer at present; as far as is known, nothing was lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """Where the log is kept.
+    """Location and size of the log.
 
     Attributes:
-        directory: folder of the log; made if missing.
+        directory: folder of the log, made if missing.
         max_bytes: maximum size of the log file, which grows as needed.
     """
 
@@ -195,16 +195,16 @@ class LogOptions:
             raise ValueError(f"max_bytes: {self.max_bytes}, expected at least 1 MiB")
 
 
-# Limits of the memory of one transaction.
+# Limits that bound the memory of one transaction.
 _COMMIT_BYTES, _COMMIT_OPERATIONS = 32 << 20, 4096
-_WAITING_OPERATIONS = 8  # Patient writes are handed over at this number.
-_WRITE_BYTES = 1 << 10  # Memory of a write beside its payload.
+_WAITING_OPERATIONS = 8  # At this number, patient writes are handed over.
+_WRITE_BYTES = 1 << 10  # Memory that a write takes in addition to its payload.
 
 Write = Callable[[Any], None]
 
 
 class Submitted(NamedTuple):
-    """A write: a function of the transaction, the future of its caller, and its size in bytes."""
+    """A write: a function of the transaction, its caller's future, and its size in bytes."""
 
     write: Write
     done: Future[None]
@@ -212,26 +212,26 @@ class Submitted(NamedTuple):
 
 
 class WriteQueue:
-    """The writes of all threads for the one that writes, in the order in which they were submitted.
+    """Queue from all threads to the writing thread, in the order of submission.
 
-    It takes every write: one that makes room must never wait for room. Whatever submits rows waits while it is
-    `full`.
+    It accepts every write, because one that makes room must never wait for room. Callers that submit rows wait
+    while it is `full`.
 
     Attributes:
-        bytes: of the writes that are not ended yet, with their own memory.
-        most_bytes: with more bytes it is full.
+        bytes: size of the unfinished writes, with their own memory.
+        most_bytes: above this size the queue is full.
     """
 
     def __init__(self, most_bytes: int = LimitOptions().log_queue_bytes) -> None:
         self.bytes, self.most_bytes = 0, most_bytes
         self._handed_over: queue.SimpleQueue[list[Submitted] | None] = queue.SimpleQueue()
-        self._waiting: list[Submitted] = []  # Patient writes that are not handed over yet.
+        self._waiting: list[Submitted] = []  # Patient writes that are not yet handed over.
         self._lock = threading.Lock()
         self._closed = False
 
     @property
     def full(self) -> bool:
-        """Whether more rows have to wait. No patient write waits then, or it might never end."""
+        """Whether callers that submit rows must wait. Patient writes then go out, or the wait might never end."""
         return self.bytes > self.most_bytes
 
     def limit(self, most_bytes: int) -> None:
@@ -241,11 +241,11 @@ class WriteQueue:
             self._hand_over()
 
     def submit(self, write: Write, size: int, *, patient: bool = False) -> Future[None]:
-        """Submit a write of `size` bytes. A patient one may wait for others, see `LogStore`."""
+        """Submit a write of `size` bytes. A patient one may wait for others; see `LogStore`."""
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # A write cannot be taken back, even if its waiter is cancelled.
+        done.set_running_or_notify_cancel()  # A submitted write cannot be cancelled, even if its waiter is.
         with self._lock:
-            if self._closed:  # No thread writes any more.
+            if self._closed:  # No thread is left to write.
                 done.set_exception(StorageFailed("the log is closed: the service is shutting down"))
                 return done
             self._waiting.append(Submitted(write, done, size))
@@ -255,7 +255,7 @@ class WriteQueue:
         return done
 
     def take(self) -> tuple[list[Submitted], bool]:
-        """Wait for writes. Return those to write together, and whether no others will follow."""
+        """Wait for writes. Return a batch to write together, and whether it is the last."""
         batch, size = list[Submitted](), 0
         while (submitted := self._handed_over.get()) is not None:
             batch += submitted
@@ -265,13 +265,13 @@ class WriteQueue:
         return batch, True
 
     def end(self, writes: Iterable[Submitted]) -> None:
-        """Stop counting writes that are on disk or refused; called before their futures are done."""
+        """Stop counting writes that are on disk or refused. Call this before their futures end."""
         size = sum(each.size + _WRITE_BYTES for each in writes)
         with self._lock:
             self.bytes -= size
 
     def close(self) -> None:
-        """Take no more writes."""
+        """Accept no more writes."""
         with self._lock:
             self._closed = True
             self._hand_over()
@@ -283,10 +283,10 @@ class WriteQueue:
 
 
 def check_written(writes: Sequence[Future[None]]) -> None:
-    """Check that no earlier write was refused. One that is under way fails together with all later ones.
+    """Check that no earlier write was refused. A pending one fails together with all later ones.
 
     Raises:
-        StorageFailed: the error of the first that was refused.
+        StorageFailed: the error of the first refused write.
     """
     for write in writes:
         if write.done() and (error := write.exception()):

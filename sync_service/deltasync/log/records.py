@@ -1,4 +1,4 @@
-"""How records of the log are written: rows, seals and small records, each with a checksum."""
+"""Formats of the log's records: rows, seals and small records, each with a checksum."""
 
 import json
 import struct
@@ -20,11 +20,11 @@ from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import Buffer, LogStore
 from deltasync.wire.row_messages import Columns, rows_pieces
 
-# Records of rows: format, slot, layout; then the rows in the message in which they came.
+# A record of rows: format, slot and layout, then the rows in the message in which they arrived.
 _HEADER = struct.Struct("<BxxxIQ")
 FORMAT = 1
 
-# The names of records in messages.
+# Names of records in messages.
 _NAMES = {
     "cuts": "record {index} of rank {part} of version {number} of model {owner!r}",
     "seals": "seal of version {number} of model {owner!r}",
@@ -35,13 +35,13 @@ _NAMES = {
 
 
 def name_of(stream: str, number: int, part: int = 0, index: int = 0) -> str:
-    """The name of a record of a stream in messages."""
+    """The name of a stream's record, for messages."""
     kind, _, owner = stream.partition("/")
     name = _NAMES.get(kind, "record {number}/{part}/{index} of stream {kind}/{owner}")
     return name.format(kind=kind, owner=owner, number=number, part=part, index=index)
 
 
-_ADDRESS = struct.Struct(">QII")  # Big-endian: LMDB then keeps keys in the order of addresses.
+_ADDRESS = struct.Struct(">QII")  # Big-endian, because LMDB then sorts keys by address.
 _CHECKSUM_BYTES = 8
 
 
@@ -51,10 +51,10 @@ def key_of(stream: str, number: int, part: int, index: int) -> bytes:
 
 
 def address_of(key: bytes) -> tuple[str, int, int, int]:
-    """Stream, number, part and index of a record.
+    """Stream, number, part and index from a record's key.
 
     Raises:
-        StorageFailed: no record has such a key.
+        StorageFailed: it is not the key of a record.
     """
     name, address = key[: -_ADDRESS.size], key[-_ADDRESS.size :]
     try:
@@ -66,15 +66,15 @@ def address_of(key: bytes) -> tuple[str, int, int, int]:
 
 
 def with_checksum(key: bytes, *payload: Buffer) -> bytes:
-    """The value of a record: a checksum of key and payload, and the payload."""
+    """The value of a record: a checksum of key and payload, then the payload."""
     return b"".join((_checksum(key, *payload), *payload))
 
 
 def without_checksum(key: bytes, value: bytes, name: str, remedy: str = RESTORE) -> memoryview:
-    """The payload of a value that `with_checksum` has made.
+    """The payload from a value of `with_checksum`.
 
     Raises:
-        StorageFailed: key or payload have changed since; the error names the record by `name`, and the remedy.
+        StorageFailed: key or payload have changed; the error names the record by `name`, with the remedy.
     """
     payload = memoryview(value)[_CHECKSUM_BYTES:]
     if value[:_CHECKSUM_BYTES] != _checksum(key, payload):
@@ -83,7 +83,7 @@ def without_checksum(key: bytes, value: bytes, name: str, remedy: str = RESTORE)
 
 
 def damaged(name: str, remedy: str = RESTORE) -> StorageFailed:
-    """The error that a record is not as it was written."""
+    """The error for a damaged record."""
     return StorageFailed(f"the log's {name} is damaged: {remedy}")
 
 
@@ -94,30 +94,30 @@ def _checksum(key: bytes, *payload: Buffer) -> bytes:
     return checksum.digest()
 
 
-# Small records, and others that are not rows.
+# Small records, and others without rows.
 
 
 def pack_json(record: Mapping[str, Any]) -> bytes:
-    """A record that is not rows."""
+    """Encode a record without rows."""
     return json.dumps(record, separators=(",", ":")).encode()
 
 
 def unpack_json(record: bytes | memoryview) -> Any:
-    """The content of a record that `pack_json` has made.
+    """Decode a record of `pack_json`.
 
     Raises:
-        ValueError: it is another record.
+        ValueError: it is not such a record.
     """
     return json.loads(bytes(record))
 
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turn an error of reading a record inside the block into one that names the record."""
+    """Turn an error while reading a record inside the block into one that names the record."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-        raise StorageFailed(f"the log's {name} cannot be understood ({error!r}): {RESTORE}") from error
+        raise StorageFailed(f"the log's {name} is invalid ({error!r}): {RESTORE}") from error
 
 
 def seal_record(seal: Seal) -> dict[str, Any]:
@@ -161,25 +161,25 @@ def seal_of_record(record: Mapping[str, Any]) -> Seal:
 
 
 def event_time_record(event_time_unix_ns: int | None) -> dict[str, int]:
-    """The time of the newest event in a record; nothing if it is not known."""
+    """The time of the newest event in a record; empty if unknown."""
     return {} if event_time_unix_ns is None else {"event_time_unix_ns": event_time_unix_ns}
 
 
-# A layout: the tables of a run, and the shards that a rank holds of them. Rows name it by a number, its hash.
+# A layout has the tables of a run and the shards of one rank. Rows refer to it by a number, its hash.
 
 
 def pack_layout(tables: Sequence[TableSpec], shards: Sequence[Shard]) -> bytes:
-    """The record of a layout. A shard is: number of its table, first row, rows, first column, columns."""
+    """Encode a layout. A shard is: number of its table, first row, rows, first column, columns."""
     numbers = {table.name: number for number, table in enumerate(tables)}
     blocks = [[numbers[s.table.name], s.row_offset, s.rows, s.col_offset, s.cols] for s in shards]
     return pack_json({"tables": [spec_record(table) for table in tables], "shards": blocks})
 
 
 def unpack_layout(record: memoryview) -> list[Shard]:
-    """The shards that `pack_layout` has packed.
+    """Decode the shards from a record of `pack_layout`.
 
     Raises:
-        ValueError, LookupError, TypeError: it is another record.
+        ValueError, LookupError, TypeError: it is not such a record.
     """
     layout = unpack_json(record)
     tables = [spec_of_record(each) for each in layout["tables"]]
@@ -187,7 +187,7 @@ def unpack_layout(record: memoryview) -> list[Shard]:
 
 
 def layout_number(record: bytes) -> int:
-    """The number by which rows name a layout."""
+    """The number by which rows refer to a layout."""
     return xxhash.xxh3_64_intdigest(record)
 
 
@@ -195,27 +195,27 @@ def layout_number(record: bytes) -> int:
 
 
 def pack_rows(slot: int, rows: RowBatch, layout: int = 0) -> tuple[Buffer, ...]:
-    """The record of some rows, in pieces: a header, and the `Rows` message, which is not copied.
+    """Encode rows in pieces: a header, then the `Rows` message without a copy.
 
     Args:
-        slot: the number of the rows' shard in the layout, or of their table in a view.
+        slot: number of the rows' shard in the layout, or of their table in a view.
         rows: the rows.
-        layout: the number of the layout that has the shard; 0 = there is none, the slot is a view's.
+        layout: number of the layout with the shard; 0 = the slot belongs to a view.
     """
     return _HEADER.pack(FORMAT, slot, layout), *rows_pieces(rows)
 
 
 def packed_bytes(rows: RowBatch) -> int:
-    """Bytes of the record of some rows."""
+    """Size of the record of some rows, in bytes."""
     return _HEADER.size + sum(map(len, rows_pieces(rows)))
 
 
 def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]]) -> RowBatch:
-    """What `pack_rows` has packed, as views of the record; `shards_of` a layout, by its number.
+    """Decode a record of `pack_rows` as views of it; `shards_of` returns a layout's shards by its number.
 
     Raises:
-        StorageFailed: its format is not known.
-        ValueError, LookupError: it does not fit its shard.
+        StorageFailed: the format is unknown.
+        ValueError, LookupError: the rows do not fit their shard.
     """
     form, slot, layout = _HEADER.unpack_from(record)
     if form != FORMAT:
@@ -226,26 +226,26 @@ def unpack_rows(record: memoryview, shards_of: Callable[[int], Sequence[Shard]])
     return Columns.read(record[_HEADER.size :]).rows_of(slot, shards_of(layout))
 
 
-# Ids alone, as releases of views are written down.
+# Ids alone, for releases of views and for deletes.
 
 
 def pack_ids(ids: Ids) -> bytes:
-    """The record of the ids of some rows."""
+    """Encode the ids of some rows."""
     return np.asarray(ids, ID_TYPE).tobytes()
 
 
-def unpack_ids(record: memoryview) -> Ids:
-    """What `pack_ids` has packed, as a view of the record.
+def unpack_ids(record: Buffer) -> Ids:
+    """Decode a record of `pack_ids` as a view of it.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not such a record.
     """
     return np.frombuffer(record, ID_TYPE)
 
 
 _FORMAT_RECORD = "data-format"
 _START_EMPTY = "start with an empty --data-dir, and let the trainer publish its models"
-# Streams that their owner reads whole when it starts, and the kind of small record that names the owner.
+# Streams that their owner reads completely at its start, with the kind of the small record that names the owner.
 _READ_BY_OWNERS = {"seals": "model", "layouts": "model", "cuts": "model", "releases": "view", "heads": "view"}
 
 
@@ -253,45 +253,45 @@ def check_log(log: LogStore, checkpoints: Path) -> None:
     """Check that this version can read a log, and write the format into a new one.
 
     Raises:
-        StorageFailed: another version has written it, something in it is damaged, or it is empty although the
-            folder `checkpoints` is not.
+        StorageFailed: another version wrote the log, part of it is damaged, or it is empty although the folder
+            `checkpoints` is not.
     """
     check_format(log)
     if not log.items(_FORMAT_RECORD):
         if checkpoints.is_dir() and any(checkpoints.iterdir()):
             text = f"{checkpoints} has checkpoints, but the log beside it is missing"
-            raise StorageFailed(f"{text}: make a data directory of them with deltasync restore; or {_START_EMPTY}")
+            raise StorageFailed(f"{text}: make a data directory from it with deltasync restore; or {_START_EMPTY}")
         write_again(log).result()
         return
     small = log.items("")
     for stream in log.streams():
         kind, _, name = stream.partition("/")
-        if f"{_READ_BY_OWNERS.get(kind)}/{name}" not in small:  # Nobody else will read it.
+        if f"{_READ_BY_OWNERS.get(kind)}/{name}" not in small:  # Without an owner, nothing else reads the stream.
             for _ in log.read(stream):
                 pass
 
 
 def check_format(log: LogStore) -> None:
-    """Check that this version can read a log; an empty one can be read.
+    """Check that this version can read a log. An empty log passes.
 
     Raises:
-        StorageFailed: another version has written it, or the record of the format is damaged.
+        StorageFailed: another version wrote the log, or the record of the format is damaged.
     """
     record = log.items(_FORMAT_RECORD).get("")
     if record is None:
         if log.items("") or log.streams():
-            text = "the log was written by a version of deltasync from before data format 1, which is not read"
+            text = "an older version of deltasync wrote the log, before data format 1, which cannot be read"
             raise StorageFailed(f"{text}: {_START_EMPTY}")
         return
     with reading(f"record {_FORMAT_RECORD}"):
         number = int(record)
     if number != FORMAT:
         raise StorageFailed(
-            f"the log is of format {number}, this version reads {FORMAT}: update deltasync, or give it another "
+            f"the log has format {number}, this version reads {FORMAT}: update deltasync, or give it another "
             "--data-dir"
         )
 
 
 def write_again(log: LogStore) -> Future[None]:
-    """Write the format again: done once the log takes writes. The log need not be readable."""
+    """Write the format again; done once the log takes writes. The log need not be readable."""
     return log.put(_FORMAT_RECORD, b"%d" % FORMAT)

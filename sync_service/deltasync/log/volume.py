@@ -1,4 +1,4 @@
-"""Whether a volume takes writes: what it has refused, why, since when, and the remedy."""
+"""Whether a volume takes writes: which it refused, why, since when, and the remedy."""
 
 import errno
 import os
@@ -15,33 +15,32 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ADVICE = {
     errno.ENOSPC: "make room on it",
     errno.EDQUOT: "raise the quota of the service's user, or make room",
-    errno.EFBIG: "raise the largest size of a file (ulimit -f), or use a file system that takes larger ones",
+    errno.EFBIG: "raise the limit on file size (ulimit -f), or use a file system that allows larger files",
     errno.EROFS: "find out why it is mounted read-only, and mount it for writing",
     errno.EACCES: "let the service's user write to it",
     errno.EPERM: "let the service's user write to it",
-    errno.EIO: "look for the device's errors in the system's log, and mend it; nothing that was acknowledged is "
-    "lost",
+    errno.EIO: "look for errors of the device in the system log, and repair it; no acknowledged write is lost",
     errno.EMFILE: "raise the number of files that the service may have open (ulimit -n), and restart it",
     errno.ENFILE: "raise the number of files that the system may have open (fs.file-max)",
-    errno.EEXIST: "move away what has its name",
-    errno.EISDIR: "move away what has its name",
-    errno.ENOTDIR: "move away what has its name",
+    errno.EEXIST: "move the file or folder of that name away",
+    errno.EISDIR: "move the folder of that name away",
+    errno.ENOTDIR: "move the file of that name away",
 }
-_OTHERWISE = "look for its errors in the system's log"
-# LMDB reports a write that was cut short as an input/output error: less than this may be free then.
+_OTHERWISE = "look for its errors in the system log"
+# LMDB reports a write that was cut short as an input/output error; less than this may be free at that time.
 _SLACK_BYTES = 1 << 20
-# Size of the write that `probe` tries; beyond it only the room is checked.
+# Size of the write that `probe` tries. For larger writes it only compares the free room.
 _PROBE_BYTES = 1 << 16
 
 
 class Volume:
-    """A folder on some volume. Any thread.
+    """A folder on some volume. Safe to use from any thread.
 
     Attributes:
         name: its name in metrics and messages.
-        folder: the folder; it may be missing so far.
-        refusal: the largest refused write since the volume last took one, or a refusal with its own remedy; None
-            if the volume takes writes. Replaced whole.
+        folder: the folder, which may not exist yet.
+        refusal: the largest write refused since the volume last took one, or a refusal with its own remedy; None
+            if the volume takes writes. It is replaced, never changed.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -51,13 +50,13 @@ class Volume:
 
     @property
     def trouble(self) -> str:
-        """What is wrong, with the remedy; empty if nothing is."""
+        """The problem with its remedy; empty if there is none."""
         refusal = self.refusal
         return f"{refusal.path} on volume {self.name!r}: {refusal.in_words}" if refusal else ""
 
     @property
     def free_bytes(self) -> int | None:
-        """The room for the service's user; None if it is not known."""
+        """Bytes that the service's user may still write; None if unknown."""
         return _free_bytes(self.folder)
 
     def refuse(self, refusal: "Refusal") -> None:
@@ -70,32 +69,33 @@ class Volume:
                 self.refusal = replace(refusal, since_unix_ns=before.since_unix_ns)
 
     def take(self, size: int) -> None:
-        """Note a write of `size` bytes that the volume took.
+        """Note that the volume took a write of `size` bytes.
 
-        A file may have room of its own: it does not show that a full volume has room again. `probe` does.
+        This does not end a lack of room, because the write may have used space that its file already owned. Only
+        `probe` ends that.
         """
         refusal = self.refusal
         if refusal and refusal.number not in _NO_ROOM and size >= refusal.needed_bytes:
             self.recover(refusal)
 
     def recover(self, refusal: "Refusal") -> None:
-        """Note that the volume takes again what it had refused."""
+        """Note that the volume takes a write again that it had refused."""
         with self._lock:
             if self.refusal is refusal:
                 self.refusal = None
 
     def has_file(self, path: Path) -> bool:
-        """Whether a path is in its folder."""
+        """Whether a path is in this folder."""
         return path.is_relative_to(self.folder)
 
     def probe(self, refusal: "Refusal") -> bool:
-        """Whether the volume would take now what it has refused. Blocks."""
+        """Whether the volume would now take the write that it refused. Blocks."""
         if refusal.number in _NO_ROOM and _free_bytes(self.folder) < refusal.needed_bytes + _SLACK_BYTES:
             return False
         end = refusal.path.stat().st_size if refusal.path.is_file() else 0
         try:
             with tempfile.TemporaryFile(dir=existing(self.folder), buffering=0) as file:
-                os.ftruncate(file.fileno(), end + refusal.needed_bytes)  # A file may have a largest size.
+                os.ftruncate(file.fileno(), end + refusal.needed_bytes)  # Fails above the limit on file size.
                 os.pwrite(file.fileno(), bytes(_PROBE_BYTES), 0)
                 os.fsync(file.fileno())
         except OSError:
@@ -109,12 +109,12 @@ class Refusal:
 
     Attributes:
         path: the file or the folder.
-        number: the system's number of the error; 0 if it gave none.
-        reason: the error of the system, or of the log.
-        needed_bytes: size of the write; 0 if it is not known.
-        free_bytes: room on the volume.
+        number: the system's error number; 0 if there is none.
+        reason: the error of the system or of the log.
+        needed_bytes: size of the write; 0 if unknown.
+        free_bytes: free room on the volume.
         since_unix_ns: time of the first refusal, nanoseconds since 1970.
-        remedy: what to do; empty if it follows from the number.
+        remedy: what to do; empty to derive it from the number.
     """
 
     path: Path
@@ -128,13 +128,13 @@ class Refusal:
     @property
     def in_words(self) -> str:
         """The reason, the room and the remedy."""
-        needed = f"{self.needed_bytes} bytes were to be written, " if self.needed_bytes else ""
+        needed = f"the write needs {self.needed_bytes} bytes, " if self.needed_bytes else ""
         room = f"{needed}{self.free_bytes} {'' if needed else 'bytes '}are free"
         return f"{self.reason} ({room}): {self.remedy or _ADVICE.get(self.number, _OTHERWISE)}"
 
 
 class VolumeFailed(StorageFailed):
-    """A volume has refused a write; later writes are tried all the same."""
+    """A volume refused a write. Later writes are still tried."""
 
     def __init__(self, what: str, refusal: Refusal) -> None:
         super().__init__(f"{what}: {refusal.in_words}")
@@ -142,15 +142,15 @@ class VolumeFailed(StorageFailed):
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether an error of LMDB or of the system means that a volume has refused a write."""
+    """Whether an error of LMDB or of the system means that a volume refused a write."""
     return isinstance(error, OSError) or _number_of(error) != 0
 
 
 def refused(what: str, path: Path, error: Exception, needed_bytes: int = 0) -> VolumeFailed:
-    """The error that a write was refused.
+    """Build the error for a refused write.
 
     Args:
-        what: what cannot be done, in words.
+        what: what the service cannot do, in words.
         path: the file or the folder of the write.
         error: the error of the write.
         needed_bytes: size of the write.
@@ -158,7 +158,7 @@ def refused(what: str, path: Path, error: Exception, needed_bytes: int = 0) -> V
     free, number = _free_bytes(path), _number_of(error)
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if number == errno.EIO and (cause := _cause(path, needed_bytes, free)):
-        number, reason = cause, f"{os.strerror(cause)}, told as {reason!r}"
+        number, reason = cause, f"{os.strerror(cause)}, reported as {reason!r}"
     return VolumeFailed(
         what,
         Refusal(
@@ -197,6 +197,6 @@ def _cause(path: Path, needed_bytes: int, free_bytes: int) -> int:
 def _number_of(error: Exception) -> int:
     if isinstance(error, OSError):
         return error.errno or 0
-    text = str(error)  # LMDB gives words only. EINVAL and EAGAIN are about calls, not about a volume.
+    text = str(error)  # LMDB gives words only. EINVAL and EAGAIN come from wrong calls, not from a volume.
     numbers = errno.errorcode.keys() - {errno.EINVAL, errno.EAGAIN}
     return next((number for number in numbers if text.endswith(os.strerror(number))), 0)

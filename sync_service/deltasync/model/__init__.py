@@ -1,1 +1,1 @@
-"""What replicas can be fed from: a model, and what all feeds have in common. Internal."""
+"""The sources of replicas' rows: models, and the interface that models and views share. Internal."""

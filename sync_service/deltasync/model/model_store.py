@@ -1,4 +1,4 @@
-"""The records of one model in the log: its tables, cuts and seals, and how they are removed."""
+"""The records of one model in the log: tables, cuts and seals, and their removal."""
 
 import contextlib
 import threading
@@ -37,9 +37,9 @@ from deltasync.log.volume import VolumeFailed
 
 @dataclass
 class _Layout:
-    """A layout that the log has, or will have once `written` is done.
+    """A layout that is in the log, or will be once `written` is done.
 
-    `newest` is the last version of which it may have rows.
+    `newest` is the last version that may have rows in it.
     """
 
     shards: Sequence[Shard]
@@ -49,12 +49,12 @@ class _Layout:
 
 @dataclass(frozen=True)
 class LayoutUse:
-    """A layout that rows may name.
+    """A layout for rows to refer to.
 
     Attributes:
-        number: by which they name it.
-        log_bytes: bytes that were handed to the log for it now.
-        written: done once the log has it.
+        number: the number by which rows refer to it.
+        log_bytes: bytes that this use added to the log.
+        written: done once the layout is in the log.
     """
 
     number: int
@@ -63,10 +63,10 @@ class LayoutUse:
 
 
 class Layouts:
-    """The layouts of one model that its log has. Used from any thread.
+    """The layouts of one model in its log. Safe to use from any thread.
 
-    What is decided and what is submitted to the log because of it happen under one lock: else a cut of the log
-    could forget a layout that a part has just been promised.
+    One lock covers each decision together with its write. Otherwise truncating the log could remove a layout that
+    a part is about to use.
     """
 
     def __init__(self, log: LogStore, model: str) -> None:
@@ -77,12 +77,12 @@ class Layouts:
         self._lock = threading.Lock()
 
     def recover(self) -> None:
-        """Find the layouts that the log has. None is forgotten before `note_newest` says which rows there are.
+        """Read the layouts in the log. All of them stay until `note_newest` reports which rows exist.
 
-        Layouts from a damaged one on are missing: `shards` says so to whoever needs one of them.
+        Layouts after a damaged one are missing: `shards` raises an error for each.
 
         Raises:
-            LogUnavailable, VolumeFailed: the log cannot be read now.
+            LogUnavailable, VolumeFailed: the log cannot be read at present.
         """
         written: Future[None] = Future()
         written.set_result(None)
@@ -96,16 +96,16 @@ class Layouts:
             self._damage = str(error)
 
     def note_newest(self, version: int) -> None:
-        """Note that of the layouts that were found there are no rows of versions after this one."""
+        """Note that the recovered layouts have no rows of versions after this one."""
         with self._lock:
             for layout in self._layouts.values():
                 layout.newest = min(layout.newest, version)
 
     def use(self, record: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
-        """Have a layout for rows of a version. It is written unless the log has it.
+        """Use a layout for rows of a version, and write it unless it is in the log.
 
         Args:
-            record: the layout, packed.
+            record: the packed layout.
             shards: the shards in it.
             version: the version, which is not sealed yet.
         """
@@ -124,7 +124,7 @@ class Layouts:
         """The shards of a layout.
 
         Raises:
-            StorageFailed: the log does not have it.
+            StorageFailed: the log lacks the layout.
         """
         layout = self._layouts.get(number)
         if layout is None:
@@ -132,7 +132,7 @@ class Layouts:
         return layout.shards
 
     def forget(self, upto: int) -> list[Future[None]]:
-        """Forget the layouts of which there are rows of versions up to `upto` only; done once the log has, too."""
+        """Forget layouts without rows after version `upto`. The futures end once the log has dropped them too."""
         with self._lock:
             forgotten = [number for number, layout in self._layouts.items() if layout.newest <= upto]
             for number in forgotten:
@@ -145,15 +145,15 @@ class Layouts:
                 del self._layouts[number]
 
 
-# Seals are kept this long after their rows, so that lag in seconds is known for old offsets too; fewer of them in
-# a log that is full although it has no rows that could be dropped.
+# The log keeps this number of seals after dropping their rows, to compute the lag of old offsets in seconds. It
+# keeps fewer if it is full and has no rows to drop.
 KEPT_SEALS = 100_000
 _GROWN = "grown_from"
 _NONE: Mapping[str, int] = MappingProxyType({})
 
 
 def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
-    """What is written down of each model, by its name.
+    """The records of all models, by name.
 
     Raises:
         StorageFailed: a record is damaged.
@@ -166,22 +166,22 @@ def recorded_models(log: LogStore) -> dict[str, Mapping[str, Any]]:
 
 
 def follows(before: Seal, seal: Seal) -> bool:
-    """Whether a seal comes right after another one, as its checksum says."""
+    """Whether a seal directly follows another one, according to its checksum."""
     return seal.version == before.version + 1 and seal.after(before).checksum == seal.checksum
 
 
 class ModelStore:
-    """The log's records of one model. What returns no future blocks; any thread.
+    """The log's records of one model. Any thread may use it; methods that return no future block.
 
     Attributes:
         history: the id made when the model's log was created.
-        specs: the tables that are written down, in the order they were added.
-        grown_from: how many rows a table had before it last grew, by its name.
-        removed: a version by name: a table of that name was removed then or before. The one that there is now, if
-            there is one, has rows of later versions only.
-        dropped: the version up to which the log has no rows any more.
+        specs: the recorded tables, in the order in which they were added.
+        grown_from: the number of rows that a table had before it last grew, by table name.
+        removed: the version at which a table of that name was last removed, by name. A present table of that name
+            has only rows of later versions.
+        dropped: the version up to which the log has dropped its rows.
         written: whether anything was written.
-        queue: what all have submitted to the log that is not on disk yet.
+        queue: the log's pending writes, from all its users.
     """
 
     def __init__(self, log: LogStore, model: str) -> None:
@@ -198,7 +198,7 @@ class ModelStore:
         self._kept_seals = KEPT_SEALS
 
     def recover(self, record: Mapping[str, Any]) -> None:
-        """Read what is written down.
+        """Read the records.
 
         Raises:
             StorageFailed: a record is damaged.
@@ -218,7 +218,7 @@ class ModelStore:
         grown_from: Mapping[str, int] = _NONE,
         removed: Mapping[str, int] = _NONE,
     ) -> None:
-        """Write down which tables there are, what those had that grew, and which were removed.
+        """Record the present tables, the earlier sizes of grown tables, and removed tables.
 
         Raises:
             StorageFailed: the log could not be written; nothing was changed.
@@ -234,12 +234,12 @@ class ModelStore:
         self.written = True
 
     def seals(self, first: int = 0) -> tuple[list[Seal], str]:
-        """The seals that are kept from version `first` on, oldest first, as far as each follows the one before.
+        """The seals from version `first` on, oldest first, up to the first that does not follow the one before.
 
-        With them what is wrong with the next one; empty if nothing is.
+        Also return the problem with the next seal; empty if there is none.
 
         Raises:
-            LogUnavailable, VolumeFailed: the log cannot be read now.
+            LogUnavailable, VolumeFailed: the log cannot be read at present.
         """
         seals = list[Seal]()
         try:
@@ -256,15 +256,15 @@ class ModelStore:
         return seals, ""
 
     def drop_unsealed(self, sealed: int) -> None:
-        """Forget the rows of cuts after version `sealed`, which were never finished. Where there is no room for
-        that, as the log tells, they do no harm: a part drops its own as it begins, and `rows` passes over others.
+        """Drop rows of unfinished cuts after version `sealed`. If the log has no room for that, they do no harm: a
+        part drops its own rows when it begins, and `rows` skips others.
         """
         self._layouts.note_newest(sealed)
         with contextlib.suppress(VolumeFailed, LogFull):
             self._log.drop(self._cuts, sealed + 1).result()
 
     def go_back(self, version: int) -> None:
-        """Forget everything after a version, of which something is lost: trainers publish it again.
+        """Drop everything after a version because the log lost some of it; trainers publish it again.
 
         Raises:
             StorageFailed: the log could not be written.
@@ -276,7 +276,7 @@ class ModelStore:
             self.dropped = version
 
     def add_seals(self, seals: Sequence[Seal]) -> None:
-        """Have seals that the log has lost, of versions that a checkpoint has.
+        """Restore seals that the log lost, from a checkpoint.
 
         Raises:
             StorageFailed: the log could not be written.
@@ -287,10 +287,10 @@ class ModelStore:
         for each in written:
             each.result()
 
-    # Dropping what checkpoints have.
+    # Dropping records that checkpoints contain.
 
     def cut(self, version: int) -> None:
-        """Drop rows up to a version that checkpoints have.
+        """Drop rows up to a version that checkpoints contain.
 
         Raises:
             StorageFailed: the log could not be written; nothing was lost.
@@ -306,13 +306,13 @@ class ModelStore:
             self._log.truncate(self._seals, max(0, version - self._kept_seals)).result()
 
     def keep_fewer_seals(self, version: int) -> None:
-        """Drop half of the seals that are kept, up to `version`: the log is full, and has no rows to drop."""
+        """Drop half of the kept seals up to `version`, because the log is full and has no rows to drop."""
         with self._cutting:
             self._kept_seals = max(1, self._kept_seals // 2)
             self._log.truncate(self._seals, max(0, version - self._kept_seals)).result()
 
     def retire(self) -> None:
-        """Drop nothing any more; waits for what is under way."""
+        """Drop no more records, and wait for a drop under way."""
         with self._cutting:
             self._retired = True
 
@@ -320,37 +320,37 @@ class ModelStore:
 
     @property
     def capacity(self) -> int:
-        """Bytes of rows that the log takes, at most."""
+        """Maximum size of the log's rows, in bytes."""
         return self._log.capacity
 
     def drop_cut(self, version: int) -> Future[None]:
-        """Forget what was appended of a cut that is given up, which is not sealed."""
+        """Drop the rows of an abandoned, unsealed cut."""
         return self._log.drop(self._cuts, version)
 
     def drop_part(self, version: int, rank: int) -> Future[None]:
-        """Forget what was appended of a rank's part of a cut that is not sealed; on disk with the seal."""
+        """Drop the rows of a rank's part of an unsealed cut. The drop is on disk with the seal."""
         return self._log.drop(self._cuts, version, rank, patient=True)
 
     def use_layout(self, layout: bytes, shards: Sequence[Shard], version: int) -> LayoutUse:
-        """Have a layout, packed, with these shards in it, for rows of a version that is not sealed yet."""
+        """Use a packed layout with these shards for rows of a version that is not sealed yet."""
         self.written = True
         return self._layouts.use(layout, shards, version)
 
     def append(self, version: int, rank: int, index: int, slot: int, rows: RowBatch, layout: int) -> Future[None]:
-        """Append record `index` of a rank's part: rows of the shard in `slot` of its layout. It is on disk
-        with the seal, at the latest.
+        """Append record `index` of a rank's part: rows of the shard in `slot` of its layout. It is on disk before
+        or with the seal.
         """
         return self._log.append(self._cuts, version, rank, index, *pack_rows(slot, rows, layout), patient=True)
 
     def seal(self, seal: Seal, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Make a cut visible, unless one of the writes `after` which it comes was refused.
+        """Seal a cut, unless one of the writes in `after` was refused.
 
-        Once this is done it is on disk with them, and part of the history.
+        Once the future is done, the seal and these writes are on disk and part of the history.
         """
         return self._log.append(self._seals, seal.version, 0, 0, pack_json(seal_record(seal)), after=after)
 
     def rows(self, seal: Seal) -> Iterator[RowBatch]:
-        """The rows of a sealed cut as the log has them.
+        """Read the rows of a sealed cut from the log.
 
         Raises:
             StorageFailed: a record is damaged, or missing.
@@ -363,7 +363,7 @@ class ModelStore:
                     rows = unpack_rows(record.payload, self._layouts.shards)
                 try:
                     rows.check_digests()
-                except Damaged as error:  # They have changed in memory before the log had them.
+                except Damaged as error:  # They changed in memory before they reached the log.
                     raise StorageFailed(f"the log's {name} is damaged: {error}: {RESTORE}") from error
                 count += len(rows)
                 yield rows
@@ -380,15 +380,15 @@ StoreOf = Callable[[str], CheckpointStore]
 
 
 def note_removal(log: LogStore, model: str) -> Future[None]:
-    """Write down that a model is to be removed: once this is done, it will be."""
+    """Note the removal of a model: once the future is done, a restart finishes it."""
     return log.put(f"{_NOTE}{model}", b"{}")
 
 
 def remove_model(log: LogStore, model: str, checkpoints: CheckpointStore) -> None:
-    """Remove what there is of a model whose removal is noted: its records, its streams, its checkpoints. Blocks.
+    """Remove a model whose removal is noted: its records, its streams, its checkpoints. Blocks.
 
     Raises:
-        StorageFailed: the log, or a place of checkpoints, could not be written; the rest is removed at the next
+        StorageFailed: the log or a place of checkpoints could not be written; the rest is removed at the next
             start.
     """
     remove_records(log, model)
@@ -397,7 +397,7 @@ def remove_model(log: LogStore, model: str, checkpoints: CheckpointStore) -> Non
 
 
 def remove_records(log: LogStore, model: str) -> None:
-    """Remove all that the log has of a model. Blocks.
+    """Remove all log records of a model. Blocks.
 
     Raises:
         StorageFailed: the log could not be written.
@@ -414,32 +414,32 @@ def remove_records(log: LogStore, model: str) -> None:
 def finish_removal(log: LogStore, model: str, checkpoints: CheckpointStore) -> None:
     """Finish the removal of a model, if one was noted and did not finish. Blocks.
 
-    Call it before another model of that name is made, which the next start would remove otherwise.
+    Call it before making another model of that name, because the next start would remove that one.
 
     Raises:
-        StorageFailed: the log, or a place of checkpoints, could not be written.
+        StorageFailed: the log or a place of checkpoints could not be written.
     """
     if "" in log.items(f"{_NOTE}{model}"):
         remove_model(log, model, checkpoints)
 
 
 def remove_unpublished(log: LogStore, checkpoints_of: StoreOf) -> list[str]:
-    """Remove what is left of models of which no version was ever sealed: their names. Before any model is read.
+    """Remove remains of models that never sealed a version, and return their names. Call it before reading models.
 
-    Of a first cut that was under way when its process ended the log has rows. A model that has checkpoints was
-    published: brokers have lost its seals. Blocks.
+    The log may have rows of a first cut from before a crash. A model with checkpoints is kept: it was published,
+    and brokers lost its seals. Blocks.
 
     Raises:
-        StorageFailed: a record is damaged, or the log could not be written. What a volume refuses is left until
-            the next start, and does no harm.
+        StorageFailed: a record is damaged, or the log could not be written. Records that a volume refuses to
+            remove stay until the next start, and do no harm.
     """
     streams = [stream.partition("/") for stream in log.streams()]
     sealed = {model for kind, _, model in streams if kind == "seals"}
     begun = {model for kind, _, model in streams if kind in _STREAMS} | recorded_models(log).keys()
     names = list[str]()
     for model in sorted(begun - sealed - log.items("cut/").keys()):
-        found = checkpoints_of(model).manifests()
-        if found.manifests or (log.shared and found.unreachable):
+        listing = checkpoints_of(model).manifests()
+        if listing.manifests or (log.shared and listing.unreachable):
             continue
         names.append(model)
         with contextlib.suppress(VolumeFailed):
@@ -448,13 +448,13 @@ def remove_unpublished(log: LogStore, checkpoints_of: StoreOf) -> list[str]:
 
 
 def finish_removals(log: LogStore, checkpoints_of: StoreOf) -> list[str]:
-    """Remove the models whose removal is noted, and was not finished: their names. Before any model is read.
+    """Finish noted removals of models, and return the names of these. Call it before reading models.
 
-    Blocks. What a volume or a place of checkpoints refuses is left until the next start, or until one of that name
-    is made anew.
+    Blocks. If a volume or a place of checkpoints refuses, the rest stays until the next start, or until a model of
+    that name is made.
 
     Raises:
-        StorageFailed: the log could not be written, for another reason.
+        StorageFailed: the log could not be written for another reason.
     """
     names = list(log.items(_NOTE))
     for model in names:

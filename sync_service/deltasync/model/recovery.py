@@ -1,7 +1,7 @@
-"""How a model comes back after a restart: the newest sound checkpoint, then the log that follows it.
+"""Recovery of a model after a restart: load the newest sound checkpoint, then apply the log after it.
 
-A damaged checkpoint is passed over for an older one. If the log is damaged after some version, the model goes back
-to that version, and its trainer publishes again what came later.
+A damaged checkpoint is skipped for an older one. If the log is damaged after some version, the model goes back to
+that version, and its trainer publishes the later rows again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,25 +24,22 @@ from deltasync.log.data_directory import RESTORE
 from deltasync.log.log_store import LogStore, LogUnavailable
 from deltasync.log.records import reading, seal_of_record, unpack_json
 from deltasync.log.volume import VolumeFailed
-from deltasync.model.applied import AppliedTables
 from deltasync.model.model_store import ModelStore
-from deltasync.model.tables import published_rows
-
-MODEL_OWNER = ""  # The owner of the model's own tables in a checkpoint.
+from deltasync.model.tables import MODEL_OWNER, AppliedTables, published_rows
 
 
 class RowsLost(StorageFailed):
-    """Neither the log nor a checkpoint has all rows of a model: its trainer has to send them."""
+    """Neither the log nor a checkpoint has all rows of a model; its trainer must send them."""
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """Where a model is once it came back.
+    """The result of a recovery.
 
     Attributes:
-        seals: the seals that the log has, oldest first.
-        published: the number of rows of each table when it was last published, by the table's name.
-        checkpoint: the checkpoint it came back from; None if the log had everything.
+        seals: the seals in the log, oldest first.
+        published: the number of rows of each table when it was last published, by table name.
+        checkpoint: the loaded checkpoint; None if the log had everything.
     """
 
     seals: list[Seal]
@@ -51,10 +48,10 @@ class Recovered:
 
 
 class Recovery:
-    """Brings the tables of a model back, and what is derived from them. Used once, on the model's thread.
+    """Restores the tables of a model and its views. Used once, on the model's thread.
 
     Attributes:
-        problems: which checkpoints and parts of the log could not be used, and why. Any thread may read it.
+        problems: checkpoints and parts of the log that could not be used, and why. Any thread may read it.
     """
 
     def __init__(
@@ -63,30 +60,30 @@ class Recovery:
         log: LogStore,
         store: ModelStore,
         checkpoints: CheckpointStore,
-        applied: AppliedTables,
+        tables: AppliedTables,
         derived: Sequence["ViewRecovery"],
         problems: list[str],
     ) -> None:
-        """Prepare to fill `applied`. Problems are added to `problems`; `Model` describes the rest."""
+        """Prepare to fill `tables`. Problems are added to `problems`; for the others see `Model`."""
         self.problems = problems
         self._model = model
         self._log = log
         self._store = store
         self._checkpoints = checkpoints
-        self._applied = applied
+        self._tables = tables
         self._derived = derived
 
     def recover(self, record: Mapping[str, Any]) -> Recovered:
-        """Bring the model back as of the last sealed cut that is sound. `record` is the log's record of the model.
+        """Restore the model as of the last sound sealed cut. `record` is the log's record of the model.
 
         Raises:
-            RowsLost: no checkpoint can be used, and the log does not go back far enough.
+            RowsLost: no checkpoint is usable, and the log does not go back far enough.
             StorageFailed: a record is damaged, or there is no room.
         """
         self._store.recover(record)
         while True:
             seals, problem = self._sound_seals()
-            if problem:  # A trainer learns how far the service is, and publishes the rest again.
+            if problem:  # The trainer sees the service's version, and publishes the rest again.
                 self._go_back(seals[-1].version if seals else 0, problem)
                 continue
             self._store.drop_unsealed(seals[-1].version if seals else 0)
@@ -97,15 +94,14 @@ class Recovery:
         removed, grown = self._store.removed, self._store.grown_from
         whole = {name for seal in seals for name in seal.whole if seal.version > removed.get(name, 0)}
         published = {
-            table.spec.name: published_rows(table, grown.get(table.spec.name, 0), whole)
-            for table in self._applied.tables
+            table.spec.name: published_rows(table, grown.get(table.spec.name, 0), whole) for table in self._tables
         }
         return Recovered(seals, published, checkpoint)
 
     # The log.
 
     def _sound_seals(self) -> tuple[list[Seal], str]:
-        """The log's seals, see `ModelStore.seals`. If one is damaged, those from a checkpoint on are enough."""
+        """The log's seals, see `ModelStore.seals`. If one is damaged, those after a checkpoint are enough."""
         seals, problem = self._store.seals()
         for manifest in self._checkpoints.manifests().manifests if problem else ():
             later, problem_of_later = self._store.seals(manifest.version)
@@ -115,19 +111,19 @@ class Recovery:
         return seals, problem
 
     def _replay(self, seals: Sequence[Seal], version: int) -> tuple[int, str] | None:
-        """Apply the log's versions that follow the one that the tables are at.
+        """Apply the log's versions after the version of the tables.
 
         Returns:
-            None if all are sound; otherwise the last sound version, and what is wrong with the next.
+            None if all are sound; otherwise the last sound version, and the problem with the next.
         """
         missing = [seal for seal in seals if seal.version > version]
         progress = Progress(f"model {self._model!r}: reading the log", sum(seal.rows for seal in missing))
-        self._applied.begin_at(next((seal for seal in seals if seal.version == version), None))
+        self._tables.begin_at(next((seal for seal in seals if seal.version == version), None))
         for each in self._derived:
             each.replay(version)
         for seal in missing:
             try:
-                self._applied.apply(seal, None)
+                self._tables.apply(seal, None)
             except (LogUnavailable, VolumeFailed):
                 raise
             except StorageFailed as error:
@@ -138,26 +134,24 @@ class Recovery:
         return None
 
     def _go_back(self, version: int, problem: str) -> None:
-        """Drop what the log has after a version, the last sound one."""
-        self._note_problem(
-            f"the log has nothing sound after version {version}, which is the newest now: {problem}"
-        )
+        """Drop the log's records after a version, the last sound one."""
+        self._note_problem(f"the log is damaged after version {version}, and continues from there: {problem}")
         self._store.go_back(version)
 
     def _note_problem(self, problem: str) -> None:
-        if problem not in self.problems:  # A second try finds the same again.
+        if problem not in self.problems:  # Another attempt finds the same problem again.
             self.problems.append(problem)
 
     # Checkpoints.
 
     def _load_newest(self, seals: list[Seal]) -> tuple[Manifest | None, list[Seal]]:
-        """Load the newest checkpoint that is sound and goes with the log, which has these seals.
+        """Load the newest sound checkpoint that fits the log with these seals.
 
         Returns:
-            The checkpoint, None if the log has everything; and the seals that the log has then.
+            The checkpoint, None if the log has everything; and the seals that the log then has.
         """
         listing = self._checkpoints.manifests()
-        if listing.unreachable and self._log.shared:  # It may have what that log has lost.
+        if listing.unreachable and self._log.shared:  # It may have rows that the log has lost.
             raise StorageFailed("; ".join(listing.unreachable))
         for problem in (*listing.problems, *listing.unreachable):
             self._note_problem(problem)
@@ -166,32 +160,34 @@ class Recovery:
         for _, decision in candidates:
             if decision.fit is Fit.FORKED:
                 self._note_problem(decision.reason)
-        # An older version is better than none: the trainer publishes what comes after it again.
+        # An older version is better than none: the trainer publishes later rows again.
         for accepted in ((Fit.FITS, Fit.AHEAD), (Fit.GAP,)):
             for manifest, decision in candidates:
                 if decision.fit in accepted and self._load(manifest, listing.unreachable):
                     if decision.fit is not Fit.FITS:
-                        self._note_problem(f"{decision.reason}: the log goes on from it")
+                        self._note_problem(
+                            f"{decision.reason}; the model goes back to it, its trainer sends the rest"
+                        )
                         self._store.go_back(manifest.version)
                         self._store.add_seals(self._lost_seals(manifest, end))
                         seals, _ = self._sound_seals()
                     return manifest, seals
-            if listing.unreachable and self._store.dropped:  # What cannot be read now may go with the log.
+            if listing.unreachable and self._store.dropped:  # An unreachable checkpoint may fit the log.
                 raise StorageFailed("; ".join(listing.unreachable))
         if self._store.dropped:
             text = f"the log has no rows of model {self._model!r} up to version {self._store.dropped}, and"
-            # A volume may not be mounted. Only broken checkpoints, or a log elsewhere, show that rows are lost.
+            # A volume may not be mounted. Only broken checkpoints, or brokers, show that rows are really lost.
             if not (listing.manifests or listing.problems or self._log.shared):
-                raise StorageFailed(f"{text} there are no checkpoints of it: put them back, or {RESTORE}")
+                raise StorageFailed(f"{text} it has no checkpoints: put them back, or {RESTORE}")
             why = "; ".join(self.problems) or "there is none"
-            raise RowsLost(f"{text} no checkpoint can be used: {why}: {RESTORE}")
+            raise RowsLost(f"{text} no checkpoint is usable: {why}: {RESTORE}")
         self._begin(None)
         return None, seals
 
     def _load(self, manifest: Manifest, unreachable: list[str]) -> bool:
-        """Load a checkpoint. Returns whether that went well.
+        """Load a checkpoint, and return whether it succeeded.
 
-        A part of it may be damaged, or a place cannot be reached now: then its error is added to `unreachable`.
+        If a place is not reachable, its error is added to `unreachable`.
         """
         tables = self._begin(manifest)
         try:
@@ -200,27 +196,25 @@ class Recovery:
         except (CheckpointDamaged, PlaceFailed) as error:
             if isinstance(error, PlaceFailed):
                 unreachable.append(str(error))
-                if self._log.shared:  # It may have what that log has lost.
+                if self._log.shared:  # It may have rows that the log has lost.
                     raise
-            self._note_problem(f"the checkpoint of version {manifest.version} is passed over: {error}")
+            self._note_problem(f"the checkpoint of version {manifest.version} is skipped: {error}")
             return False
         for each in self._derived:
             each.restored(dirty)
         return True
 
     def _begin(self, manifest: Manifest | None) -> dict[TableKey, StampedTable]:
-        """Make all tables, empty, of the model and of what is derived from it.
+        """Make all tables of the model and its views, empty.
 
         Returns:
-            The tables that a checkpoint has rows of, by its keys.
+            The tables for which the checkpoint has rows, by its keys.
         """
-        self._applied.tables = []  # A try before may have left tables, and there may be no room for both.
+        self._tables.drop()  # An earlier attempt may have left tables, and there may be no room for both.
         for each in self._derived:
             each.let_go()
-        self._applied.begin()
-        tables = {
-            TableKey(MODEL_OWNER, table.spec.name, table.removed_before): table for table in self._applied.tables
-        }
+        self._tables.begin()
+        tables = {TableKey(MODEL_OWNER, table.spec.name, table.removed_before): table for table in self._tables}
         for each in self._derived:
             entries = [entry for entry in manifest.tables if entry.key.owner == each.owner] if manifest else []
             state = manifest.states.get(each.owner) if manifest else None
@@ -229,7 +223,7 @@ class Recovery:
                     tables[entry.key] = table
         return tables
 
-    # How a checkpoint goes with the log.
+    # Whether a checkpoint fits the log.
 
     def _fitness(self, manifest: Manifest, end: "LogEnd") -> "Fitness":
         past = {manifest.version: manifest.seal}
@@ -237,61 +231,61 @@ class Recovery:
             try:
                 past |= {seal.version: seal.checksum for seal in self._seals_of(manifest)}
             except CheckpointDamaged as error:
-                return Fitness(Fit.FORKED, f"the checkpoint of version {manifest.version} is passed over: {error}")
+                return Fitness(Fit.FORKED, f"the checkpoint of version {manifest.version} is skipped: {error}")
         return fitness(manifest.version, manifest.history, past, end)
 
     def _seals_of(self, manifest: Manifest) -> Iterator[Seal]:
-        """The seals that a checkpoint has."""
+        """The seals in a checkpoint."""
         for stream, number, _, _, payload in self._checkpoints.records(manifest):
             if stream == f"seals/{self._model}":
                 with reading(f"seal of version {number} of model {self._model!r} in a checkpoint"):
                     yield seal_of_record(unpack_json(payload))
 
     def _lost_seals(self, manifest: Manifest, end: "LogEnd") -> list[Seal]:
-        """The seals that a checkpoint has and the log has lost."""
+        """The seals that a checkpoint has and the log lost."""
         seals = self._seals_of(manifest) if manifest.version > end.newest else ()
         return [seal for seal in seals if end.newest < seal.version <= manifest.version]
 
 
 class ViewRecovery(Protocol):
-    """Brings back a view: tables that are made of a model's tables and of the log. Used on the model's thread.
+    """Restores a view, whose tables derive from a model's tables and the log. Used on the model's thread.
 
-    `Recovery` calls `restore`, then `restored` once the tables that it returned are loaded. Then it calls `replay`
-    for the version that they are of, and for each that follows. If something is damaged, it begins again.
+    `Recovery` calls `restore`, then `restored` once the returned tables are loaded. It then calls `replay` for
+    their version and for each later one. If something is damaged, it starts over.
     """
 
     @property
     def owner(self) -> str:
-        """As in the keys of its tables in a checkpoint."""
+        """The owner in the keys of its tables in a checkpoint."""
 
     def let_go(self) -> None:
-        """Keep nothing of an earlier `restore`: its tables are in the way of new ones."""
+        """Discard the tables of an earlier `restore`, to make room for new ones."""
 
     def restore(self, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]) -> list[StampedTable | None]:
-        """Begin with the tables that a checkpoint has of it.
+        """Begin with the view's tables in a checkpoint.
 
         Args:
-            state: what `Source.checkpoint_state` had returned; None = there is no checkpoint of it.
-            entries: its tables in the checkpoint.
+            state: the result of `Source.checkpoint_state`; None if no checkpoint has it.
+            entries: the view's tables in the checkpoint.
 
         Returns:
-            The tables to be loaded, in the order of `entries`; None for one that is no longer needed.
+            The tables to load, in the order of `entries`; None for one that is no longer needed.
         """
 
     def restored(self, dirty: Mapping[TableKey, tuple[Ids, Stamps]]) -> None:
-        """Go on once all rows of the tables are loaded; `dirty` has those of `SourceTable.dirty`."""
+        """Continue once all rows of the tables are loaded; `dirty` has their `SourceTable.dirty`."""
 
     def replay(self, version: int) -> None:
-        """Make again what the log says that was made of the model's version, which its tables are at."""
+        """Repeat the releases that the log has for a model version, with the model's tables at that version."""
 
 
 class Fit(Enum):
-    """How a checkpoint goes with a log."""
+    """How a checkpoint fits a log."""
 
-    FITS = "fits"  # The log goes on from it.
-    AHEAD = "ahead"  # The log has lost versions that the checkpoint has.
-    FORKED = "forked"  # It is of a past that the log does not have.
-    GAP = "gap"  # The log has dropped or lost what comes after it.
+    FITS = "fits"  # The log continues from it.
+    AHEAD = "ahead"  # The log lost versions that the checkpoint has.
+    FORKED = "forked"  # It belongs to a past that the log does not have.
+    GAP = "gap"  # The log dropped or lost the versions after it.
 
 
 @dataclass(frozen=True)
@@ -310,29 +304,29 @@ class LogEnd:
 
     @property
     def newest(self) -> int:
-        """The newest version it has; 0 if it has none."""
+        """The newest version in the log; 0 if there is none."""
         return max(self.seals, default=0)
 
 
 @dataclass(frozen=True)
 class Fitness:
-    """How a checkpoint goes with a log, and why."""
+    """How a checkpoint fits a log, and why."""
 
     fit: Fit
     reason: str
 
 
 def fitness(version: int, history: str, seals: Mapping[int, int], log: LogEnd) -> Fitness:
-    """How a checkpoint of a version of some history, which has `seals` (checksums by version), goes with a log."""
+    """Compare a checkpoint, with its history and its `seals` (checksums by version), with a log."""
     text = f"the checkpoint of version {version}"
     if line_of(history) != line_of(log.history):
-        return Fitness(Fit.FORKED, f"{text} is of another history than the log")
+        return Fitness(Fit.FORKED, f"{text} belongs to another history than the log")
     if version > log.newest:
         if log.newest and seals.get(log.newest, log.seals[log.newest]) != log.seals[log.newest]:
-            return Fitness(Fit.FORKED, f"{text} is of another past than version {log.newest} of the log")
-        return Fitness(Fit.AHEAD, f"{text} is ahead of the log, whose newest is {log.newest}")
+            return Fitness(Fit.FORKED, f"{text} does not follow version {log.newest} of the log")
+        return Fitness(Fit.AHEAD, f"{text} is ahead of the log, whose newest version is {log.newest}")
     if log.seals.get(version, seals[version]) != seals[version]:
-        return Fitness(Fit.FORKED, f"{text} is of another past than that of the log")
+        return Fitness(Fit.FORKED, f"{text} differs from the log's version {version}")
     if log.dropped > version:
-        return Fitness(Fit.GAP, f"{text} is older than what the log has dropped, up to version {log.dropped}")
-    return Fitness(Fit.FITS, f"the log goes on from {text}")
+        return Fitness(Fit.GAP, f"{text} is too old: the log has dropped the rows up to version {log.dropped}")
+    return Fitness(Fit.FITS, f"the log continues from {text}")

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakValueDictionary, ref
 
@@ -22,16 +23,16 @@ NO_TABLES: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class Head:
-    """The newest point of a history.
+    """The newest position in a history.
 
     Attributes:
-        number: what replicas that have everything hold: a version, or the number of a release.
-        version: the version whose rows it is made of.
+        number: the number of an up-to-date replica: a version, or the number of a release.
+        version: the version from which its rows come.
         step: the trainer's step of that version.
         step_end_unix_ns: when that step ended, nanoseconds since 1970.
-        event_time_unix_ns: the time of the newest event that the model had been trained on, likewise; None if
-            nobody has said it.
-        seal: the checksum of the version's or the release's seal; 0 where it is not known.
+        event_time_unix_ns: the time of the newest event on which the model was trained, nanoseconds since 1970;
+            None if unknown.
+        seal: the checksum of the seal of the version or release; 0 if unknown.
     """
 
     number: int
@@ -43,7 +44,7 @@ class Head:
 
     @classmethod
     def of(cls, seal: Seal, number: int | None = None) -> "Head":
-        """The head that is made of a sealed version: that version itself, or the release of a number."""
+        """The head for a sealed version: the version itself, or the release with a number."""
         checksum = seal.checksum if number is None else 0
         number = seal.version if number is None else number
         return cls(number, seal.version, seal.step, seal.step_end_unix_ns, seal.event_time_unix_ns, checksum)
@@ -51,10 +52,10 @@ class Head:
 
 @dataclass
 class ReleaseChunk:
-    """Some rows of the table in `slot`, which are sent together.
+    """Rows of the table in `slot` that are sent together.
 
     Attributes:
-        slot: of the table.
+        slot: the table's slot.
         rows: the rows, as views of the bytes in which they were published, or of the message.
     """
 
@@ -64,7 +65,7 @@ class ReleaseChunk:
 
     @classmethod
     def of(cls, slot: int, rows: RowBatch) -> "ReleaseChunk":
-        """A chunk of some rows; unless they came in a message, they are copied into theirs."""
+        """A chunk of rows, copied into a message unless they arrived in one."""
         chunk = cls(slot, rows)
         if rows.encoded is None:
             chunk._write()
@@ -72,7 +73,7 @@ class ReleaseChunk:
 
     @property
     def message(self) -> bytes:
-        """What is sent to every replica, unless the release goes whole. It is written once."""
+        """The message for every replica, encoded once; unused if the release is sent as one message."""
         return self._message or self._write()
 
     def _write(self) -> bytes:
@@ -88,14 +89,14 @@ class ReleaseChunk:
 
 @dataclass
 class FrozenRelease:
-    """Ids and current values of rows that a replica lacks, at one moment: all of them, or those still to be sent.
+    """Row ids and values that a replica lacks, at one moment: all of them, or the rest.
 
     Attributes:
-        head: what a replica holds once it has applied this; None when nothing is published yet.
-        chunks: the rows, deleted ones too, of tables in any order. Of a row that comes twice the last one counts.
-        whole: slots of the tables of which this holds every row, and that are reset before.
-        checksums: of every table, by slot, as a replica at `head` holds it.
-        rows_before: rows that were sent before as a part of this release.
+        head: the replica's position after applying it; None if nothing is published yet.
+        chunks: rows of the tables in any order, including deletes. If a row occurs twice, the last one counts.
+        whole: slots of the tables with all their rows here; replicas reset these first.
+        checksums: the checksum of every table by slot, as replicas at `head` hold it.
+        rows_before: number of rows of this release that were sent earlier.
     """
 
     head: Head | None
@@ -106,44 +107,48 @@ class FrozenRelease:
 
     @property
     def rows(self) -> int:
-        """Rows of all tables together, with those that were sent before."""
+        """Number of rows of all tables, including those sent earlier."""
         return self.rows_before + sum(len(chunk.rows) for chunk in self.chunks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ids and values of its chunks: they take as much memory."""
-        return sum(chunk.nbytes for chunk in self.chunks)
+        """Size of ids and values in its chunks, in bytes."""
+        return sum(chunk.rows.nbytes for chunk in self.chunks)
+
+    @property
+    def message_bytes(self) -> int:
+        """Size of ids, digests and values in its chunks, in bytes, both in messages and in memory."""
+        return sum(chunk.rows.message_bytes for chunk in self.chunks)
 
 
 def freeze(
     tables: Sequence[StampedTable], after: int, head: Head | None, whole: frozenset[int] = NO_TABLES
 ) -> FrozenRelease:
-    """Copy every row that a replica lacks. On the thread that changes the tables.
+    """Copy every row that a replica lacks. Call it on the thread that changes the tables.
 
     Args:
         tables: the tables, by slot.
-        after: the number that the replica is at.
-        head: what it holds then.
-        whole: slots of tables of which it lacks every row.
+        after: the number of the replica.
+        head: its position afterwards.
+        whole: slots of the tables that it lacks entirely.
 
     Raises:
-        DamagedRows: some do not fit their digests.
+        DamagedRows: rows do not match their digests.
     """
     chunks = [
         chunk
         for slot, (table, number) in enumerate(zip(tables, numbers_after(tables, after, whole), strict=True))
-        # A replica that holds nothing of a table need not know which rows are gone.
+        # A replica without any rows of a table needs no deletes.
         for chunk in copied(slot, table, table.changed_since(number), 0 if number else table.counts.newest)
     ]
     return FrozenRelease(head, chunks, whole | replacing(tables, after), checksums_of(tables))
 
 
 def copied(slot: int, table: StampedTable, ids: Ids, told_after: int) -> Iterator[ReleaseChunk]:
-    """The rows `ids` ([n], ascending) of a table as they are now: first those that are there, then those that were
-    deleted after the number `told_after`.
+    """Copy rows `ids` ([n], ascending) of a table: first live rows, then deletes after number `told_after`.
 
     Raises:
-        DamagedRows: some do not fit their digests.
+        DamagedRows: rows do not match their digests.
     """
     spec, deleted = table.spec, table.deleted(ids)
     live, gone = ids[~deleted], ids[deleted]
@@ -151,44 +156,44 @@ def copied(slot: int, table: StampedTable, ids: Ids, told_after: int) -> Iterato
     for start in range(0, len(live), size):
         some = live[start : start + size]
         read = table.read(some, np.empty((len(some), spec.dim), spec.dtype))
-        # Replicas may hold other bits than are sent, of which the digests are.
+        # The digests are of the rows as replicas hold them, which may differ from the rows as sent.
         yield ReleaseChunk.of(slot, replace(read, digests=None))
     told = gone[table.numbers(gone) > told_after]
     yield from (ReleaseChunk.of(slot, piece) for piece in chunked(RowBatch.deletes(Shard.whole(spec), told)))
 
 
 def checksums_of(tables: Sequence[StampedTable]) -> tuple[int, ...]:
-    """Checksums of tables, by slot."""
+    """The checksums of tables, by slot."""
     return tuple(table.checksum for table in tables)
 
 
 def numbers_after(tables: Sequence[StampedTable], after: int, whole: Collection[int]) -> list[int]:
-    """The number after which a replica at `after` lacks rows, by slot: 0 for the tables `whole`."""
+    """The number after which a replica at `after` lacks rows, by slot; 0 for the tables in `whole`."""
     return [0 if slot in whole else after for slot in range(len(tables))]
 
 
 def replacing(tables: Sequence[StampedTable], after: int) -> frozenset[int]:
-    """Slots of the tables in the place of which a replica at `after` may hold others that were removed: it lacks
-    all of their rows, and is to reset them.
+    """Slots of tables that replaced a removed table which a replica at `after` may hold. It lacks all rows of the
+    new table, and resets the old one.
     """
     return frozenset(slot for slot, table in enumerate(tables) if 0 < after <= table.removed_before)
 
 
 def size_after(tables: Sequence[StampedTable], after: int, whole: Collection[int] = NO_TABLES) -> int:
-    """Bytes of what a replica at `after` lacks, without a look at the rows: about, and never too few."""
+    """Upper bound of the bytes that a replica at `after` lacks, estimated without reading rows."""
     return sum(
         table.counts.after(number) * table.spec.row_bytes
         for table, number in zip(tables, numbers_after(tables, after, whole), strict=True)
     )
 
 
-# Copied at a time for one replica: the tables change in between. A release of this size is always frozen, so that
-# replicas that keep the memory for releases do not hold up others.
+# Bytes copied at a time for one replica; the tables change in between. A release up to this size is always frozen,
+# so that replicas which use up the memory for releases do not block others.
 BLOCK_BYTES = 4 << 20
-# How often tables that nobody may be given are looked at, beside each time that they move on.
+# How often to look at tables that cannot be sent yet, in addition to each change of them.
 _LOOK_SECONDS = 5.0
 
-# The tables by slot, and what a replica holds that has all of their rows. None while nobody may be given these.
+# The tables by slot, and the head of a replica with all their rows. None while replicas may not get them.
 State: TypeAlias = tuple[Sequence[StampedTable], Head | None]
 Run: TypeAlias = Callable[..., Awaitable[Any]]
 Release: TypeAlias = "FrozenRelease | LargeRelease"
@@ -198,52 +203,52 @@ T = TypeVar("T")
 
 
 class Releases:
-    """The releases of one set of tables.
+    """The releases of a set of tables.
 
     Attributes:
-        followed: somebody has asked for what the newest cut, or release, has brought.
+        followed: whether a replica has requested the rows of the newest cut or release.
     """
 
     def __init__(self, run: Run, state: Callable[[], State | None], memory_bytes: int) -> None:
-        """`run` runs a function on the thread that changes the tables, where `state` returns them and the head;
-        `memory_bytes` is for all releases that are frozen at a time.
+        """`run` runs a function on the thread that changes the tables, on which `state` returns them and the head;
+        `memory_bytes` limits all frozen releases together.
         """
         self._run = run
         self._state = state
         self._memory_bytes = memory_bytes
         self._frozen: list[ref[FrozenRelease]] = []
-        self._found: WeakValueDictionary[_Key, asyncio.Future[Release]] = WeakValueDictionary()
+        self._ready: WeakValueDictionary[_Key, asyncio.Future[Release]] = WeakValueDictionary()
         self._tasks = set[asyncio.Task[None]]()
         self._newest: asyncio.Future[Release] | None = None
         self._moved, self._moves = Signal(), 0
         self.followed = False
 
     def get(self, after: int, whole: frozenset[int], head: int) -> asyncio.Future[Release]:
-        """What a replica at `after` lacks while the head is `head`, with every row of the tables `whole`."""
+        """The rows of `head` that a replica at `after` lacks, with every row of the tables `whole`."""
         key = (after, whole, head)
         self.followed |= after == head - 1
-        found = self._found.get(key)
-        if found is None or _failed(found):
-            found = self._found[key] = asyncio.get_running_loop().create_future()
-            task = asyncio.create_task(self._find(ref(found), after, whole))
+        future = self._ready.get(key)
+        if future is None or _failed(future):
+            future = self._ready[key] = asyncio.get_running_loop().create_future()
+            task = asyncio.create_task(self._make(ref(future), after, whole))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return found
+        return future
 
     def have(self, release: FrozenRelease | None, head: int) -> None:
-        """Note that the head is `head`. Replicas at the number before it are sent `release`.
+        """Set the head. Replicas at the number before it get `release`.
 
-        It is kept until the next call, and as long as a replica uses it.
+        The release is kept until the next call, and while a replica uses it.
         """
         self._newest, self.followed = None, False
         if release:
-            self._newest = self._found[head - 1, NO_TABLES, head] = asyncio.get_running_loop().create_future()
+            self._newest = self._ready[head - 1, NO_TABLES, head] = asyncio.get_running_loop().create_future()
             self._newest.set_result(release)
         self._wake()
 
     def forget(self) -> None:
-        """Have nothing ready that was made of other tables than there are now."""
-        self._found.clear()
+        """Drop prepared releases because the tables changed."""
+        self._ready.clear()
         self._newest, self.followed = None, False
         self._wake()
 
@@ -251,52 +256,54 @@ class Releases:
         self._moves += 1
         self._moved.wake()
 
-    async def _find(self, wanted: "ref[asyncio.Future[Release]]", after: int, whole: frozenset[int]) -> None:
+    async def _make(self, waiting: "ref[asyncio.Future[Release]]", after: int, whole: frozenset[int]) -> None:
         try:
-            release = await self.read(
-                lambda state: self._release(state, after, whole), lambda: wanted() is not None
-            )
-        except Exception as error:  # noqa: BLE001  # handed over to whoever waits for the release
-            if (found := wanted()) and not found.done():
-                found.set_exception(error)
+            release = await self.read(partial(self._release, after, whole), waiting)
+        except Exception as error:  # noqa: BLE001  # handed over to the task that waits for the release
+            if (future := waiting()) and not future.done():
+                future.set_exception(error)
         else:
-            if (found := wanted()) and not found.done():
-                found.set_result(release)
+            if (future := waiting()) and not future.done():
+                future.set_result(release)
 
-    async def read(self, reading: Callable[[State], T], wanted: Callable[[], bool] = lambda: True) -> T:
-        """What a function finds in the tables, as soon as replicas may be given these; while it is `wanted`.
+    async def read(self, reading: Callable[[State], T], waiting: Callable[[], object] | None = None) -> T:
+        """Read from the tables with a function, as soon as replicas may get them.
+
+        Args:
+            reading: the function.
+            waiting: returns None if the result is no longer needed.
 
         Raises:
-            ServiceUnavailable: it is wanted no more, or the tables are closed.
+            ServiceUnavailable: the result is no longer needed, or the tables are closed.
         """
 
         def look() -> tuple[T] | None:
             state = self._state()
             return None if state is None else (reading(state),)
 
-        while wanted():
+        while waiting is None or waiting() is not None:
             moves = self._moves
-            found: tuple[T] | None = await self._run(look)
-            if found is not None:
-                return found[0]
+            result: tuple[T] | None = await self._run(look)
+            if result is not None:
+                return result[0]
             if moves == self._moves:
                 await first_of(self._moved.changed(), seconds=_LOOK_SECONDS)
-        raise ServiceUnavailable("nobody waits for this release any more")
+        raise ServiceUnavailable("the replica no longer waits for this release")
 
-    # On the thread that changes the tables.
+    # The methods below run on the thread that changes the tables.
 
-    def _release(self, state: State, after: int, whole: frozenset[int]) -> Release:
+    def _release(self, after: int, whole: frozenset[int], state: State) -> Release:
         tables, head = state
         if size_after(tables, after, whole) > max(self.room, BLOCK_BYTES):
             return LargeRelease(self, after, whole)
         return self.noted(freeze(tables, after, head, whole))
 
     def prepared(self, rows: Sequence[tuple[int, RowBatch]]) -> FrozenRelease | None:
-        """A release of rows, by slot, that the tables are about to get; None if there is no memory.
+        """Encode a release of rows, by slot, that the tables are about to get; None if memory is lacking.
 
-        `completed` makes them the next release, for replicas that have everything before it.
+        `completed` makes it the next release, for replicas at the position before it.
         """
-        if sum(batch.nbytes for _, batch in rows) > self.room:
+        if sum(batch.message_bytes for _, batch in rows) > self.room:
             return None
         return self.noted(
             FrozenRelease(None, [ReleaseChunk.of(slot, piece) for slot, batch in rows for piece in chunked(batch)])
@@ -305,10 +312,11 @@ class Releases:
     def completed(
         self, release: FrozenRelease, tables: Sequence[StampedTable], head: Head
     ) -> FrozenRelease | None:
-        """What was `prepared`, now that the tables have these rows.
+        """Complete a `prepared` release, once the tables have its rows.
 
-        None if bits of them have changed in memory since they were received: replicas would refuse them for ever.
-        What they are sent instead is read from the tables, and checked as it is read.
+        Return None if bits of the rows changed in memory after they were received. Replicas would always refuse
+        them, so they get rows from the tables instead, which are checked while they are read. Only this check
+        detects bits that change while the cut waits for its seal.
         """
         try:
             for chunk in release.chunks:
@@ -321,33 +329,33 @@ class Releases:
 
     @property
     def room(self) -> int:
-        """How much memory is left for releases: bytes, less than 0 where they take more than they should."""
+        """Memory left for releases, in bytes; negative if they exceed the limit."""
         live = [release for each in self._frozen if (release := each())]
         self._frozen = [ref(release) for release in live]
-        return self._memory_bytes - sum(release.nbytes for release in live)
+        return self._memory_bytes - sum(release.message_bytes for release in live)
 
     def noted(self, release: FrozenRelease) -> FrozenRelease:
-        """The same; it takes memory as long as somebody uses it."""
+        """Count the memory of a release while it is in use, and return the release."""
         self._frozen.append(ref(release))
         return release
 
 
 class LargeRelease:
-    """What replicas lack where it does not fit into the memory for releases: each begins to copy it on its own."""
+    """A release that exceeds the memory for releases, so that it is copied for each replica separately."""
 
     def __init__(self, releases: Releases, after: int, whole: frozenset[int]) -> None:
         self._releases, self._after, self._whole = releases, after, whole
 
     def begin(self) -> "Copying":
-        """Begin to copy it, for one replica."""
+        """Begin a copy for one replica."""
         return Copying(self._releases, self._after, self._whole)
 
 
 class Copying:
-    """A large release on its way to one replica.
+    """The transfer of a large release to one replica.
 
-    Rows that change after they were copied are copied again: of those that come twice the last one counts. Blocks
-    are worth nothing without the end, which makes them the rows of one version.
+    Rows that change after they were copied are copied again; the last copy counts. Blocks are useless without the
+    end, which makes all rows consistent with one version.
     """
 
     def __init__(self, releases: Releases, after: int, whole: frozenset[int]) -> None:
@@ -359,11 +367,11 @@ class Copying:
         self._rows = 0
 
     async def next(self) -> list[ReleaseChunk] | FrozenRelease:
-        """The next rows, a few MB; last the rest, as a release with the head and the checksums of all.
+        """The next rows, a few MB; at the end the rest, as a release with the head and all checksums.
 
         Raises:
-            Superseded: there are other tables than in the beginning.
-            DamagedRows: some do not fit their digests.
+            Superseded: the tables have changed since the beginning.
+            DamagedRows: rows do not match their digests.
         """
         return await self._releases.read(self._next)
 
@@ -373,14 +381,14 @@ class Copying:
         if self._copying is None:
             numbers = numbers_after(tables, self._after, self._whole)
             self._tables, self._specs = list(tables), specs
-            # A replica that lacks a whole table need not hear of rows that were deleted before. It has to hear of
-            # those that are deleted from now on, since it may have been sent them by then.
+            # A replica that lacks a whole table needs no earlier deletes. It needs later ones, because it may have
+            # received these rows in the meantime.
             self._told_after = [
                 0 if number else table.counts.newest for table, number in zip(tables, numbers, strict=True)
             ]
             self._copying = PreCopy(tables, numbers, BLOCK_BYTES)
         elif self._tables != list(tables) or self._specs != specs:
-            raise Superseded("the tables have changed while they were sent; reconnect")
+            raise Superseded("the tables changed while they were being sent; reconnect")
         return self._block(self._copying, tables, head)
 
     def _block(
@@ -390,8 +398,8 @@ class Copying:
         while size < BLOCK_BYTES:
             block = copying.next_block(BLOCK_BYTES - size)
             if block is None:
-                # Where rows change as fast as the replica takes them, the rest is frozen although it is large: but
-                # not while other releases take all the memory that there is for them.
+                # If rows change as fast as the replica receives them, the rest is frozen although it is large,
+                # unless other releases use all the memory for releases.
                 if copying.left_bytes <= BLOCK_BYTES or self._releases.room > 0:
                     return self._rest(copying, tables, head, chunks)
                 continue
@@ -403,7 +411,7 @@ class Copying:
     def _rest(
         self, copying: PreCopy, tables: Sequence[StampedTable], head: Head | None, chunks: list[ReleaseChunk]
     ) -> FrozenRelease:
-        """The end of the release: chunks that were copied just now, and all rows that are left."""
+        """The end of the release: the given chunks, and all remaining rows."""
         chunks += [chunk for slot, ids in copying.rest() for chunk in self._copied(tables, slot, ids)]
         whole = self._whole | replacing(tables, self._after)
         return self._releases.noted(FrozenRelease(head, chunks, whole, checksums_of(tables), self._rows))
@@ -412,5 +420,5 @@ class Copying:
         return list(copied(slot, tables[slot], ids, self._told_after[slot]))
 
 
-def _failed(found: asyncio.Future[Release]) -> bool:
-    return found.done() and (found.cancelled() or found.exception() is not None)
+def _failed(future: asyncio.Future[Release]) -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)

@@ -1,94 +1,373 @@
-"""Which tables of a model a policy follows, how ranks may change them, and what of them is published."""
+"""The tables of a model at one version: how ranks may change them, and which rows are published."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+import asyncio
+import contextlib
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
+from dataclasses import asdict, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from deltasync.base.errors import Contradiction
+from deltasync.base.errors import Contradiction, ServiceUnavailable, StorageFailed
+from deltasync.base.threads import EVENT_LOOP, MODEL_THREAD, SET_BY_EVENT_LOOP, confined
+from deltasync.checkpoints.manifest import TableKey
+from deltasync.checkpoints.writing import SourceTable
+from deltasync.core.delivery import spec_record
 from deltasync.core.policy import Policy
-from deltasync.core.rows import RowBatch
-from deltasync.core.stamped_table import StampedTable
+from deltasync.core.rows import DamagedRows, RowBatch
+from deltasync.core.seal import Seal, SealHistory
+from deltasync.core.stamped_table import StampedTable, table_bytes
+from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import Shard, TableSpec
+from deltasync.model.model_store import ModelStore
+from deltasync.model.releases import Head
 from deltasync.wire.row_messages import CHUNK_BYTES
 
-# So many patterns are remembered; operators may change them as often as they like.
-_MOST = 4096
+MODEL_OWNER = ""  # The owner of the model's own tables in a checkpoint.
+
+# Number of table patterns whose tables are cached; operators may change patterns without limit.
+_REMEMBERED_PATTERNS = 4096
 
 
-@dataclass(frozen=True)
-class _Known:
-    tables: list[StampedTable]
-    count: int
-    followed: dict[tuple[str, ...], tuple[StampedTable, ...]] = field(default_factory=dict)
+@confined(_seal=MODEL_THREAD, _partly=MODEL_THREAD, published=EVENT_LOOP, failed=SET_BY_EVENT_LOOP)
+class AppliedTables:
+    """The tables of a model, and the cut they are at; for checkpoints, a `checkpoints.writing.Source`.
 
+    Iteration follows the order in which tables were added; a table's index is its slot. Any thread may iterate,
+    because the list is replaced when a table is added or removed. That happens in the event loop, one call at a
+    time. All other methods run on the model's thread, unless stated otherwise.
 
-class FollowedTables:
-    """Used by one model, on any thread: what is known is replaced whole, and may be found twice."""
+    Attributes:
+        changes: number of times that tables were made, changed or removed.
+        published: the number of rows of each table when it was last published, by table name.
+        owner: the owner of the tables in checkpoints.
+        failed: the rows that do not match their digests; empty if there are none. The model must be reloaded.
+    """
 
-    def __init__(self) -> None:
-        self._known = _Known([], 0)
+    owner = MODEL_OWNER
 
-    def of(self, policy: Policy, tables: list[StampedTable]) -> tuple[StampedTable, ...]:
-        """The tables that a policy follows, of a list that is only appended to, or replaced."""
-        known = self._known
-        if known.tables is not tables or known.count != len(tables) or len(known.followed) >= _MOST:
-            known = self._known = _Known(tables, len(tables))
-        if (found := known.followed.get(policy.tables)) is None:
-            found = known.followed[policy.tables] = tuple(each for each in tables if policy.follows(each.spec))
-        return found
+    def __init__(
+        self,
+        model: str,
+        store: ModelStore,
+        memory: TableMemory,
+        seals: SealHistory,
+        run: Callable[..., Coroutine[Any, Any, Any]],
+        changed: Callable[[], None],
+    ) -> None:
+        """Start without tables.
+
+        Args:
+            model: the model's name.
+            store: the model's records in the log.
+            memory: where to place the tables' arrays.
+            seals: the seals of the last durable cuts.
+            run: runs a function on the model's thread.
+            changed: called in the event loop after a change of tables, or when rows turn out to be damaged.
+        """
+        self.changes = 0
+        self.published: dict[str, int] = {}
+        self.failed = ""
+        self._tables: list[StampedTable] = []
+        self._followed: dict[tuple[str, ...], tuple[StampedTable, ...]] = {}
+        self._model = model
+        self._store = store
+        self._memory = memory
+        self._seals = seals
+        self._run = run
+        self._changed = changed
+        self._seal: Seal | None = None
+        self._partly = False
+        self._changing = asyncio.Lock()
+        self._closed = False
+
+    def __iter__(self) -> Iterator[StampedTable]:
+        return iter(self._tables)
+
+    def __getitem__(self, slot: int) -> StampedTable:
+        return self._tables[slot]
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tables in bytes. Safe to call from any thread."""
+        return sum(table.nbytes for table in self)
+
+    @property
+    def published_specs(self) -> dict[str, TableSpec]:
+        """The published tables, by name; others may still change in any way."""
+        return {each.spec.name: each.spec for each in self if self.published.get(each.spec.name)}
+
+    def followed(self, policy: Policy) -> Sequence[StampedTable]:
+        """The tables that a policy follows. Safe to call from any thread."""
+        if len(followed := self._followed) >= _REMEMBERED_PATTERNS:
+            followed = self._followed = {}
+        if (tables := followed.get(policy.tables)) is None:
+            tables = followed[policy.tables] = tuple(each for each in self if policy.follows(each.spec))
+        return tables
+
+    # Damaged rows.
+
+    def note_damage(self, error: DamagedRows | StorageFailed) -> None:
+        """Note that rows, in memory or in the log, are damaged. Nothing is sent until the model is loaded again.
+        Call it in the event loop.
+        """
+        self.failed = self.failed or str(error)
+        self._changed()
+
+    def check_sound(self) -> None:
+        """Check that no damaged row was detected. Safe to call from any thread.
+
+        Raises:
+            ServiceUnavailable: one was.
+        """
+        if self.failed:
+            text = f"model {self._model!r} is being reloaded from its checkpoint and its log"
+            raise ServiceUnavailable(text, detail=f": {self.failed}")
+
+    # Cuts.
+
+    @property
+    def seal(self) -> Seal | None:
+        """The seal of the cut that the tables are at; None before the first.
+
+        Raises:
+            ServiceUnavailable: the last cut was applied only in part, or rows do not match their digests.
+        """
+        self.check_sound()
+        if self._partly:
+            raise ServiceUnavailable(f"model {self._model!r} is applying a version again; try again")
+        return self._seal
+
+    def shown(self) -> tuple[Sequence[StampedTable], Head | None]:
+        """The tables and the head for replicas. Raises the errors of `seal`."""
+        return self._tables, Head.of(self.seal) if self.seal else None
+
+    def begin(self) -> None:
+        """Make the tables in the log's record, all empty.
+
+        Raises:
+            StorageFailed: there is no room for them.
+        """
+        removed = self._store.removed
+        self._replace(
+            [StampedTable(spec, self._memory, removed.get(name, 0)) for name, spec in self._store.specs.items()]
+        )
+        self.begin_at(None)
+
+    def begin_at(self, seal: Seal | None) -> None:
+        """Note that the tables hold the rows of this cut, or none."""
+        self._seal = seal
+        self._partly = False
+
+    def apply(self, seal: Seal, rows: Iterable[RowBatch] | None) -> None:
+        """Apply a cut from `rows`, or from the log without them. Applying it again changes nothing.
+
+        Raises:
+            StorageFailed: the log cannot be read, or its records of the cut are damaged.
+        """
+        # The log may have rows of a table that was removed later, and whose name a new table now has.
+        by_name = {table.spec.name: table for table in self if table.removed_before < seal.version}
+        for batch in self._store.rows(seal) if rows is None else rows:
+            if table := by_name.get(batch.table.name):
+                self._partly = True
+                table.apply(batch, seal.version)
+        for name in seal.whole:  # A full cut deletes the rows that it does not contain.
+            if table := by_name.get(name):
+                self._partly = True
+                unnamed = table.not_stamped(seal.version)
+                table.apply(RowBatch.deletes(Shard.whole(table.spec), unnamed), seal.version)
+        self.begin_at(seal)
+
+    # Adding and removing tables.
+
+    def added_bytes(self, specs: Sequence[TableSpec]) -> int:
+        """Bytes needed to make or enlarge tables to these specs."""
+        stale = self._stale(specs)
+        there = {table.spec.name: table for table in self if table.spec.name not in stale}
+        return sum(
+            table_bytes(each) - (there[each.name].nbytes if each.name in there else 0)
+            for each in specs
+            if each.name not in there or there[each.name].spec.rows < each.rows
+        )
+
+    async def add(self, tables: list[TableSpec], *, later_run: bool = False) -> None:
+        """Ensure that the model has these tables. Missing ones are made, with zeros.
+
+        In a later run, existing tables may get more rows, zeros at first.
+
+        Raises:
+            Contradiction: a table exists with more rows or another definition; nothing was changed.
+            Contradiction: a table exists and has more rows, or is something else; nothing was changed.
+            StorageFailed: there is no room for them; nothing was changed.
+            ServiceUnavailable: the service is shutting down.
+        """
+        if self._to_change(tables, later_run):
+            # It runs in a task of its own, because a disconnecting rank must not interrupt it half way.
+            await asyncio.shield(asyncio.create_task(self._add(tables, later_run)))
+
+    async def _add(self, tables: list[TableSpec], later_run: bool) -> None:
+        async with self._open():
+            changed = self._to_change(tables, later_run)
+            stale, published = self._stale(changed), dict(self.published)
+            kept = [table for table in self if table.spec.name not in stale]
+            by_name = {table.spec.name: table for table in kept}
+            new = [each for each in changed if each.name not in by_name]
+            newest = self._seals.newest_version
+            again = {each.name: newest for each in new if each.name in self._store.removed}
+            removed_before = {**self._store.removed, **again}
+            grown = {each.name: published.get(each.name, 0) for each in changed if each.name in by_name}
+            specs = {table.spec.name: table.spec for table in kept} | {each.name: each for each in changed}
+
+            def make() -> tuple[list[StampedTable], list[Callable[[], None]]]:
+                made = [StampedTable(each, self._memory, removed_before.get(each.name, 0)) for each in new]
+                larger = [by_name[name].grown(specs[name]) for name in grown]
+                self._store.describe(specs, grown, again)  # Last: until then, a crash changes nothing.
+                return made, larger
+
+            def grow(steps: list[Callable[[], None]]) -> None:
+                for step in steps:
+                    step()
+
+            made, larger = await asyncio.to_thread(make)
+            for table in self:
+                table.removed = table.removed or table.spec.name in stale
+            self._replace([*kept, *made])
+            await self._run(grow, larger)
+            self._changed()
+
+    async def remove(self, name: str) -> None:
+        """Remove a table, between cuts and while no rank publishes it.
+
+        Raises:
+            StorageFailed: the log could not be written; nothing was changed.
+        """
+        async with self._open():
+            specs = {table.spec.name: table.spec for table in self if table.spec.name != name}
+            await asyncio.to_thread(self._store.describe, specs, {}, {name: self._seals.newest_version})
+            (gone,) = (table for table in self if table.spec.name == name)
+            gone.removed = True
+            self._replace([table for table in self if table is not gone])
+            self.published.pop(name, None)
+            self._changed()
+            await self._run(len, self)  # Work that had begun with the table is then done.
+
+    @contextlib.asynccontextmanager
+    async def _open(self) -> AsyncIterator[None]:
+        async with self._changing:
+            if self._closed:  # The log closes too, and a write would wait for ever.
+                raise ServiceUnavailable("the service is shutting down; reconnect")
+            yield
+
+    async def close(self) -> None:
+        """Add and remove no more tables."""
+        async with self._changing:
+            self._closed = True
+
+    def drop(self) -> None:
+        """Free the memory of the tables. Any thread may call it once nothing else uses them."""
+        self._replace([])
+
+    def _replace(self, tables: list[StampedTable]) -> None:
+        self._tables = tables
+        self._followed = {}
+        self.changes += 1
+
+    def _stale(self, specs: Sequence[TableSpec]) -> set[str]:
+        """Names of tables that differ from `specs` and were never published, because the cut that made them was
+        abandoned.
+        """
+        by_name = {each.name: each for each in specs}
+        there = (table.spec for table in self if not self.published.get(table.spec.name))
+        return {each.name for each in there if by_name.get(each.name, each) != each}
+
+    def _to_change(self, announced: list[TableSpec], later_run: bool) -> list[TableSpec]:
+        changed = changes(self._model, self.published_specs, announced, later_run=later_run)
+        there = {each.spec.name: each.spec for each in self}
+        return [each for each in changed if there.get(each.name) != each]
+
+    # For checkpoints.
+
+    @property
+    def history(self) -> str:
+        """The id made when the model's log was created."""
+        return self._store.history
+
+    def checkpoint_tables(self) -> list[SourceTable]:
+        """The tables for a checkpoint."""
+        return [
+            SourceTable(TableKey(MODEL_OWNER, each.spec.name, each.removed_before), each, spec_record(each.spec))
+            for each in self
+        ]
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The head, which a replica needs that starts from a checkpoint."""
+        _, head = self.shown()
+        return {"head": asdict(head) if head else None}
 
 
 def changes(
-    model: str, known: Mapping[str, TableSpec], announced: Collection[TableSpec], *, later_run: bool
+    model: str, before: Mapping[str, TableSpec], announced: Collection[TableSpec], *, later_run: bool
 ) -> list[TableSpec]:
-    """The tables that are new, or are to be something else than they are, as they are to be.
+    """The announced tables of a run that are new or different.
 
     In a later run a table may have more rows.
 
     Args:
         model: the model's name.
-        known: its tables, by name.
-        announced: those that a run has.
-        later_run: whether it is another run than the one that published last; all ranks of a run have the same.
+        before: its tables, by name.
+        announced: the tables of the run.
+        later_run: whether the run is not the one that published last; the same for all ranks of a run.
 
     Raises:
-        Contradiction: a table has fewer rows than it had, or is otherwise something else.
+        Contradiction: a table has fewer rows than before, or differs in another way.
     """
     for table in announced:
-        if table.name not in known:
-            _check_names(model, known, table)
-    wanted = [_wanted(model, known.get(table.name), table, later_run=later_run) for table in announced]
-    return [table for table in wanted if table != known.get(table.name)]
+        if table.name not in before:
+            _check_names(model, before, table)
+    resulting = [_resulting(model, before.get(table.name), table, later_run=later_run) for table in announced]
+    return [table for table in resulting if table != before.get(table.name)]
 
 
-def _check_names(model: str, known: Mapping[str, TableSpec], announced: TableSpec) -> None:
-    """Check that no other table has one of the names of a new one, as where weights were tied otherwise before."""
-    for table in known.values():
+def _check_names(model: str, before: Mapping[str, TableSpec], announced: TableSpec) -> None:
+    """Check that no other table has a name of the new one, which happens if weights were tied differently."""
+    for table in before.values():
         if both := sorted({*table.names} & {*announced.names}):
             raise Contradiction(
-                f"table {announced.name!r} of the run is tied to {', '.join(announced.aliases) or 'nothing'}, and "
+                f"table {announced.name!r} of the run is tied to {', '.join(announced.aliases) or 'nothing'}, but "
                 f"model {model!r} has {both[0]!r} in table {table.name!r}: delete that table first (deltasync "
                 "tables delete)"
             )
 
 
-def _wanted(model: str, known: TableSpec | None, announced: TableSpec, *, later_run: bool) -> TableSpec:
-    """What a table is to be."""
-    if known is None or known == announced:
+def _resulting(model: str, before: TableSpec | None, announced: TableSpec, *, later_run: bool) -> TableSpec:
+    """The table after an announcement."""
+    if before is None or before == announced:
         return announced
-    if later_run and known.rows < announced.rows and announced == replace(known, rows=announced.rows):
+    if later_run and before.rows < announced.rows and announced == replace(before, rows=announced.rows):
         return announced
     raise Contradiction(
-        f"table {announced.name!r} of model {model!r} is {_words(known, announced)}, the run has "
-        f"{_words(announced, known)}: a table can get more rows in a later run, and change in nothing else; "
-        "publish it under another model (SyncOptions(model=...), --model NAME), or under another table name"
+        f"table {announced.name!r} of model {model!r} is {_words(before, announced)}, the run has "
+        f"{_words(announced, before)}: a later run may only add rows to a table; publish it under another model "
+        "(SyncOptions(model=...), --model NAME) or another table name"
     )
 
 
 def _words(table: TableSpec, other: TableSpec) -> str:
-    """A table's rows and type, and what else it has that the other has not."""
+    """A table's rows and type, and its other differences."""
     kind = f"{table.kind.value} " if table.kind is not other.kind else ""
     of = f" of {table.of!r}" if table.of != other.of else ""
     shape = f" of shape {list(table.shape or ())}" if table.sizes != other.sizes else ""
@@ -97,26 +376,26 @@ def _words(table: TableSpec, other: TableSpec) -> str:
 
 
 def published_rows(table: StampedTable, grown_from: int, whole: Set[str]) -> int:
-    """How many rows of a table were published: all, unless none of those that it has grown by was.
+    """Number of published rows of a table: all, unless it has grown and none of its new rows was published.
 
     Args:
         table: the table.
-        grown_from: how many rows it had before it last grew; 0 if it has not.
-        whole: tables of which a cut has said what rows there are: it may be that none is left.
+        grown_from: the number of rows before it last grew; 0 if it has not.
+        whole: tables that a cut listed completely, perhaps without any row.
     """
-    known = table.stamps[grown_from:].any() or (not grown_from and table.spec.name in whole)
-    return table.spec.rows if known else grown_from
+    published = table.stamps[grown_from:].any() or (not grown_from and table.spec.name in whole)
+    return table.spec.rows if published else grown_from
 
 
 def cut_rows(batches: Iterable[RowBatch], slots: Mapping[str, int]) -> list[tuple[int, RowBatch]] | None:
-    """The rows of a cut, whole and each once, with the slots of their tables.
+    """Combine the rows of a cut by table, if each row is complete and occurs once.
 
     Args:
         batches: the rows, by shard.
-        slots: of the tables, by name.
+        slots: slots of the tables, by name.
 
     Returns:
-        None where that takes a look at the tables: of some rows there are only some columns, or a row comes twice.
+        The rows with their slots; None if only the tables can combine them, because rows lack columns or repeat.
     """
     live: dict[str, list[RowBatch]] = {}
     deleted: dict[str, list[RowBatch]] = {}
@@ -140,16 +419,16 @@ def _disjoint(batches: Sequence[RowBatch]) -> bool:
 
 
 def _meet(some: Sequence[RowBatch], others: Sequence[RowBatch]) -> bool:
-    """Whether a row is in both."""
+    """Whether a row occurs in both."""
     ids = np.sort(np.concatenate([batch.ids for batch in (*some, *others)]), kind="stable")
     return bool((ids[1:] == ids[:-1]).any())
 
 
 def _gathered(batches: Sequence[RowBatch]) -> Iterable[list[RowBatch]]:
-    """The batches of a table, small ones together: each message costs something, and there may be many ranks."""
+    """Batches of a table with small ones combined, because each message has a cost and there may be many ranks."""
     together: list[RowBatch] = []
     for batch in batches:
-        if together and sum(each.nbytes for each in together) + batch.nbytes > CHUNK_BYTES:
+        if together and sum(each.message_bytes for each in together) + batch.message_bytes > CHUNK_BYTES:
             yield together
             together = []
         together.append(batch)
@@ -160,7 +439,7 @@ def _gathered(batches: Sequence[RowBatch]) -> Iterable[list[RowBatch]]:
 def _joined(batches: Sequence[RowBatch]) -> RowBatch:
     first, whole = batches[0], Shard.whole(batches[0].table)
     if len(batches) == 1:
-        return replace(first, shard=whole)  # It is sent in the bytes in which it came.
+        return replace(first, shard=whole)  # It is sent in the bytes in which it arrived.
     ids = np.concatenate([batch.ids for batch in batches])
     if first.deleted:
         return RowBatch.deletes(whole, ids)

@@ -1,1 +1,1 @@
-"""The service's state put together. Internal."""
+"""The parts of a service, and their assembly. Internal."""

@@ -1,8 +1,8 @@
-"""Backups: a checkpoint of each model in a place of its own, which says itself when it is complete.
+"""Backups: a checkpoint of each model, and a marker that is written once the backup is complete.
 
 checkpoints/...    files of checkpoints, see `checkpoints.manifest`
-backup.json        names the manifests, and has the other small records; written last
-backup.json.new    until then, from the first on
+backup.json        the marker: the names of the manifests, and the other small records; written last
+backup.json.new    exists while the backup is being made
 """
 
 import asyncio
@@ -37,22 +37,22 @@ from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 
 FORMAT = 1
-# What to do where something of a backup is damaged or missing.
-ANOTHER = "use another backup, or make one of the service if that still runs"
+# The remedy for a damaged backup.
+ANOTHER = "use another backup, or make a new one if the service still runs"
 
 Check = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Backup:
-    """What a backup has.
+    """The content of a backup.
 
     Attributes:
         manifests: file of each model's manifest.
         others: small records that belong to no model, by name.
         files: number of files, without the marker.
-        bytes: of these files.
-        made_unix_ns: when it was complete, nanoseconds since 1970.
+        bytes: size of these files.
+        made_unix_ns: when it was completed, nanoseconds since 1970.
     """
 
     manifests: Mapping[str, str]
@@ -74,17 +74,17 @@ class BackupPlace:
         """Use a folder or URL.
 
         Raises:
-            InvalidInput: there is no file system for such a URL.
+            InvalidInput: no file system supports the URL.
         """
         self.url, self._folder = url, _folder_of(url)
         self._place, self.checkpoints = Place(url), Place(f"{url.rstrip('/')}/{CHECKPOINTS}")
         self._id = uuid.uuid4().hex.encode()
 
     def begin(self) -> None:
-        """Mark the place as unfinished, and remove what an unfinished backup has left there.
+        """Mark the place as unfinished, and remove the files of an earlier unfinished backup.
 
         Raises:
-            InvalidInput: it has something else.
+            InvalidInput: it contains other files.
             StorageFailed: it cannot be read or written.
         """
         self.check_empty()
@@ -92,26 +92,24 @@ class BackupPlace:
         self._remove_files()
 
     def check_empty(self) -> None:
-        """Check that the place has nothing, or only what an unfinished backup has left.
+        """Check that the place is empty, or contains only an unfinished backup.
 
         Raises:
-            InvalidInput: it has something else.
+            InvalidInput: it contains other files.
             StorageFailed: it cannot be read.
         """
-        found = self._names()
-        if found and (UNFINISHED_BACKUP not in found or found - {UNFINISHED_BACKUP, CHECKPOINTS}):
-            raise InvalidInput(f"{self.url} has something already: name a new or an empty place")
+        names = self._names()
+        if names and (UNFINISHED_BACKUP not in names or names - {UNFINISHED_BACKUP, CHECKPOINTS}):
+            raise InvalidInput(f"{self.url} is not empty: choose a new or an empty place")
 
     def check_own(self) -> None:
         """Check that no other backup was begun in the same place.
 
         Raises:
-            StorageFailed: one was.
+            StorageFailed: another backup was begun there.
         """
         if UNFINISHED_BACKUP not in self._names() or self._place.get(UNFINISHED_BACKUP) != self._id:
-            raise StorageFailed(
-                f"{self.url}: another backup was begun there meanwhile: give each a place of its own"
-            )
+            raise StorageFailed(f"{self.url}: another backup was begun there: use a separate place for each")
 
     def complete(self, manifests: Mapping[str, Manifest], others: Mapping[str, bytes]) -> Backup:
         """Mark the backup as complete.
@@ -120,10 +118,10 @@ class BackupPlace:
             StorageFailed: it cannot be written, or another backup was begun there.
         """
         files = {each.name: each.bytes for each in self._files()}
-        wanted = {each.name for manifest in manifests.values() for each in manifest.files}
-        wanted |= {each.name for each in manifests.values()}
-        if strange := files.keys() ^ wanted:
-            raise StorageFailed(f"{self.url}: {min(strange)} was added or removed while the backup was made")
+        expected = {each.name for manifest in manifests.values() for each in manifest.files}
+        expected |= {each.name for each in manifests.values()}
+        if strange := files.keys() ^ expected:
+            raise StorageFailed(f"{self.url}: another program added or removed {min(strange)} during the backup")
         backup = Backup(
             {model: each.name for model, each in manifests.items()},
             {name: value.decode("latin-1") for name, value in others.items()},
@@ -139,7 +137,7 @@ class BackupPlace:
         return backup
 
     def abandon(self) -> None:
-        """Leave nothing behind, unless another backup was begun there.
+        """Remove all files of the backup, unless another backup was begun there.
 
         Raises:
             StorageFailed: something could not be removed.
@@ -149,17 +147,16 @@ class BackupPlace:
         self._place.remove(UNFINISHED_BACKUP)
 
     def read(self) -> Backup | None:
-        """Read the marker of a complete backup; None if the place is not one of a backup.
+        """Read the marker of a complete backup; None if the place has no backup.
 
         Raises:
             StorageFailed: the backup is not complete, is damaged, or was made by a later version.
         """
-        found = self._names()
-        if BACKUP_MARKER not in found:
-            if UNFINISHED_BACKUP in found:
+        names = self._names()
+        if BACKUP_MARKER not in names:
+            if UNFINISHED_BACKUP in names:
                 raise StorageFailed(
-                    f"{self.url} is no complete backup: it was broken off, or is still being made: make "
-                    "another one, which replaces it"
+                    f"{self.url}: the backup is incomplete: wait if it is still being made, or make it again"
                 )
             return None
         where = f"{self.url.rstrip('/')}/{BACKUP_MARKER}"
@@ -169,20 +166,20 @@ class BackupPlace:
                 text = f"{where} is of format {marker['format']}, this version reads {FORMAT}: update deltasync"
                 raise StorageFailed(text)
             if marker["digest"] != _digest(marker["content"]):
-                raise ValueError("its content does not fit its digest")
+                raise ValueError("its content does not match its digest")
             return Backup(**marker["content"])
         except (KeyError, TypeError, ValueError) as error:
             raise StorageFailed(f"{where} is damaged ({error!r}): {ANOTHER}") from error
 
     def _names(self) -> set[str]:
-        """What is in the place. A marker that a process was writing when it ended means an unfinished backup."""
-        found = {each.name for each in self._place.names("")}
-        cut_short = found & {BACKUP_MARKER + UNFINISHED, UNFINISHED_BACKUP + UNFINISHED}
-        return found - cut_short | ({UNFINISHED_BACKUP} if cut_short else set())
+        """The names in the place. A marker that was only half written counts as an unfinished backup."""
+        names = {each.name for each in self._place.names("")}
+        cut_short = names & {BACKUP_MARKER + UNFINISHED, UNFINISHED_BACKUP + UNFINISHED}
+        return names - cut_short | ({UNFINISHED_BACKUP} if cut_short else set())
 
     def _remove_files(self) -> None:
         if self._folder:
-            shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)  # With its folders.
+            shutil.rmtree(self._folder / CHECKPOINTS, ignore_errors=True)
         for each in self._files():
             self.checkpoints.remove(each.name)
 
@@ -205,23 +202,22 @@ class Backups:
         self._making = asyncio.Lock()
 
     async def make(self, url: str, by: str) -> Backup:
-        """Copy everything that the service keeps to a new or empty place; `by` is who has asked for it. Cuts and
-        releases go on meanwhile.
+        """Copy all data of the service to a new or empty place; `by` names the caller. Cuts and releases continue.
 
         Raises:
-            InvalidInput: the path is relative or inside of the data directory, or the place has something.
-            Contradiction: another backup is being made, or the log is not the service's own.
+            InvalidInput: the path is relative or inside the data directory, or the place is not empty.
+            Contradiction: another backup is being made, or the service shares its log with other processes.
             ServiceUnavailable: models are still recovering, or the service is shutting down.
             StorageFailed: something could not be read or written.
         """
         if self._models.storage.shared:
             raise Contradiction(
-                "the log is among brokers, and other processes have models: their checkpoints are at the URL of "
-                "--checkpoints, and deltasync restore makes a data directory of them"
+                "a cluster needs no backup: its checkpoints are at the URL of --checkpoints, from which "
+                "deltasync restore makes a data directory"
             )
         self._check_recovered()
         if self._making.locked():
-            raise Contradiction("another backup is being made: wait for its end")
+            raise Contradiction("another backup is being made: wait until it ends")
         async with self._making:
             _check_url(url, self._data_dir)
             backup = await self._make(BackupPlace(url))
@@ -236,7 +232,7 @@ class Backups:
         def check() -> None:
             place.check_own()
             if left or self._draining.is_set():
-                raise ServiceUnavailable("the caller has left, or the service is shutting down")
+                raise ServiceUnavailable("the caller disconnected, or the service is shutting down")
 
         making = asyncio.create_task(self._fill(place, check))
         try:
@@ -244,14 +240,14 @@ class Backups:
         except BaseException:
             left = True
             await asyncio.wait({making})
-            making.exception()  # There is nobody to report it to.
-            with contextlib.suppress(StorageFailed):  # What is left is replaced by the next one.
+            making.exception()  # No caller is left to report it to.
+            with contextlib.suppress(StorageFailed):  # The next backup replaces what remains.
                 await asyncio.to_thread(place.abandon)
             raise
 
     async def _fill(self, place: BackupPlace, check: Check) -> Backup:
         manifests = dict[str, Manifest]()
-        self._check_recovered()  # Again: one that has failed meanwhile would be left out.
+        self._check_recovered()  # A model may have failed since the first check; the backup must not leave it out.
         for name in sorted(self._models):
             store = self._models.model(name).checkpoints
             manifest = manifests[name] = await self._checkpoints.write(name)
@@ -272,11 +268,11 @@ class Backups:
 
 @for_owner_only()
 def back_up_offline(data_dir: Path, url: str | Path) -> Backup:
-    """Make a backup of a data directory that no service uses; none can meanwhile.
+    """Back up a data directory that no service uses. It is locked during the backup.
 
     Raises:
-        InvalidInput: it is none, or the place has something.
-        StorageFailed: a service uses it, something in it is damaged, or could not be read or written.
+        InvalidInput: the folder is no data directory, or the place is not empty.
+        StorageFailed: a service uses it, a file in it is damaged, or a file cannot be read or written.
     """
     check_is_data_directory(data_dir)
     url = str(url) if "://" in str(url) else str(Path(url).absolute())
@@ -301,17 +297,17 @@ def back_up_offline(data_dir: Path, url: str | Path) -> Backup:
 
 def _check_url(url: str, data_dir: Path) -> None:
     if "\0" in url:
-        raise InvalidInput(f"{url!r}: no URL has a null character")
+        raise InvalidInput(f"{url!r}: a URL must not contain a null character")
     if (folder := _folder_of(url)) is None:
         return
     if not folder.is_absolute():
         raise InvalidInput(f"{url}: expected an absolute path on the service's machine, or a URL")
     if folder.resolve().is_relative_to(data_dir.resolve()):
-        raise InvalidInput(f"{url} is inside of the data directory {data_dir}: name a place elsewhere")
+        raise InvalidInput(f"{url} is inside the data directory {data_dir}: choose a place outside of it")
 
 
 def _folder_of(url: str) -> Path | None:
-    """The folder that a URL names; None if it is one of object storage."""
+    """The folder that a URL names; None if it names object storage."""
     return Path(url.removeprefix("file://")) if "://" not in url or url.startswith("file://") else None
 
 

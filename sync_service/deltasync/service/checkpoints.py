@@ -1,4 +1,4 @@
-"""Writing the checkpoints of all models, with the small records of the log, which keeps the log short."""
+"""Writes the checkpoints of all models, and shortens the log after each."""
 
 import asyncio
 import contextlib
@@ -24,16 +24,16 @@ from deltasync.views.registry import ViewRegistry
 
 T = TypeVar("T")
 _LOOK_SECONDS = 1.0
-# After a failure; it doubles with each one, up to `checkpoint_seconds`. Also between checkpoints of which none has
-# made room in a log that is full.
+# The pause after a failure doubles up to `checkpoint_seconds`. The first one also separates checkpoints while the
+# log is full.
 _FIRST_PAUSE_SECONDS = 5.0
 
 
 class Checkpoints:
-    """Writes the checkpoints of a service's models, and copies them, one at a time per model. In the event loop.
+    """Writes and copies the checkpoints of models, one at a time per model. Used in the event loop.
 
     Attributes:
-        failures: number of checkpoints that could not be written or copied.
+        failures: number of failed attempts to write or copy a checkpoint.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class Checkpoints:
         """Write a checkpoint of a model now, in the data directory alone.
 
         Raises:
-            NotFound: there is no such model, or nothing of it is published.
-            StorageFailed: it could not be written.
-            ServiceUnavailable: the model is recovering or was taken away, or the service ends.
+            NotFound: there is no such model, or it has no published version.
+            StorageFailed: the checkpoint could not be written.
+            ServiceUnavailable: the model is recovering or has moved, or the service is shutting down.
         """
         model = self._models.model(name)
         return await self._write(model, self._state(model))
 
     async def _try(self, work: Awaitable[object]) -> None:
-        # The failure is reported already. Whatever it is, the service goes on and tries again.
+        # The failure is already reported, and `run` tries again.
         with contextlib.suppress(Exception):
             await work
 
@@ -113,8 +113,9 @@ class Checkpoints:
         return self._states[model]
 
     def _is_due(self, model: Model, state: "_State") -> bool:
-        now, newer = time.monotonic(), model.versions_since_checkpoint
-        if model.head is None or model.failed:
+        now, before = time.monotonic(), model.checkpointed
+        newer = model.seals.newest_version - (before.version if before else 0)
+        if model.head is None or model.tables.failed:
             return False
         if model.log.refusing:
             return newer > 0 or now >= state.made_room + _FIRST_PAUSE_SECONDS
@@ -132,24 +133,24 @@ class Checkpoints:
         """Write a checkpoint, cut the log, and remove older checkpoints."""
         began = time.monotonic()
         async with state.writing.turn:
-            with self._noting(model, state.writing, "no checkpoint of it is written, which is tried again"):
+            with self._noting(model, state.writing, "its checkpoint could not be written and is tried again"):
                 if model.seals.newest is None:
-                    raise NotFound(f"nothing of model {model.name!r} is published")
+                    raise NotFound(f"model {model.name!r} has no published version to write")
                 await self._registry.offsets_written(model.log)
                 views, small = partial(self._views.of_model, model), partial(_small_records, model)
                 manifest = await self._unless_left(model, partial(model.checkpoint, views, small))
                 state.written.append(manifest)
                 state.due = began + self._options.checkpoint_seconds
                 await self._cut_log(model, state, state.written, remote=False)
-            text = f"{counted(manifest.bytes, 'byte')}, {manifest.new_bytes} of them new"
+            text = f"{counted(manifest.bytes, 'byte')}, of these {manifest.new_bytes} new"
             self._events.emit(EventKind.CHECKPOINTED, text, model=model.name, version=manifest.version)
             return manifest
 
     async def _copy(self, model: Model, state: "_State") -> None:
         """Copy the newest checkpoint to the service's URL."""
         async with state.copying.turn:
-            with self._noting(model, state.copying, "its checkpoint is not copied, which is tried again"):
-                if not self._lacks_copy(state):  # Another caller has waited for the same.
+            with self._noting(model, state.copying, "its checkpoint could not be copied and is tried again"):
+                if not self._lacks_copy(state):  # Another caller copied it during the wait.
                     return
                 manifest = state.written[-1]
                 copy = partial(asyncio.to_thread, model.checkpoints.copy_to_remote, manifest)
@@ -159,11 +160,11 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _noting(self, model: Model, work: "_Work", text: str) -> Iterator[None]:
-        """Note how something ends that is done for a model."""
+        """Record whether work on a model succeeds."""
         try:
             yield
         except (NotFound, ServiceUnavailable):
-            raise  # They do not say that another try would fail.
+            raise  # These errors do not count: another attempt may succeed.
         except Exception as error:
             self.failures += 1
             work.note(error)
@@ -172,16 +173,16 @@ class Checkpoints:
         work.note(None)
 
     async def _unless_left(self, model: Model, work: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
-        """Do some work, which calls a function that raises once nobody needs its result."""
+        """Run work, which calls its argument now and then: that raises once the result is no longer needed."""
         left = False
 
         def check() -> None:
             if left:
-                raise ServiceUnavailable("the caller has left")
+                raise ServiceUnavailable("the caller disconnected")
             if self._draining.is_set():
                 raise ServiceUnavailable("the service is shutting down")
             if self._models.get(model.name) is not model:
-                raise ServiceUnavailable(f"model {model.name!r} is not in this process any more")
+                raise ServiceUnavailable(f"model {model.name!r} has left this process")
 
         doing = asyncio.ensure_future(work(check))
         try:
@@ -189,17 +190,17 @@ class Checkpoints:
         except asyncio.CancelledError:
             left = True
             await asyncio.wait({doing})
-            doing.exception()  # There is nobody to report it to.
+            doing.exception()  # No caller is left to report it to.
             raise
 
-    async def _cut_log(self, model: Model, state: "_State", known: Sequence[Manifest], *, remote: bool) -> None:
-        """Drop what the log has up to the second newest checkpoint of a place, and remove older ones from there.
+    async def _cut_log(self, model: Model, state: "_State", newest: Sequence[Manifest], *, remote: bool) -> None:
+        """Drop the log up to the second newest checkpoint of a place, and remove old checkpoints there.
 
-        Processes that share a log have only what is in the remote place. A log that is full is cut up to the
-        newest, which has almost all files in common with the one before.
+        A shared log counts only remote checkpoints. A full log is dropped up to the newest one, which shares
+        almost all files with the one before it.
         """
         log, options = model.log, self._options
-        upto = list(known)[-1:] if log.refusing else list(known)[-2:-1]
+        upto = list(newest)[-1:] if log.refusing else list(newest)[-2:-1]
         if upto and log.shared == remote:
             before = model.store.dropped
             await asyncio.to_thread(model.cut_log, upto[0], self._views.of_model(model))
@@ -207,7 +208,7 @@ class Checkpoints:
                 if model.store.dropped == before:
                     await asyncio.to_thread(model.store.keep_fewer_seals, upto[0].version)
                 state.made_room = time.monotonic()
-                log.refusing = False  # If there is still no room, the next write is refused again.
+                log.refusing = False  # If there is still no room, the log refuses the next write.
                 for coordinator in self._models.publishers():
                     coordinator.note_room()
         keep = options.keep_checkpoints, options.keep_checkpoints_seconds
@@ -215,7 +216,7 @@ class Checkpoints:
 
 
 def _small_records(model: Model) -> dict[str, bytes]:
-    """The small records that a checkpoint of a model has."""
+    """The small records in a checkpoint of a model."""
     return records_of_consumers(model.log, model.name) | records_of_model(model.log, model.name)
 
 
@@ -232,7 +233,7 @@ def records_of_consumers(log: LogStore, model: str) -> dict[str, bytes]:
 
 
 def records_of_model(log: LogStore, model: str) -> dict[str, bytes]:
-    """The records of a model, and of the deletes that were asked of it and done."""
+    """The records of a model, and of its pending and finished deletes."""
     found = {each: log.items(each).get("") for each in (f"model/{model}", f"quarantine/{model}")}
     deletes = {
         each + rest: value
@@ -243,30 +244,30 @@ def records_of_model(log: LogStore, model: str) -> dict[str, bytes]:
 
 
 def records_of_others(log: LogStore, models: Collection[str]) -> dict[str, bytes]:
-    """The records of consumers whose model is none of these."""
+    """The records of consumers of other models than these."""
     names = (f"consumer/{name}" for name, model in models_of_consumers(log).items() if model not in models)
     return {name: log.items(name)[""] for name in names}
 
 
 def models_of_consumers(log: LogStore) -> dict[str, str]:
-    """The model of each consumer that is written down, by the consumer's name.
+    """The model of each recorded consumer, by the consumer's name.
 
     Raises:
         StorageFailed: a record is damaged.
     """
-    found = {}
+    models = {}
     for name, record in log.items("consumer/").items():
         with reading(f"record consumer/{name}"):
-            found[name] = str(unpack_json(record)["model"])
-    return found
+            models[name] = str(unpack_json(record)["model"])
+    return models
 
 
 class _Work:
-    """Something that is done for a model by one at a time, and again after growing pauses where it fails.
+    """Repeated work on a model, one run at a time, with growing pauses after failures.
 
     Attributes:
-        turn: held while it is done.
-        failure: why the last try has failed; empty if it has not.
+        turn: locked during a run.
+        failure: why the last run failed; empty if it succeeded.
     """
 
     def __init__(self, most_seconds: float) -> None:
@@ -277,11 +278,11 @@ class _Work:
 
     @property
     def may_begin(self) -> bool:
-        """Whether it is not under way, and not to wait after a failure."""
+        """Whether no run is under way and the pause after a failure is over."""
         return not self.turn.locked() and time.monotonic() >= self._next
 
     def note(self, error: Exception | None) -> None:
-        """Note how a try has ended."""
+        """Record the result of a run."""
         self.failure = str(error) if error else ""
         if error:
             self._next = time.monotonic() + self._pause
@@ -291,13 +292,13 @@ class _Work:
 
 
 class _State:
-    """What is known of a model's checkpoints.
+    """The state of a model's checkpoints.
 
     Attributes:
-        due: when the next one is to be written, as of `time.monotonic`.
+        due: when to write the next one, by `time.monotonic`.
         made_room: when a checkpoint was last written because the log was full.
         written: the newest two in the data directory, oldest first.
-        copied: those at the URL, likewise, as far as this process has copied them.
+        copied: the newest two that this process copied to the URL, oldest first.
     """
 
     def __init__(self, model: Model, seconds: float) -> None:

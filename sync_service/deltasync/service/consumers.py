@@ -1,4 +1,4 @@
-"""Making, changing and deleting consumers, with their views: by operators, the configuration and the probes."""
+"""Creates, changes and deletes consumers for operators, the configuration and probes."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from deltasync.views.registry import ViewRegistry
 
 
 class Consumers:
-    """The consumers of this process's models. Used in the event loop. Changes name `by` whom they are asked for.
+    """Creates, changes and deletes the consumers of this process. Used in the event loop. `by` names the caller.
 
     Attributes:
-        shortcomings: what keeps a consumer from being as the configuration says, by its name.
+        shortcomings: why a consumer differs from the configuration, by its name.
     """
 
     def __init__(self, models: Models, registry: ConsumerRegistry, views: ViewRegistry, events: Events) -> None:
@@ -30,38 +30,38 @@ class Consumers:
         self._views = views
         self._events = events
         self.shortcomings = dict[str, str]()
-        self._unwritten = dict[str, tuple[ConsumerOptions, str]]()  # And who has asked for each.
-        self._elsewhere = dict[str, tuple[ConsumerOptions, str]]()  # Of models that are not here.
+        self._unwritten = dict[str, tuple[ConsumerOptions, str]]()  # With the caller.
+        self._elsewhere = dict[str, tuple[ConsumerOptions, str]]()  # Their models are in other processes.
         registry.elsewhere = self._not_here
 
     def get(self, name: str) -> Consumer:
         """The consumer of that name, whose model this process owns.
 
         Raises:
-            NotFound: there is none; the message names those that exist.
-            NotOwner: another process has its model.
-            ServiceUnavailable: it is about to be made, or this process is not among the others now.
+            NotFound: no consumer has that name; the message lists the others.
+            NotOwner: another process owns its model.
+            ServiceUnavailable: it is being created, or this process has lost its lease.
         """
         consumer = self._registry.get(name)
         self._models.owners.check(consumer.model)  # Another process may have taken it over meanwhile.
         return consumer
 
     def feed(self, consumer: Consumer) -> Feed | None:
-        """What a consumer's replicas are fed from: its view, or the model itself; None while there is no model."""
+        """The feed of a consumer's replicas: its view, or the model itself; None while there is no model."""
         return self._views.get(consumer) or self._models.get(consumer.model)
 
     @property
     def troubles(self) -> list[str]:
-        """What keeps single consumers from being as the configuration says, in words."""
+        """The consumers that differ from the configuration, and why, in words."""
         return [f"consumer {name!r}: {text}" for name, text in sorted(self.shortcomings.items())]
 
     async def create(self, name: str, model: str, policy: Policy, by: str = ITSELF) -> Consumer:
-        """Make a consumer; making an equal one again changes nothing.
+        """Create a consumer. If it exists with the same policy, do nothing.
 
         Raises:
             InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
             Contradiction: it exists for another model, or with another policy.
-            NotOwner: another process has the model, or is to have it.
+            NotOwner: another process owns the model, or will own it.
         """
         check_name("consumer", name)
         await self._models.owners.claim(check_name("model", model))
@@ -69,12 +69,12 @@ class Consumers:
             return await self._create(name, model, policy, by)
 
     async def ensure(self, options: ConsumerOptions, by: str = ITSELF) -> Consumer:
-        """Make a consumer if it is missing; give one that exists the policy, if there is one.
+        """Create a consumer, or update the policy of an existing one if the options contain a policy.
 
         Raises:
             InvalidInput: a name that cannot be one, or a policy that the model's tables cannot meet.
             Contradiction: it exists for another model.
-            NotOwner: another process has the model, or is to have it.
+            NotOwner: another process owns the model, or will own it.
         """
         await self._models.owners.claim(options.model)
         async with self._models.changing:
@@ -85,7 +85,7 @@ class Consumers:
             return await self._create(options.name, options.model, policy, by)
 
     async def update(self, name: str, policy: Policy, by: str = ITSELF) -> Consumer:
-        """Give a consumer another policy; its replicas keep their place.
+        """Change the policy of a consumer; its replicas keep their offsets.
 
         Raises:
             NotFound: there is none of that name.
@@ -105,7 +105,7 @@ class Consumers:
             self._models.check_recovered(self._registry.get(name).model)
             try:
                 await self._registry.delete(name)
-            finally:  # Else a new consumer of that name would have a view that serves the old one.
+            finally:  # Otherwise a new consumer of that name would use the old view.
                 await self._views.forget(name)
         await self._models.owners.forget_consumer(name)
         self._forget_configured(name)
@@ -116,18 +116,18 @@ class Consumers:
         await self._models.owners.reserve_consumer(check_name("consumer", name), model)
         consumer = await self._registry.create(name, model, policy)
         await self._follow(consumer)
-        text = f"sent {_words(policy)}"
+        text = f"policy: {_words(policy)}"
         self._events.emit(EventKind.CONSUMER_CHANGED, text, consumer=name, model=consumer.model, by=by)
         return consumer
 
     async def _update(self, name: str, policy: Policy, by: str) -> Consumer:
         before = self._registry.get(name).policy
-        if policy != before:  # A policy accepted earlier goes on, whatever tables were added since.
+        if policy != before:  # An unchanged policy stays valid, even if tables were added since.
             self._check(policy, self._registry.get(name).model)
         consumer = await self._registry.update(name, policy)
         await self._follow(consumer)
         if policy != before:
-            text = f"sent {_words(policy)}; before that {_words(before)}"
+            text = f"policy: {_words(policy)}; before: {_words(before)}"
             self._events.emit(EventKind.CONSUMER_CHANGED, text, consumer=name, model=consumer.model, by=by)
         return consumer
 
@@ -136,18 +136,18 @@ class Consumers:
             policy.check(specs)
 
     async def _follow(self, consumer: Consumer) -> None:
-        """Make the view that a consumer needs, if its model is here."""
+        """Create the view that a consumer needs, if its model is in this process."""
         if model := self._models.get(consumer.model):
             await self._views.follow(consumer, model)
 
     def _not_here(self, consumer: str) -> DeltasyncError | None:
-        """The error for a consumer that another process owns or is to make, else None."""
+        """The error for a consumer that another process owns or is creating, else None."""
         try:
             self._models.check_confirmed()
             configured = self._elsewhere.get(consumer)
             if model := self._models.owners.model_of(consumer) or (configured and configured[0].model):
                 self._models.owners.check(model)
-                return ServiceUnavailable(f"consumer {consumer!r} is about to be made; try again")
+                return ServiceUnavailable(f"consumer {consumer!r} is being created; try again")
         except ServiceUnavailable as error:
             return error
         return None
@@ -155,12 +155,12 @@ class Consumers:
     # The consumers of the configuration.
 
     async def configure(self, options: Sequence[ConsumerOptions], by: str) -> None:
-        """Make the consumers of a configuration, which replaces any earlier one. A consumer that cannot be as it
-        says stays as it is, and the others go on. `configure_again` tries those that a volume has refused.
+        """Create or change the consumers of a configuration, which replaces any earlier one. A consumer that
+        cannot follow it stays unchanged. `configure_again` retries those that a volume refused to write.
 
         Raises:
             InvalidInput: a name that cannot be one.
-            StorageFailed: one could not be written down, for another reason.
+            StorageFailed: a consumer could not be written for another reason.
         """
         self.shortcomings = {}
         self._unwritten = {}
@@ -171,24 +171,24 @@ class Consumers:
             await self._configure(each, by)
 
     async def configure_again(self) -> None:
-        """Try again the consumers that a volume has refused, and those of models that have come here."""
+        """Retry the consumers that a volume refused to write, and those of models that moved to this process."""
         for left in (self._unwritten, self._elsewhere):
             for name, (options, by) in list(left.items()):
-                if left.get(name) == (options, by):  # Not if another configuration has come meanwhile.
+                if left.get(name) == (options, by):  # A newer configuration may have replaced it.
                     await self._configure(options, by)
 
     async def _configure(self, options: ConsumerOptions, by: str) -> None:
         self._forget_configured(options.name)
-        self._elsewhere[options.name] = options, by  # Also meanwhile: who asks for it is to try again.
+        self._elsewhere[options.name] = options, by  # Until it is created, callers are asked to retry.
         try:
             await self.ensure(options, by)
         except ServiceUnavailable:  # The process that owns its model has the same configuration.
             return
         except (Contradiction, InvalidInput, LimitReached) as error:
-            self._fall_short("its configuration is refused", options, error)
+            self._fall_short("its configuration was refused", options, error)
         except VolumeFailed as error:
             self._unwritten[options.name] = options, by
-            self._fall_short("its configuration waits to be written down", options, error)
+            self._fall_short("its configuration could not be written and is tried again", options, error)
         if self._elsewhere.get(options.name) == (options, by):
             del self._elsewhere[options.name]
 
@@ -204,8 +204,8 @@ class Consumers:
     # The consumers of probes.
 
     async def keep_probes(self, mine: ProbeStatus, by: str) -> None:
-        """Make the consumers of the probes of all living processes whose models are here or are to be; again where
-        one was deleted. Until cancelled: what keeps one from being made ends nothing.
+        """Create the consumers of all live processes' probes, if this process owns or will own their models, and
+        again after a delete. Runs until cancelled; an error does not end it.
         """
         while True:
             for process in self._models.owners.processes():
@@ -216,19 +216,19 @@ class Consumers:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _make_probe(self, name: str, by: str) -> str:
-        """Make a probe's consumer; returns what keeps it from being made, empty if nothing does."""
+        """Create a probe's consumer; return the error in words, empty without one."""
         if name in self._registry.consumers:
             return ""
         try:
             await self.ensure(ConsumerOptions(name, name), by)
-        except ServiceUnavailable:  # The owner of its model makes it, or this process does once it has it.
+        except ServiceUnavailable:  # Its model's owner creates it.
             return ""
         except DeltasyncError as error:
-            return f"consumer {name!r} cannot be made: {error}"
-        except Exception as error:  # noqa: BLE001  # a probe must end no service
-            text = "the consumer of a probe, which is tried again"
+            return f"consumer {name!r} cannot be created: {error}"
+        except Exception as error:  # noqa: BLE001  # a probe must not end the service
+            text = "the probe's consumer could not be created and is tried again"
             self._events.emit(EventKind.FAILED, text, error, consumer=name)
-            return f"consumer {name!r} cannot be made: {error}"
+            return f"consumer {name!r} cannot be created: {error}"
         return ""
 
 
@@ -236,4 +236,4 @@ _AGAIN_SECONDS = 1.0
 
 
 def _words(policy: Policy) -> str:
-    return policy.words or "everything"
+    return policy.words or "every changed row"

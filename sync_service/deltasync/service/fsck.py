@@ -1,4 +1,4 @@
-"""Reading everything that a service keeps, to report what is damaged and what follows. It repairs nothing."""
+"""`deltasync fsck`: reads all stored data and reports damage with its consequences. Repairs nothing."""
 
 import asyncio
 from collections.abc import Collection, Iterator, Sequence
@@ -40,8 +40,8 @@ from deltasync.views.view import View
 _BYTES_AT_ONCE = 4 << 20
 # Streams of a model, and of its consumers' views.
 _OF_MODELS, _OF_VIEWS = ("cuts", "seals", "layouts"), ("heads", "releases")
-_LATER, _FROM_TRAINER = "versions from", "on have to come from the trainer once the model is loaded again"
-# What a service makes in its data directory, and what file systems make there.
+_LATER, _FROM_TRAINER = "after the next load, the trainer has to send the rows of version", "and later"
+# Names that a service or a file system creates in a data directory.
 _TOP = frozenset({"lock", "log", CHECKPOINTS, "kernels", "endpoints.json", "endpoints.new", "lost+found"})
 _LOG = frozenset({"data.mdb", "lock.mdb"})
 
@@ -49,17 +49,17 @@ _LOG = frozenset({"data.mdb", "lock.mdb"})
 async def check_service(
     models: Models, registry: ConsumerRegistry, views: ViewRegistry, data_dir: Path, events: Events, by: str
 ) -> "list[Checked]":
-    """Read all that a running service keeps, while everything goes on; `by` is who has asked for it.
+    """Read all data of a running service, which continues to work; `by` names the caller.
 
-    A model whose rows in memory do not fit their digests is reloaded.
+    If rows in memory do not match their digests, the service reloads the model.
 
     Raises:
         ServiceUnavailable: a model is still recovering, or is being reloaded.
-        StorageFailed: something cannot be read now.
+        StorageFailed: a file or the log cannot be read now.
     """
     for name in models.recovering:
         models.check_recovered(name)
-    found, names = list[Checked](), sorted(models)
+    results, names = list[Checked](), sorted(models)
     for name in names:
         models.check_recovered(name)
         if (model := models.get(name)) is None:
@@ -68,23 +68,23 @@ async def check_service(
         await _check_memory(checked, model, views.of_model(model))
         consumers = [each.name for each in registry.of_model(name)]
         await asyncio.to_thread(_check_stored, checked, model.log, model.checkpoints, consumers)
-        found.append(checked)
+        results.append(checked)
     consumers = list(registry.consumers)
     other = Checked(unknown=unknown_files(data_dir))
     for log in models.storage.logs.each():
         await asyncio.to_thread(_check_others, other, log, names, consumers)
-    problems = sum(len(each.problems) for each in [*found, other])
-    events.emit(EventKind.CHECKED, f"{counted(problems, 'problem')} in all that is kept", by=by)
-    return [*found, other]
+    problems = sum(len(each.problems) for each in [*results, other])
+    events.emit(EventKind.CHECKED, f"{counted(problems, 'problem')} in the stored data", by=by)
+    return [*results, other]
 
 
 @for_owner_only()
 def check_data_directory(data_dir: Path) -> "list[Checked]":
-    """Read a data directory that no service uses; none can meanwhile.
+    """Read a data directory that no service uses. It is locked during the check.
 
     Raises:
-        InvalidInput: it is none.
-        StorageFailed: a service uses it, it is of another format, or it cannot be read now.
+        InvalidInput: the folder is no data directory.
+        StorageFailed: a service uses it, it has another format, or it cannot be read now.
     """
     check_is_data_directory(data_dir)
     with closing(lock_data_directory(data_dir, ASK_IT)), writing(f"{data_dir} cannot be read", data_dir):
@@ -93,16 +93,16 @@ def check_data_directory(data_dir: Path) -> "list[Checked]":
 
 @dataclass(kw_only=True)
 class Checked:
-    """What was read of a model, and what is wrong with it.
+    """The result of checking a model.
 
     Attributes:
-        model: its name; empty for what belongs to no model.
-        checkpoints: number of checkpoints that were read.
-        records: number of records of the log that were read.
-        rows: number of rows in memory that were compared with their digests, also those of views; 0 where no
-            service runs.
-        problems: what is damaged or missing, and what follows from it.
-        unknown: files that no service has made.
+        model: its name; empty for data that belongs to no model.
+        checkpoints: number of checkpoints read.
+        records: number of log records read.
+        rows: number of rows in memory compared with their digests, including those of views; 0 if no service
+            runs.
+        problems: damaged or missing data, and the consequences.
+        unknown: files that no service created.
     """
 
     model: str = ""
@@ -114,11 +114,11 @@ class Checked:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Add to the problems what is found to be damaged inside."""
+        """Turn errors about damage inside the block into problems."""
         try:
             yield
         except (LogUnavailable, VolumeFailed):
-            raise  # It cannot be read now: nobody knows whether it is damaged.
+            raise  # The data cannot be read now, but need not be damaged.
         except (StorageFailed, Damaged) as error:
             if str(error) not in self.problems:
                 self.problems.append(str(error))
@@ -129,35 +129,35 @@ def _check_directory(data_dir: Path) -> list[Checked]:
     models, log = {each.parent.name for each in (data_dir / CHECKPOINTS).glob(f"*/{MANIFESTS}")}, None
     with other.noting():
         log = LmdbStore(LogOptions(directory=data_dir / "log"))
-    if log is None:  # Checkpoints can be read without it.
-        found = [Checked(model=name) for name in sorted(models)]
-        for each in found:
+    if log is None:  # Checkpoints can be read without the log.
+        results = [Checked(model=name) for name in sorted(models)]
+        for each in results:
             _check_checkpoints(each, CheckpointStore(each.model, place))
-        return [*found, other]
+        return [*results, other]
     with closing(log):
         check_format(log)
         consumers = dict[str, str]()
         with other.noting():
             models |= recorded_models(log).keys()
             consumers = models_of_consumers(log)
-        found = [Checked(model=name) for name in sorted(models)]
-        for each in found:
+        results = [Checked(model=name) for name in sorted(models)]
+        for each in results:
             own = [name for name, model in consumers.items() if model == each.model]
             _check_stored(each, log, CheckpointStore(each.model, place), own)
         _check_others(other, log, models, consumers)
-        return [*found, other]
+        return [*results, other]
 
 
 # Rows in memory.
 
 
 async def _check_memory(checked: Checked, model: Model, views: Sequence[View]) -> None:
-    """Compare all rows of a model and of its views with their digests, block by block: cuts go on meanwhile."""
-    sources: list[Source] = [model, *views]
-    found = [each for source in sources for each in await model.on_thread(source.checkpoint_tables)]
-    total = sum(each.table.slots for each in found)
+    """Compare the rows of a model and its views with their digests, block by block, so that cuts continue."""
+    sources: list[Source] = [model.tables, *views]
+    tables = [each for source in sources for each in await model.on_thread(source.checkpoint_tables)]
+    total = sum(each.table.slots for each in tables)
     progress = Progress(f"model {model.name!r}: comparing rows in memory", total)
-    for each in found:
+    for each in tables:
         table, owner = each.table, each.key.owner
         size = max(1, _BYTES_AT_ONCE // table.spec.row_bytes)
         for first in range(0, table.slots, size):
@@ -166,14 +166,14 @@ async def _check_memory(checked: Checked, model: Model, views: Sequence[View]) -
                 checked.rows += await model.on_thread(_compare, table, first, last)
             except DamagedRows as error:
                 whose = f"consumer {owner!r}, " if owner else ""
-                checked.problems.append(f"{whose}{error}: the model is reloaded from its checkpoint and the log")
-                return  # What else is damaged goes with it.
+                checked.problems.append(f"{whose}{error}: the service reloads the model")
+                return  # The reload repairs any other damage, too.
             progress.add(last - first)
 
 
 def _compare(table: StampedTable, first: int, last: int) -> int:
-    """Compare some rows that ever changed with their digests; how many there are."""
-    ids = table.ids_of(table.changed_in(first, last, 0))
+    """Compare the rows of a range that ever changed with their digests; return their number."""
+    ids = table.ids_of(table.index.changed_in(first, last, 0))
     live = ids[~table.deleted(ids)]
     table.check(live, table.rows_of(live))
     return len(ids)
@@ -187,14 +187,14 @@ def _check_stored(checked: Checked, log: LogStore, store: CheckpointStore, consu
 
 
 def _check_checkpoints(checked: Checked, store: CheckpointStore) -> int:
-    """Read all checkpoints of a model; the version of the newest one that can be loaded, 0 if there is none."""
+    """Read all checkpoints of a model; return the version of the newest that can be loaded, 0 if none can."""
     checked.problems += store.verify()
-    found = store.manifests().manifests
-    sound = [manifest.version for manifest in found if store.is_sound(manifest)]
-    checked.checkpoints, newest = len(found), max(sound, default=0)
-    if found and found[0].version > newest:
-        text = f"the newest checkpoint of model {checked.model!r}, of version {found[0].version}, cannot be loaded"
-        follows = f"that of version {newest} is used, and more of the log" if newest else "nor can an older one"
+    manifests = store.manifests().manifests
+    sound = [manifest.version for manifest in manifests if store.is_sound(manifest)]
+    checked.checkpoints, newest = len(manifests), max(sound, default=0)
+    if manifests and manifests[0].version > newest:
+        text = f"the checkpoint of version {manifests[0].version} of model {checked.model!r} cannot be loaded"
+        follows = f"that of version {newest} and more of the log are used" if newest else "nor can an older one"
         checked.problems.append(f"{text}: {follows}")
     return newest
 
@@ -203,10 +203,10 @@ def _check_checkpoints(checked: Checked, store: CheckpointStore) -> int:
 
 
 def _check_log(checked: Checked, log: LogStore, consumers: Sequence[str], saved: int) -> None:
-    """Read all records that a log has of a model and of its consumers' views.
+    """Read all records of a model and of its consumers' views.
 
     Args:
-        checked: is told what is found.
+        checked: receives the result.
         log: the log.
         consumers: names of the model's consumers.
         saved: version of the newest checkpoint that can be loaded.
@@ -215,14 +215,14 @@ def _check_log(checked: Checked, log: LogStore, consumers: Sequence[str], saved:
     with checked.noting():
         record = recorded_models(log).get(name)
         if record is None:
-            checked.problems.append(f"the log does not have model {name!r}: its trainer has to send every row")
+            checked.problems.append(f"the log has no record of model {name!r}: its trainer has to send every row")
             return
         store = ModelStore(log, name)
-        seals, problem = store.seals()  # Before the layouts: those of all these seals are there then.
+        seals, problem = store.seals()  # Before the layouts, so that the layout of each seal is there.
         store.recover(record)
         if store.dropped > saved:
             text = f"the log of model {name!r} begins after version {store.dropped}, which no checkpoint has"
-            checked.problems.append(f"{text}: once it is loaded again, its trainer has to send every row since")
+            checked.problems.append(f"{text}: after the next load, its trainer has to send every row since")
         checked.records += len(seals)
         if problem:
             newest = max(saved, seals[-1].version if seals else 0)
@@ -236,19 +236,19 @@ def _check_log(checked: Checked, log: LogStore, consumers: Sequence[str], saved:
             except (LogUnavailable, VolumeFailed):
                 raise
             except StorageFailed as error:
-                if seal.version > int(log.items(f"cut/{name}").get("") or 0):  # Else the log was cut meanwhile.
+                if seal.version > int(log.items(f"cut/{name}").get("") or 0):  # Else a checkpoint dropped it.
                     checked.problems.append(_of_cut(error, seal.version, saved))
             progress.add(seal.rows)
     for each in consumers:
         for kind in _OF_VIEWS:
-            _read_stream(checked, log, f"{kind}/{each}", f"replicas of consumer {each!r} are sent every row then")
+            _read_stream(checked, log, f"{kind}/{each}", f"replicas of consumer {each!r} get every row")
 
 
 def _of_cut(error: Exception, version: int, saved: int) -> str:
-    """What is wrong with the rows that the log has of a version, and what follows."""
+    """A damaged version in the log, and the consequence."""
     if version <= saved:
-        return _with(str(error), f"the checkpoint of version {saved} has these rows")
-    return _with(str(error), f"unless a running service writes a checkpoint, {_LATER} {version} {_FROM_TRAINER}")
+        return _with(str(error), f"no loss: the checkpoint of version {saved} contains these rows")
+    return _with(str(error), f"without another checkpoint, {_LATER} {version} {_FROM_TRAINER}")
 
 
 def _with(problem: str, follows: str) -> str:
@@ -275,22 +275,22 @@ def _check_others(other: Checked, log: LogStore, models: Collection[str], consum
     with other.noting():
         for stream in log.streams():
             if stream not in owned:
-                _read_stream(other, log, stream, "nothing needs it")
+                _read_stream(other, log, stream, "no consequence: nothing uses it")
 
 
 # Files.
 
 
 def unknown_files(data_dir: Path) -> list[str]:
-    """Files and folders in a data directory that no service has made; of folders only the outermost."""
+    """Files and folders in a data directory that no service created; of nested folders only the outermost."""
     checkpoints = data_dir / CHECKPOINTS
     folders = [(data_dir, _TOP), (data_dir / "log", _LOG)]
-    found = [path for folder, known in folders for path in _entries(folder) if path.name not in known]
+    paths = [path for folder, names in folders for path in _entries(folder) if path.name not in names]
     for model in _entries(checkpoints):
-        found += [] if model.is_dir() else [model]
-        found += [path for path in _entries(model) if path.name not in (MANIFESTS, DATA)]
-        found += [path for kind in (MANIFESTS, DATA) for path in _entries(model / kind) if not id_of(path.name)]
-    return sorted(str(path) for path in found if path.name != "lost+found")
+        paths += [] if model.is_dir() else [model]
+        paths += [path for path in _entries(model) if path.name not in (MANIFESTS, DATA)]
+        paths += [path for kind in (MANIFESTS, DATA) for path in _entries(model / kind) if not id_of(path.name)]
+    return sorted(str(path) for path in paths if path.name != "lost+found")
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The models that this process owns, on logs that other processes can go on with."""
+"""Takes over and gives up models on logs that the processes of a cluster share."""
 
 import asyncio
 import contextlib
@@ -20,24 +20,24 @@ from deltasync.service.checkpoints import Checkpoints
 from deltasync.service.models import Models
 from deltasync.service.recovery import Recoveries, Reloading, models_to_recover
 
-_NO_FOLDER = Path("/nonexistent")  # A shared log may be new, whatever checkpoints this process has.
+_NO_FOLDER = Path("/nonexistent")  # A shared log may be new even if this process has checkpoints.
 
 
 class SharedLogs(Logs, Protocol):
-    """Logs of which one process at a time has each. All of it blocks."""
+    """Shared logs, each owned by one process at a time. All calls block."""
 
     def open(self, model: str, owner: Owner) -> LogStore:
-        """Have a model's log: from here on, who had it before can write nothing.
+        """Open a model's log for this process, and fence off its earlier owner.
 
         Raises:
             StorageFailed: it cannot be reached, or read.
         """
 
     def close_log(self, model: str, *, written: bool) -> None:
-        """Have a log no more; what is submitted is `written` before, or refused."""
+        """Close a log; write the pending records first if `written`, otherwise refuse them."""
 
     def lost(self, model: str) -> StorageFailed | None:
-        """Why a log that is open is this process's no more, or not what it was; None while it is."""
+        """The reason if this process has lost an open log, or another one wrote to it; otherwise None."""
 
     def delete(self, model: str) -> None:
         """Remove the log of a model.
@@ -50,12 +50,12 @@ class SharedLogs(Logs, Protocol):
         """The models that have a log.
 
         Raises:
-            StorageFailed: it cannot be asked.
+            StorageFailed: brokers do not answer.
         """
 
 
 class Hosting:
-    """Takes models that this process becomes the owner of, and gives them up: a `Host`. In the event loop."""
+    """A `Host`: takes over models for this process, and gives them up. In the event loop."""
 
     def __init__(
         self,
@@ -78,12 +78,11 @@ class Hosting:
         self._owned = set[str]()
 
     async def take(self, model: str, owner: Owner) -> None:
-        """Take a model with its consumers: load its newest checkpoint and apply the log that follows it. Where the
-        log has lost something, the model comes back as of the newest version that is complete. If taking it fails,
-        it is given up.
+        """Take over a model with its consumers: load its newest checkpoint and apply the rest of the log. If the
+        log is incomplete, the model gets the newest complete version. After an error the model is given up.
 
         Raises:
-            StorageFailed: its log, or its checkpoints, cannot be reached or read.
+            StorageFailed: its log or its checkpoints cannot be reached or read.
         """
         self._owned.add(model)
         log = self._open[model] = await asyncio.to_thread(self._logs.open, model, owner)
@@ -96,12 +95,12 @@ class Hosting:
             await self._models.owners.reserve_consumer(consumer.name, model)
 
     async def give_up(self, model: str, reason: str) -> None:
-        """Have a model no more: its streams end, and nothing of it is written any more but what it takes still."""
+        """Give up a model: end its streams, and write pending records if its log still accepts them."""
         if model not in self._owned:
             return
-        self._registry.end_streams(model)  # At once: what they say of the newest version is true no more.
+        self._registry.end_streams(model)  # Now, because they report a newest version that may be outdated.
         written = self._models.owners.confirmed and await asyncio.to_thread(self._logs.lost, model) is None
-        if not written:  # First: who waits for it to be written would wait for long.
+        if not written:  # First, so that no task waits for writes that cannot succeed.
             await asyncio.to_thread(self._logs.close_log, model, written=False)
         await self._let_go(model, partial(self._gone, model, reason), written=written)
         if written:
@@ -116,15 +115,15 @@ class Hosting:
         self._owned.discard(model)
 
     async def save(self, model: str) -> None:
-        """Write a checkpoint, so that the next owner has little of the log to read.
+        """Write a checkpoint, which leaves the next owner only little of the log to read.
 
         Raises:
             DeltasyncError: it could not be written or copied.
         """
         await self._checkpoints.make(model)
 
-    async def known(self) -> Collection[str]:
-        """The models that have a log, whoever owns them.
+    async def models_with_log(self) -> Collection[str]:
+        """The models that have a log, here or in another process.
 
         Raises:
             StorageFailed: brokers do not answer.
@@ -132,39 +131,37 @@ class Hosting:
         return await asyncio.to_thread(self._logs.known_models)
 
     async def look_after(self) -> None:
-        """Give up models whose logs are lost, and remove files of models that others have."""
+        """Give up models whose logs are lost, and remove files of models that other processes own."""
         await asyncio.to_thread(self._remove_checkpoints)
         for model in sorted(self._owned):
             error = await asyncio.to_thread(self._logs.lost, model)
             if error and model in self._owned:
-                self._events.emit(EventKind.FAILED, "its log is lost", error, model=model)
+                self._events.emit(EventKind.FAILED, "this process has lost its log", error, model=model)
                 await self._models.owners.lost(model, str(error))
 
     def _remove_checkpoints(self) -> None:
-        """Remove the checkpoints in the data directory of models that this process does not own: their owners have
-        written others at the URL.
-        """
+        """Remove local checkpoints of models of other processes, which wrote newer ones to the URL."""
         here = self._models.storage.place
-        with contextlib.suppress(PlaceFailed):  # What cannot be removed now is a second later.
+        with contextlib.suppress(PlaceFailed):  # The next call tries again.
             for each in here.names(""):
                 if each.name not in self._owned:
                     CheckpointStore(each.name, here).remove_all()
 
     def _recorded(self, log: LogStore) -> dict[str, Mapping[str, Any]]:
-        """Read the log's record of its model, once it is known that this version can read it. Blocks."""
+        """Check the log's format, and read the record of its model. Blocks."""
         check_log(log, _NO_FOLDER)
         return models_to_recover(log, self._models.storage.checkpoints_of)
 
     async def _let_go(self, name: str, refusal: Callable[[], NotOwner], *, written: bool) -> None:
-        """End everything that this process does for a model.
+        """Stop all work of this process on a model.
 
         Args:
             name: the model.
             refusal: makes the error for its ranks and replicas.
-            written: whether to write down what is under way: the log takes it still.
+            written: whether to write pending records, which the log still accepts.
         """
         await self._reloading.give_up(name)
-        # Before the lock: a first cut that has just been sealed waits for it, to add its model.
+        # Before the lock, for which a first cut that was just sealed waits in order to add its model.
         if opened := self._models.opened.get(name):
             await opened.retire(refusal)
         async with self._models.changing:
@@ -182,29 +179,29 @@ class Hosting:
             return error
         except DeltasyncError as error:
             reason = str(error)
-        return NotOwner(f"model {model!r} is not here any more: {reason}; reconnect")
+        return NotOwner(f"model {model!r} has left this process: {reason}; reconnect")
 
 
 async def drain_process(models: Models, name: str) -> list[str]:
-    """Have this process give all its models to others, and take none any more: their names.
+    """Give all models of this process to others and take no new ones; return their names.
 
     Args:
-        models: those of this process.
-        name: that of the process; empty is this one.
+        models: the models of this process.
+        name: name of the process to drain; empty = this one.
 
     Raises:
-        NotOwner: it is another one, which is to be asked.
-        NotFound: there is none of that name.
-        Contradiction: there is no other that could have them.
+        NotOwner: it names another process; send the request there.
+        NotFound: no process has that name.
+        Contradiction: no other process could take the models.
     """
     owners = models.owners
     others = {each.name: each for each in owners.processes() if each.name != owners.me.name}
     if name and name != owners.me.name:
         if name not in others:
             raise NotFound(f"no process {name!r}", detail=f"; processes: {listed([*others, owners.me.name])}")
-        raise NotOwner(f"process {name!r} is to be asked itself", owner=others[name].owner())
+        raise NotOwner(f"this is not process {name!r}: send the request there", owner=others[name].owner())
     if all(each.draining for each in others.values()):
-        raise Contradiction("there is no other process that could have the models: start one, or stop this one")
+        raise Contradiction("no other process can take the models: start one, or stop this one")
     names = sorted(models)
     await owners.drain()
     return names

@@ -1,4 +1,4 @@
-"""The models of a process: where they are kept, which there are, and the ranks that publish them."""
+"""The models of a process, their storage, and the ranks that publish them."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
@@ -6,7 +6,13 @@ from functools import partial
 from typing import Any
 
 from deltasync.access.limits import Limits
-from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, ServiceUnavailable
+from deltasync.base.errors import (
+    Contradiction,
+    DeltasyncError,
+    NotFound,
+    ServiceUnavailable,
+    StorageFailed,
+)
 from deltasync.base.events import EventKind, Events
 from deltasync.base.waiting import Signal
 from deltasync.base.words import listed
@@ -15,6 +21,7 @@ from deltasync.checkpoints.store import CheckpointStore
 from deltasync.cluster.owners import Owners
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.delivery import spec_of_record
+from deltasync.core.stamped_table import table_bytes
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableSpec
 from deltasync.cuts.coordinator import CutCoordinator
@@ -32,11 +39,11 @@ from deltasync.views.registry import ViewRegistry
 
 
 class Storage:
-    """Where a service keeps its models: logs, checkpoints, and the memory of tables.
+    """Storage of models: logs, checkpoints and memory for tables.
 
     Attributes:
-        logs: what outlives the process.
-        shared: whether other processes can go on with these logs.
+        logs: the durable logs.
+        shared: whether other processes share these logs.
         place: the checkpoints in the data directory.
     """
 
@@ -48,30 +55,30 @@ class Storage:
         self._release_memory_bytes = options.release_memory_bytes
 
     def checkpoints_of(self, model: str) -> CheckpointStore:
-        """Where the checkpoints of a model are."""
+        """The checkpoints of a model."""
         return CheckpointStore(model, self.place, self._remote)
 
     def model(self, name: str) -> Model:
-        """A model of which nothing is read yet."""
+        """Create a model without reading its log."""
         checkpoints = self.checkpoints_of(name)
         return Model(name, self.logs.of(name), checkpoints, self._memory, self._release_memory_bytes)
 
 
 class Models(Mapping[str, Model]):
-    """The models that this process can answer for, by name: published, and recovered. Used in the event loop.
+    """The published and recovered models that this process serves, by name. Used in the event loop.
 
-    A model is added and ended here and nowhere else.
+    Models are added and ended only here.
 
     Attributes:
-        storage: where they are kept.
-        owners: which process has which model; another one once this process joins others.
-        coordinators: of the ranks that publish them, by name. A model that is fed by something else has none.
-        opened: of the ranks of models of which nothing is published yet, by name.
-        recovering: the records of models that are coming back, by name.
-        recovery_failures: why the last try to recover some of these has failed, by name.
-        reloading: why models are reloaded, and what keeps them from coming back, by name.
-        added: wakes who waits for a model.
-        changing: locked while models, or consumers with their views, are made and removed.
+        storage: their storage.
+        owners: which process owns which model; replaced when this process joins a cluster.
+        coordinators: coordinators of the ranks that publish them, by name. A model with another feed has none.
+        opened: coordinators of the ranks of models without a published version, by name.
+        recovering: the records of models that are being recovered, by name.
+        recovery_failures: why the last attempt to recover a model failed, by name.
+        reloading: why models are being reloaded, and why that fails, by name.
+        added: wakes tasks that wait for a model.
+        changing: locked while models, or consumers with their views, are created and removed.
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class Models(Mapping[str, Model]):
         self.recovery_failures, self.reloading = dict[str, str](), dict[str, str]()
         self.added, self.changing = Signal(), asyncio.Lock()
         self._models = dict[str, Model]()
-        self._ending = set[Model]()  # Their tables still take memory.
+        self._ending = set[Model]()  # Models whose tables still take memory.
         limits.count("models", self._number)
         limits.count("bytes_in_all", self._table_bytes)
 
@@ -109,8 +116,8 @@ class Models(Mapping[str, Model]):
         """The model of that name.
 
         Raises:
-            NotFound: there is none; the message names those that exist.
-            NotOwner: another process has it.
+            NotFound: no model has that name; the message lists the others.
+            NotOwner: another process owns it.
             ServiceUnavailable: it is still recovering.
         """
         self.check_recovered(name)
@@ -123,7 +130,7 @@ class Models(Mapping[str, Model]):
         raise NotFound(f"no model {name!r}", detail=f"; models: {listed(names) or 'none yet'}")
 
     def specs(self, name: str) -> list[TableSpec] | None:
-        """The tables of a model, also of one that is recovering; None if there is no such model."""
+        """The tables of a model, even while it is recovering; None if there is no such model."""
         if name in self._models:
             return [table.spec for table in self._models[name].tables]
         if name not in self.recovering:
@@ -132,30 +139,30 @@ class Models(Mapping[str, Model]):
             return [spec_of_record(each) for each in self.recovering[name]["tables"]]
 
     def publishers(self) -> list[CutCoordinator]:
-        """The coordinators of all models that ranks publish, also of those of which nothing is published yet."""
+        """The coordinators of all models that ranks publish, with or without a published version."""
         return [*self.coordinators.values(), *self.opened.values()]
 
     @property
     def troubles(self) -> list[str]:
-        """What keeps cuts of single models from being sealed or applied, in words."""
+        """Why cuts of models cannot be sealed or applied, in words."""
         return [f"model {name!r}: {each.failure}" for name, each in sorted(self.items()) if each.failure]
 
     # Whether a model can be used.
 
     def check_confirmed(self) -> None:
-        """Check that this process may answer for its models.
+        """Check that this process may serve its models.
 
         Raises:
-            ServiceUnavailable: the other processes have not heard of it within the lease.
+            ServiceUnavailable: brokers have not confirmed its lease in time.
         """
         if not self.owners.confirmed:
-            raise ServiceUnavailable("this process is not among the others now; try again")
+            raise ServiceUnavailable("this process has lost its lease in the cluster for now; try again")
 
     def check_recovered(self, name: str) -> None:
         """Check that a model, if there is one, can be used.
 
         Raises:
-            ServiceUnavailable: it is still recovering, or is reloaded.
+            ServiceUnavailable: it is being recovered or reloaded.
         """
         self.check_reloaded(name)
         if name in self.recovering:
@@ -166,7 +173,7 @@ class Models(Mapping[str, Model]):
         """Check that a model is not being reloaded.
 
         Raises:
-            ServiceUnavailable: it is; the error has the reason.
+            ServiceUnavailable: it is being reloaded; the error has the reason.
         """
         if reason := self.reload_reason(name):
             text = f"model {name!r} is being reloaded from its checkpoint and the log; try again"
@@ -176,16 +183,16 @@ class Models(Mapping[str, Model]):
         """Why a model is being reloaded, or is about to be; empty if it is not."""
         if reason := self.reloading.get(name):
             return "; ".join(filter(None, (reason, self.recovery_failures.get(name))))
-        return self._models[name].failed if name in self._models else ""
+        return self._models[name].tables.failed if name in self._models else ""
 
     def waits_for(self, name: str) -> str:
-        """What keeps a recovering model from coming back, and what to do; empty if nothing does."""
+        """Why a model cannot be recovered, and what to do; empty if it can."""
         return "; ".join(filter(None, (self.recovery_failures.get(name), self._volumes.trouble)))
 
     # Adding and ending them.
 
     async def make_views(self, model: Model) -> None:
-        """Make the views that the consumers of a model need and do not have.
+        """Create the missing views of a model's consumers.
 
         Raises:
             StorageFailed: a view's records could not be written.
@@ -194,17 +201,17 @@ class Models(Mapping[str, Model]):
             await self._views.follow(consumer, model)
 
     async def add(self, model: Model, coordinator: CutCoordinator | None = None) -> None:
-        """Add a published model, with the views of its consumers, and wake who waits for it. Call it while
+        """Add a published model with the views of its consumers, and wake tasks that wait for it. The caller holds
         `changing`.
 
         Args:
-            model: a model that was published or has recovered.
-            coordinator: of its ranks; None if something else feeds it.
+            model: a published or recovered model.
+            coordinator: coordinator of its ranks; None if it has another feed.
 
         Raises:
             StorageFailed: a view's records could not be written; the model is not added.
         """
-        # First: replicas of a consumer with a policy would be sent the model's tables without it.
+        # First, because replicas of a consumer with a policy would otherwise get the model's tables without it.
         await self.make_views(model)
         self._models[model.name] = model
         if coordinator:
@@ -214,8 +221,8 @@ class Models(Mapping[str, Model]):
         self.added.wake()
 
     async def end(self, model: Model, refusal: Callable[[], DeltasyncError] | None = None) -> None:
-        """End a model in this process, with its views: nothing of it is written or sent any more, and its memory
-        is free. Its log and its checkpoints stay.
+        """End a model and its views in this process: stop writing and sending, and free its memory. Its log and
+        its checkpoints stay.
 
         Args:
             model: a published model, or one that ranks have opened.
@@ -229,18 +236,22 @@ class Models(Mapping[str, Model]):
                 del group[model.name]
         self._ending.add(model)
         try:
-            if coordinator:
-                await coordinator.retire(refusal)
-            await self.drop(model)
+            try:
+                if coordinator:
+                    await coordinator.retire(refusal)
+            finally:
+                await self.drop(model)
             await asyncio.to_thread(model.store.retire)
         finally:
             self._ending.discard(model)
-        model.drop_tables()  # Streams may hold on to the model for a while.
+            model.tables.drop()  # Streams may keep a reference to the model for a while.
 
     async def drop(self, model: Model) -> None:
-        """Stop a model that is not among these, or not any more, and its views."""
-        await self._views.give_up(model)
-        await model.stop()
+        """Stop a model that is not (or no longer) among these, and its views."""
+        try:
+            await self._views.give_up(model)
+        finally:
+            await model.stop()
 
     # What the limits count.
 
@@ -248,17 +259,25 @@ class Models(Mapping[str, Model]):
         return len(self._models) + len(self.recovering) + len(self.opened)
 
     def _table_bytes(self) -> int:
-        """Bytes of all tables, of which some may be about to be made."""
-        found = {each: each.table_bytes for each in (*self._models.values(), *self._ending)}
-        found |= {each.model: each.announced.table_bytes for each in self.publishers()}
-        return sum(found.values())
+        """Bytes of all tables, including those that a first cut will create."""
+        sizes = {each: each.tables.nbytes for each in (*self._models.values(), *self._ending)}
+        sizes |= {each.model: each.announced.table_bytes for each in self.publishers()}
+        recovering = self.recovering.keys() - {each.name for each in sizes}
+        return sum(sizes.values()) + sum(map(self._recovering_bytes, recovering))
+
+    def _recovering_bytes(self, name: str) -> int:
+        """Bytes of the tables of a model that is being recovered."""
+        try:
+            return sum(map(table_bytes, self.specs(name) or ()))
+        except StorageFailed:  # The record is damaged, which the recovery reports.
+            return 0
 
 
 class Publishing:
     """Lets ranks publish models. Used in the event loop.
 
-    A model that ranks open is in memory while one of their streams is open. Its first sealed cut adds it to the
-    models; one that nobody publishes leaves nothing behind.
+    A model that ranks open exists in memory while one of their streams is open. Its first sealed cut adds it to
+    the models. Without a sealed cut, it leaves nothing behind.
     """
 
     def __init__(
@@ -267,36 +286,35 @@ class Publishing:
         registry: ConsumerRegistry,
         limits: Limits,
         events: Events,
-        tasks: asyncio.TaskGroup,
         norm_limit: NormLimit | None,
     ) -> None:
         self._models = models
         self._registry = registry
         self._limits = limits
         self._events = events
-        self._tasks, self._norm_limit = tasks, norm_limit
+        self._norm_limit = norm_limit
         self._removals = dict[str, asyncio.Task[None]]()
 
     def coordinator(self, model: Model) -> CutCoordinator:
-        """What takes the cuts of a model's ranks."""
+        """Create the coordinator of a model's ranks."""
         deletes = PendingDeletes(model.log, model.name, self._events)
         guard = NormGuard(self._norm_limit)
-        sealer = CutSealer(model, deletes, self._tasks, self._events, guard, self._registry)
-        return CutCoordinator(sealer, self._tasks, self._limits)
+        sealer = CutSealer(model, deletes, self._events, guard, self._registry)
+        return CutCoordinator(sealer, self._limits)
 
     async def open(self, name: str) -> CutCoordinator:
-        """What takes the cuts of a model's ranks, for one stream more; `leave` ends it. The name is checked.
+        """Get the coordinator of a model's ranks for another stream; `leave` ends it. The name is already checked.
 
         Raises:
-            NotOwner: another process has the model, or is to have it.
+            NotOwner: another process owns the model, or will own it.
             ServiceUnavailable: it is still recovering.
             Contradiction: no ranks publish this model.
             LimitReached: there would be too many models.
-            StorageFailed: another of that name was deleted, and what is left of it cannot be removed.
+            StorageFailed: a deleted model of that name could not be removed completely.
         """
         models = self._models
         while True:
-            # Not with the lock, for which a removal waits; and before the claim, which it takes back.
+            # Without the lock, for which a removal waits; before the claim, which it gives back.
             while removal := self._removals.get(name):
                 await asyncio.wait([removal])
             await models.owners.claim(name)
@@ -306,18 +324,17 @@ class Publishing:
                     continue
                 if name not in models:
                     return await self._open(name)
-                # Each time: where that failed before, replicas would be sent the model's tables without their
-                # policy.
+                # On every open: if that failed before, replicas would get the model's tables without their policy.
                 await models.make_views(models[name])
             return ranks_of(models, name)
 
     def leave(self, coordinator: CutCoordinator) -> None:
-        """Note that one of the streams of a model has ended."""
+        """Record that a stream of a model has ended."""
         coordinator.streams -= 1
         self._forget_if_left(coordinator)
 
     async def look_after(self) -> None:
-        """Add models that were sealed and could not be added; forget those that were left during a seal."""
+        """Add sealed models that could not be added before; drop models that ranks left during a seal."""
         for coordinator in list(self._models.opened.values()):
             if coordinator.model.seals.newest:
                 await self._publish(coordinator)
@@ -325,17 +342,17 @@ class Publishing:
                 self._forget_if_left(coordinator)
 
     async def drain(self) -> None:
-        """Finish what is being sealed; nothing is left of models that were only opened."""
+        """Finish cuts that are being sealed, and remove models without a sealed cut."""
         for coordinator in list(self._models.opened.values()):
             await coordinator.drain()
             coordinator.streams = 0
             self._forget_if_left(coordinator)
         await self.removed()
-        for coordinator in self._models.opened.values():  # Sealed, but not added: the next start has them.
+        for coordinator in list(self._models.opened.values()):  # Sealed, not added: the next start has them.
             await coordinator.model.stop()
 
     async def removed(self) -> None:
-        """Wait until nothing is left of models that were given up."""
+        """Wait until abandoned models are removed."""
         await asyncio.gather(*self._removals.values())
 
     async def _open(self, name: str) -> CutCoordinator:
@@ -350,7 +367,7 @@ class Publishing:
         return models.opened[name]
 
     async def _publish(self, coordinator: CutCoordinator) -> None:
-        """Add a model of which the first version is sealed, unless that was done."""
+        """Add a model once its first version is sealed. Idempotent."""
         models, model = self._models, coordinator.model
         if models.opened.get(model.name) is not coordinator:
             return
@@ -358,33 +375,35 @@ class Publishing:
             async with models.changing:
                 if models.opened.get(model.name) is coordinator:
                     await models.add(model, coordinator)
-        except Exception as error:  # noqa: BLE001  # the cut is sealed, whatever becomes of its consumers
-            text = "its consumers cannot be given it yet, which is tried again"
+        except Exception as error:  # noqa: BLE001  # the cut is sealed even if its consumers fail
+            text = "its consumers cannot follow it yet; this is tried again"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
 
     def _forget_if_left(self, coordinator: CutCoordinator) -> None:
         name, opened = coordinator.model.name, self._models.opened
         if opened.get(name) is not coordinator or coordinator.streams:
             return
-        coordinator.abandon("all ranks of its run have gone")
+        coordinator.abandon("all ranks of its run have left")
         if coordinator.open_cut is not None or coordinator.model.seals.newest:
             return
         del opened[name]
         if coordinator.model.store.written:
-            self._removals[name] = self._tasks.create_task(self._remove(coordinator))
+            self._removals[name] = asyncio.create_task(self._remove(coordinator))
 
     async def _remove(self, coordinator: CutCoordinator) -> None:
-        """Remove what a cut that was given up has left; what cannot be removed now is at the next start."""
+        """Remove what an abandoned cut has written.
+
+        A shared log stays this process's, although it is empty: to delete it while a consumer is created for the
+        model, or while another process takes the model over, would delete what these write.
+        """
         model = coordinator.model
         try:
             await coordinator.retire()
             await self._models.end(model)
-            # Its checkpoints, if there are any, are of one that this log has lost: they may be all that is left.
+            # Keep its checkpoints: they may be all that is left of a model that this log lost.
             await asyncio.to_thread(remove_records, model.log, model.name)
-            if not self._registry.of_model(model.name):
-                await self._models.owners.forget(model.name)
-        except Exception as error:  # noqa: BLE001  # one model's trouble is its own
-            text = "what is left of a cut that was given up is removed at the next start"
+        except Exception as error:  # noqa: BLE001  # an error of one model must not affect others
+            text = "an abandoned cut could not be removed; the next start removes it"
             self._events.emit(EventKind.FAILED, text, error, model=model.name)
         finally:
             del self._removals[model.name]
@@ -397,5 +416,5 @@ def ranks_of(models: Models, name: str) -> CutCoordinator:
         Contradiction: no ranks publish this model.
     """
     if name not in models.coordinators:
-        raise Contradiction(f"model {name!r} is not published by ranks: ask for this where it is published")
+        raise Contradiction(f"model {name!r} is not published by ranks here: ask the service where it is")
     return models.coordinators[name]

@@ -1,4 +1,4 @@
-"""What operators do: delete rows, tables and models, pause and resume consumers, verify replicas."""
+"""Operators' actions: delete rows, tables and models, pause and resume consumers, verify replicas."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -9,24 +9,25 @@ from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable
 from deltasync.base.events import EventKind, Events
 from deltasync.base.progress import Progress
 from deltasync.base.waiting import first_of
-from deltasync.base.words import listed
+from deltasync.base.words import counted, listed
 from deltasync.consumers.consumer import Consumer, Replica, Verified
 from deltasync.consumers.pause import ITSELF, Pause
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.rows import DeleteRequest
+from deltasync.core.tables import TableSpec
 from deltasync.core.verified import VerifiedStatus
 from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.model.model_store import note_removal, remove_model
 from deltasync.service.models import Models, ranks_of
 from deltasync.views.registry import ViewRegistry
 
-# A cut that is being applied is waited for no longer.
+# The longest wait for a cut that is being applied.
 _LONGEST_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class PendingDelete:
-    """A request to delete rows of a model, and what it waits for."""
+    """A request to delete rows of a model, and why it is pending."""
 
     model: str
     request: DeleteRequest
@@ -34,10 +35,10 @@ class PendingDelete:
 
 
 class Removals:
-    """Removes rows, tables, models and replicas, on behalf of `by`. Used in the event loop.
+    """Removes rows, tables, models and replicas; `by` names the caller. Used in the event loop.
 
-    What a method has removed is durable once it returns. What is half done when the service ends is finished at
-    the next start.
+    A removal is durable when its method returns. The next start finishes a removal that the end of the service
+    interrupted.
     """
 
     def __init__(self, models: Models, registry: ConsumerRegistry, events: Events) -> None:
@@ -50,17 +51,23 @@ class Removals:
 
         Raises:
             NotFound: no such model, or no such table in it.
-            InvalidInput: no ids or too many, an id outside of the table, or a table that is none of embeddings.
+            InvalidInput: no ids or too many, an id outside the table, or not an embedding table.
             Contradiction: too many deletes of the model are pending, or no ranks publish it.
             ServiceUnavailable: the model is still recovering.
         """
-        tables = [each.spec for each in self._models.model(model).tables]
+        self._models.model(model)  # First: an unknown model is another error than one that no ranks publish.
         coordinator = ranks_of(self._models, model)
+
+        def tables() -> list[TableSpec]:
+            if self._models.coordinators.get(model) is not coordinator:
+                raise ServiceUnavailable(f"model {model!r} was deleted or loaded again meanwhile; try again")
+            return [each.spec for each in self._models.model(model).tables]
+
         request = await coordinator.deletes.ask(table, ids, tables, by)
         return PendingDelete(model, request, coordinator.waits_for(request))
 
     def pending_deletes(self) -> list[PendingDelete]:
-        """The deletes of rows that trainers have not met yet, by model and number."""
+        """The deletes of rows that trainers have not carried out yet, by model and number."""
         return [
             PendingDelete(name, request, coordinator.waits_for(request))
             for name, coordinator in sorted(self._models.coordinators.items())
@@ -68,29 +75,29 @@ class Removals:
         ]
 
     async def forget_replica(self, consumer: str, replica: str, by: str) -> None:
-        """Forget a replica that is away: no lag counts it. If it comes back, it goes on from what it holds.
+        """Forget a replica that is away, so that no lag counts it. If it returns, it continues from its rows.
 
         Raises:
             NotFound: there is no such consumer, or no such replica of it.
             Contradiction: it is connected.
         """
         await self._registry.forget(consumer, replica)
-        text = "an operator has said that it does not come back"
+        text = "an operator removed it"
         self._events.emit(EventKind.REPLICA_FORGOTTEN, text, consumer=consumer, replica=replica, by=by)
 
     async def delete_model(self, name: str, by: str) -> None:
-        """Delete a model, with its tables, its log and all that is asked of it.
+        """Delete a model with its tables, its log and its pending requests.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no model has that name.
             ServiceUnavailable: it is still recovering.
             Contradiction: a rank is connected, or a consumer follows it.
         """
-        # In a task of its own: whoever asks may leave, and must not stop it half way.
+        # In a separate task, which continues if the caller disconnects.
         await asyncio.shield(asyncio.create_task(self._delete_model(name, by)))
 
     async def delete_table(self, model: str, table: str, by: str) -> None:
-        """Delete a table, with its rows and what is asked of it; replicas and views go on without it.
+        """Delete a table with its rows and its pending requests; replicas and views continue without it.
 
         Raises:
             NotFound: there is no such model, or no such table in it.
@@ -106,7 +113,7 @@ class Removals:
             if coordinator and (ranks := coordinator.connected):
                 raise Contradiction(f"model {name!r} is published by {_ranks(ranks)}: stop the trainer first")
             if consumers := [each.name for each in self._registry.of_model(name)]:
-                raise Contradiction(f"consumers follow model {name!r}: {listed(consumers)}: delete them first")
+                raise Contradiction(f"model {name!r} has consumers ({listed(consumers)}): delete them first")
             await asyncio.wrap_future(note_removal(model.log, name))
             self._events.emit(EventKind.MODEL_DELETED, model=name, by=by)
             await models.end(model)
@@ -121,27 +128,27 @@ class Removals:
                 names = listed(each.name for each in specs) or "none"
                 raise NotFound(f"model {name!r} has no table {table!r}", detail=f"; its tables: {names}")
             if maps := [each.name for each in specs if each.of == table]:
-                raise Contradiction(f"{', '.join(maps)} belong to table {table!r}: delete them first")
+                raise Contradiction(f"table {table!r} has maps ({', '.join(maps)}): delete them first")
             async with _between_cuts(coordinator):
                 if ranks := coordinator.publishing(table):
-                    said = f"table {table!r} is published by {_ranks(ranks)} of run {coordinator.run_id}"
-                    raise Contradiction(f"{said}: stop the trainer first")
+                    by_ranks = f"{_ranks(ranks)} of run {coordinator.run_id}"
+                    raise Contradiction(f"table {table!r} is published by {by_ranks}: stop the trainer first")
                 coordinator.forget_table(table)
-                await model.remove_table(table)
+                await model.tables.remove(table)
             self._events.emit(EventKind.TABLE_DELETED, model=name, table=table, by=by)
 
 
 @asynccontextmanager
 async def _between_cuts(coordinator: CutCoordinator) -> AsyncIterator[None]:
-    """As the coordinator's, unless a cut cannot be applied, or takes long: nobody else is to wait for that."""
+    """Wait for `CutSealer.between_cuts`, with an error after a while: the caller blocks other changes."""
     async with AsyncExitStack() as stack:
         try:
             async with asyncio.timeout(_LONGEST_SECONDS):
                 await stack.enter_async_context(coordinator.sealer.between_cuts())
         except TimeoutError as error:
             model = coordinator.model
-            reason = model.failure or "one takes long; try again"
-            raise ServiceUnavailable(f"cuts of model {model.name!r} cannot be applied now: {reason}") from error
+            reason = model.failure or "one is still being applied; try again"
+            raise ServiceUnavailable(f"model {model.name!r} is busy with cuts: {reason}") from error
         yield
 
 
@@ -159,24 +166,24 @@ class Brake:
         self._events = events
 
     async def pull(self, name: str, reason: str, by: str) -> Consumer:
-        """Hold a consumer's replicas at what they have, from now on, whatever is published; over restarts.
+        """Pause a consumer: its replicas keep their current rows, also after a restart of the service.
 
         Raises:
-            NotFound: there is none of that name.
-            InvalidInput: a reason that is too long, or is not printable.
-            StorageFailed: it could not be written down, and holds until the service ends.
+            NotFound: no consumer has that name.
+            InvalidInput: the reason is too long, or is not printable.
+            StorageFailed: the pause could not be written; it lasts until the service ends.
         """
         pause, consumer = Pause.now(by, reason), self._registry.get(name)
         self._events.emit(EventKind.CONSUMER_PAUSED, reason, consumer=consumer.name, by=by)
         return await self._registry.pause(name, pause)
 
     async def release(self, name: str, by: str) -> Consumer:
-        """Let a consumer go on, with all that its replicas lack.
+        """Resume a consumer: its replicas get all rows that they lack.
 
         Raises:
-            NotFound: there is none of that name.
+            NotFound: no consumer has that name.
             ServiceUnavailable: its model is still recovering.
-            StorageFailed: it could not be written down; it is paused as before.
+            StorageFailed: the change could not be written; the consumer stays paused.
         """
         async with self._models.changing:
             consumer = self._registry.get(name)
@@ -188,35 +195,35 @@ class Brake:
             return consumer
 
     def _accept(self, model: str) -> None:
-        """Take what was in quarantine for the history of its tables, once nobody is kept from it."""
+        """Accept the norms of a quarantine once no consumer is paused for it."""
         coordinator = self._models.coordinators.get(model)
         if coordinator and self._registry.quarantine_of(model) is None:
             coordinator.sealer.guard.accept()
 
     async def _prepare(self, consumer: Consumer) -> None:
-        """Have what its replicas are fed from, as it is now: not a version that they were to be kept from."""
+        """Rebuild the feed of a consumer as of now, without the versions of the pause."""
         if model := self._models.get(consumer.model):
             await self._views.begin(consumer, model)
             model.releases.forget()
 
 
-# So often it is seen whether the replica is still there.
+# Seconds between two checks whether the replica is still connected.
 _LOOK_SECONDS = 1.0
 
 
 async def verify_replica(
     registry: ConsumerRegistry, events: Events, draining: asyncio.Event, consumer: str, replica: str, by: str
 ) -> Verified:
-    """Have a replica read all its rows again, and compare what it finds with what it was sent.
+    """Let a replica read all its rows again and compare them with the rows sent to it.
 
     Raises:
         NotFound: there is no such consumer, or no such replica of it.
-        Contradiction: it is away, or holds nothing yet.
-        ServiceUnavailable: it has gone meanwhile, or the service ends.
+        Contradiction: it is away, or has no rows yet.
+        ServiceUnavailable: it disconnected, or the service is shutting down.
     """
-    found = await _answer(registry, draining, _connected(registry, consumer, replica), consumer)
-    events.emit(EventKind.REPLICA_VERIFIED, _in_words(found), consumer=consumer, replica=replica, by=by)
-    return found
+    result = await _answer(registry, draining, _connected(registry, consumer, replica), consumer)
+    events.emit(EventKind.REPLICA_VERIFIED, _in_words(result), consumer=consumer, replica=replica, by=by)
+    return result
 
 
 def _connected(registry: ConsumerRegistry, consumer: str, name: str) -> Replica:
@@ -224,9 +231,9 @@ def _connected(registry: ConsumerRegistry, consumer: str, name: str) -> Replica:
     if replica is None:
         raise NotFound(f"consumer {consumer!r} has no replica {name!r}")
     if replica.stream is None:
-        raise Contradiction(f"replica {name!r} of consumer {consumer!r} is away: it can show nothing")
+        raise Contradiction(f"replica {name!r} of consumer {consumer!r} is away: start it first")
     if not replica.applied.number:
-        raise Contradiction(f"replica {name!r} of consumer {consumer!r} holds nothing yet")
+        raise Contradiction(f"replica {name!r} of consumer {consumer!r} has no rows yet: try again later")
     return replica
 
 
@@ -236,25 +243,25 @@ async def _answer(
     verification = replica.verification
     number, what = verification.ask(), f"replica {replica.name!r}: reading its rows again"
     progress: Progress | None = None
-    while (found := verification.answer_to(number)) is None:
+    while (result := verification.answer_to(number)) is None:
         read, rows = verification.rows
         if rows:
             progress = progress or Progress(what, rows)
             progress.at(read)
         await first_of(verification.signal.changed(), draining.wait(), seconds=_LOOK_SECONDS)
         if draining.is_set():
-            raise ServiceUnavailable("the service is shutting down; ask again")
+            raise ServiceUnavailable("the service is shutting down; try again")
         _check_there(registry.get(consumer), replica)
-    return found
+    return result
 
 
 def _check_there(consumer: Consumer, replica: Replica) -> None:
     if consumer.replicas.get(replica.name) is not replica or replica.stream is None:
-        raise ServiceUnavailable(f"replica {replica.name!r} has gone before it had read all its rows; ask again")
+        raise ServiceUnavailable(f"replica {replica.name!r} disconnected while it read its rows; try again")
 
 
-def _in_words(found: Verified) -> str:
-    others = [each for each in found.tables if each.status is not VerifiedStatus.EQUAL]
+def _in_words(result: Verified) -> str:
+    others = [each for each in result.tables if each.status is not VerifiedStatus.EQUAL]
     if not others:
-        return f"all rows of {len(found.tables)} tables were read again: they are as they were sent"
+        return f"all rows of {counted(len(result.tables), 'table')} equal those sent"
     return "; ".join(f"table {each.table}: {each.reason}" for each in others)

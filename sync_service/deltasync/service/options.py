@@ -1,4 +1,4 @@
-"""What the service keeps, and where."""
+"""Options of a service: its storage and its limits."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,22 +11,22 @@ _CHECKPOINT_BYTES = 256 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """What the service keeps, and where.
+    """Options of a service: its storage and its limits.
 
     Attributes:
-        data_dir: folder of everything the service keeps; made if missing.
-        log_max_bytes: hard cap of the log's file.
-        checkpoints: URL of a folder or of object storage that gets a copy of every checkpoint; None = none.
-        checkpoint_seconds: a checkpoint of a model that has changed is written at least this often.
-        checkpoint_bytes: a checkpoint is written once the log has this many bytes of newer rows of a model; None
+        data_dir: folder of all data of the service; created if missing.
+        log_max_bytes: maximum size of the log file.
+        checkpoints: URL of a folder or of object storage that gets a copy of every checkpoint; None = no copies.
+        checkpoint_seconds: longest time between checkpoints of a model that changes.
+        checkpoint_bytes: write a checkpoint of a model once its newer rows take this many bytes of the log; None
             = 256 MiB, or a quarter of `log_max_bytes` if that is less.
         keep_checkpoints: number of checkpoints of a model to keep.
-        keep_checkpoints_seconds: younger checkpoints are kept, too.
-        table_memory: folder for scratch files that hold the tables; None = memory.
-        release_memory_bytes: memory for the rows that replicas are being sent.
-        replica_retention_seconds: a replica away for longer no longer holds its consumer's offset.
-        norm_limit: what a row's norm may be at most; None = anything that is finite.
-        limits: what peers may take.
+        keep_checkpoints_seconds: also keep checkpoints that are younger than this.
+        table_memory: folder for scratch files that contain the tables; None = memory.
+        release_memory_bytes: memory for rows on their way to replicas.
+        replica_retention_seconds: drop a replica from its consumer's offset after it has been away this long.
+        norm_limit: limit of the growth of a row's norm; None = no limit.
+        limits: limits of clients' requests.
     """
 
     data_dir: Path
@@ -47,7 +47,7 @@ class ServiceOptions:
         if self.checkpoint_bytes is not None and not 1 <= self.checkpoint_bytes <= most:
             raise ValueError(
                 f"checkpoint_bytes: {self.checkpoint_bytes}, expected 1 to {most}, a quarter of log_max_bytes: "
-                "the log has to reach back over two checkpoints"
+                "the log must have room for the rows of two checkpoints"
             )
         if self.keep_checkpoints < 2:
             raise ValueError(
@@ -58,5 +58,5 @@ class ServiceOptions:
 
     @property
     def most_log_bytes(self) -> int:
-        """Bytes of rows newer than the last checkpoint after which another one is written."""
+        """Bytes of newer rows after which the service writes another checkpoint."""
         return self.checkpoint_bytes or min(_CHECKPOINT_BYTES, self.log_max_bytes // 4)

@@ -1,4 +1,4 @@
-"""How a model comes back: at the start, and when its rows do not fit their digests."""
+"""Recovers models at the start, and reloads models with damaged rows."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ from deltasync.views.registry import ViewRegistry
 
 
 def models_to_recover(log: LogStore, checkpoints_of: StoreOf) -> dict[str, Mapping[str, Any]]:
-    """The records of the models that a log has, by name, once what is left of others is removed. Blocks.
+    """Finish interrupted removals in a log; return the records of its models, by name. Blocks.
 
     Raises:
         StorageFailed: a record is damaged, or the log could not be written.
@@ -37,13 +37,13 @@ def models_to_recover(log: LogStore, checkpoints_of: StoreOf) -> dict[str, Mappi
     return {name: record for name, record in recorded_models(log).items() if name not in removed}
 
 
-# What may come back by itself.
+# Errors that may pass without a repair.
 _PASSING = (VolumeFailed, PlaceFailed, LogUnavailable, NoTableMemory)
 _PASSING_IF_SHARED = (VolumeFailed,)
 
 
 class Recoveries:
-    """Brings models back as of their last sealed cut. Used in the event loop."""
+    """Recovers models to their last sealed cut. Used in the event loop."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Recoveries:
         self._draining = draining
 
     async def all(self, *, patient: bool = True) -> None:
-        """Bring back all models that are recovering, at the same time; each can be used once it has recovered.
+        """Recover all models concurrently; each becomes available once it is recovered.
 
         Raises:
             StorageFailed: see `model`.
@@ -70,20 +70,19 @@ class Recoveries:
         ended = await asyncio.gather(
             *(self.model(name, patient=patient) for name in names), return_exceptions=True
         )
-        for error in ended:  # Now: none of them reads the log any more.
+        for error in ended:  # Only now, when no recovery reads the log any more.
             if error:
                 raise error
 
     async def model(self, name: str, *, patient: bool = True) -> None:
-        """Bring back a model whose record is in `recovering`.
+        """Recover a model whose record is in `recovering`.
 
-        If `patient`, it is tried again while a volume refuses what that needs, there is no memory for its tables,
-        or its checkpoints or the log cannot be reached; `recovery_failures` says why. On logs that other processes
-        share, only volumes are waited for: another process may have the rest. Ends without the model where the
-        service ends.
+        If `patient`, retry while a volume refuses writes, there is no memory for its tables, or its checkpoints or
+        the log cannot be reached; `recovery_failures` has the reason. On shared logs, retry only errors of
+        volumes, because another process may take over instead. Returns without the model if the service ends.
 
         Raises:
-            StorageFailed: a file is damaged or missing; or something passing, where that is not waited for.
+            StorageFailed: a file is damaged or missing; or an error that it does not retry.
         """
         models, started, model = self._models, time.monotonic(), None
         record, passing = models.recovering[name], _PASSING_IF_SHARED if models.storage.shared else _PASSING
@@ -100,9 +99,9 @@ class Recoveries:
                 except passing as error:
                     if not patient:
                         raise
-                    text = "it waits until what has failed comes back"
+                    text = "its recovery failed and is tried again"
                     self._events.emit(EventKind.FAILED, text, error, model=name)
-                    # What a volume refuses, `volumes` says, with its path and until it takes it.
+                    # `volumes` already reports a refused write, with its path, until the volume recovers.
                     models.recovery_failures[name] = "" if isinstance(error, VolumeFailed) else str(error)
                 else:
                     took = f"in {time.monotonic() - started:.2f} s"
@@ -134,7 +133,7 @@ class Recoveries:
         await self._models.make_views(model)
         async with self._models.changing:
             coordinator = self._publishing.coordinator(model)
-            coordinator.deletes.recover()
+            await coordinator.deletes.recover()
             await self._models.add(model, coordinator)
 
 
@@ -143,7 +142,7 @@ _LONGEST_PAUSE_SECONDS = 60.0
 
 
 class Reloading:
-    """Reloads models whose rows do not fit their digests. Used in the event loop."""
+    """Reloads models whose rows do not match their digests. Used in the event loop."""
 
     def __init__(
         self,
@@ -160,7 +159,7 @@ class Reloading:
         self._reloads = dict[str, asyncio.Task[None]]()
 
     async def run(self) -> None:
-        """Watch each model in a task of its own, until cancelled."""
+        """Watch each model in a separate task, until cancelled."""
         watched = set[Model]()
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -170,41 +169,41 @@ class Reloading:
                 await self._models.added.changed()
 
     async def watch(self, model: Model) -> None:
-        """Reload a model as soon as it fails; ends then, or once the model is not here any more."""
+        """Start to reload a model when it fails. Returns then, or once the model has left this process."""
         name = model.name
         while self._models.get(name) is model:
-            if model.failed:
-                self._models.reloading[name] = model.failed
+            if model.tables.failed:
+                self._models.reloading[name] = model.tables.failed
                 self._reloads[name] = self._tasks.create_task(self._reload(model))
                 return
             await first_of(model.signal.changed(), seconds=_SECONDS)
 
     async def give_up(self, model: str) -> None:
-        """Stop reloading a model, if it is being reloaded: another process gets it, or the service ends."""
+        """Stop reloading a model that another process takes over, or at the end of the service."""
         if reload := self._reloads.get(model):
             reload.cancel()
             await asyncio.wait([reload])
-            if self._reloads.get(model) is reload:  # It had not begun, and so could not clean up.
+            if self._reloads.get(model) is reload:  # The task had not begun, and so could not clean up.
                 del self._models.reloading[model], self._reloads[model]
 
     async def end(self) -> None:
-        """Stop all reloads: the service ends."""
+        """Stop all reloads at the end of the service."""
         for name in list(self._reloads):
             await self.give_up(name)
 
     async def _reload(self, model: Model) -> None:
-        models, name, why, started = self._models, model.name, model.failed, time.monotonic()
-        text = f"{why}; the model is reloaded from its checkpoint and the log"
+        models, name, why, started = self._models, model.name, model.tables.failed, time.monotonic()
+        text = f"{why}; the service reloads the model from its checkpoint and the log"
         self._events.emit(EventKind.ROWS_DAMAGED, text, model=name)
         try:
             for pause in backoff(_LONGEST_PAUSE_SECONDS):
                 try:
                     await _to_the_end(self._drop(model))
-                    if name in models.recovering:  # Else it was deleted, or given up, meanwhile.
+                    if name in models.recovering:  # It may have been deleted or given up.
                         await self._recovery.model(name)
-                except Exception as error:  # noqa: BLE001  # one model's trouble is its own
-                    models.reloading[name] = f"{why}; that has failed, and is tried again: {error}"
-                    self._events.emit(EventKind.FAILED, "its reload is tried again", error, model=name)
+                except Exception as error:  # noqa: BLE001  # an error of one model must not affect others
+                    models.reloading[name] = f"{why}; the reload failed and is tried again: {error}"
+                    self._events.emit(EventKind.FAILED, "its reload failed and is tried again", error, model=name)
                 else:
                     break
                 await first_of(self._draining.wait(), seconds=pause)
@@ -212,13 +211,13 @@ class Reloading:
                     return
         finally:
             del models.reloading[name], self._reloads[name]
-        if reloaded := models.get(name):  # Else the service ends, or the model is gone.
-            text = f"it was away for {time.monotonic() - started:.2f} s: {why}"
+        if reloaded := models.get(name):  # The service may be ending, or the model may have left.
+            text = f"it was unavailable for {time.monotonic() - started:.2f} s: {why}"
             version = reloaded.seals.newest_version
             self._events.emit(EventKind.MODEL_RELOADED, text, model=name, version=version)
 
     async def _drop(self, model: Model) -> None:
-        """End a model until it is recovered. Its consumers, with their offsets, stay.
+        """End a model until it is recovered. Its consumers and their offsets stay.
 
         Raises:
             StorageFailed: the log cannot be read now.
@@ -230,7 +229,7 @@ class Reloading:
                 text = f"model {name!r} is being reloaded; try again"
                 await models.end(model, partial(ServiceUnavailable, text))
             if name in models.recovering:
-                # Anew each time: a cut that was being sealed may have brought another table.
+                # Read the record again: a cut that was being sealed may have added a table.
                 models.recovering[name] = await asyncio.to_thread(_recorded, model.log, name)
 
 
@@ -239,7 +238,7 @@ def _recorded(log: LogStore, name: str) -> Mapping[str, Any]:
 
 
 async def _to_the_end(work: Coroutine[None, None, None]) -> None:
-    """Do some work to its end, also where its caller is cancelled meanwhile."""
+    """Run work to its end, even if the caller is cancelled."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

@@ -1,7 +1,7 @@
-"""A new data directory from a backup, or from a place that has checkpoints.
+"""`deltasync restore`: makes a data directory from a backup or from checkpoints.
 
-It begins a new epoch of every history, while the chains of seals go on. The log is written under another name, and
-gets its own last: until then no service starts on the directory.
+Every history gets a new epoch; the chains of seals continue. The log is written under a temporary name and renamed
+last. Until then, no service starts on the directory.
 """
 
 import shutil
@@ -26,12 +26,12 @@ from deltasync.log.volume import refused
 from deltasync.service.backup import ANOTHER, BackupPlace
 
 _LOG = "log"
-_BEFORE = "remove {name} there, and restore the checkpoint before it; or restore a backup"
+_BEFORE = "remove {name} there and restore again from the checkpoint before it, or restore a backup"
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The models in a new data directory with their versions, and how many bytes were read."""
+    """The models in a new data directory with their versions, and the number of bytes read."""
 
     models: Mapping[str, int]
     bytes: int
@@ -39,7 +39,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Source:
-    """Checkpoints of models, and small records that belong to none of them."""
+    """Checkpoints of models, and small records that belong to no model."""
 
     place: Place
     manifests: list[Manifest]
@@ -52,31 +52,31 @@ class _Source:
 
 @for_owner_only()
 def restore(url: str | Path, data_dir: Path) -> Restored:
-    """Make a data directory.
+    """Make a data directory from a backup or from checkpoints.
 
     Args:
-        url: a backup; or a folder or URL that has checkpoints, of which the newest of each model is taken.
-        data_dir: a new or an empty folder, or what a restore has left that was killed. After an error it is empty.
+        url: a backup; or a folder or URL with checkpoints, from which the newest of each model is restored.
+        data_dir: a new or empty folder, or one with the files of a killed restore. It is empty after an error.
 
     Raises:
-        InvalidInput: the folder has something already, or there is no file system for such a URL.
-        StorageFailed: the place has no backup and no checkpoint, or an incomplete or damaged one; or the folder is
-            in use, or cannot be written.
+        InvalidInput: the folder is not empty, or no file system supports the URL.
+        StorageFailed: the place has neither a backup nor a checkpoint, or only an incomplete or damaged one; or
+            the folder is in use or cannot be written.
     """
-    found = _source(str(url))
+    source = _source(str(url))
     _check_target(data_dir)
-    with lock_folder(data_dir, "wait for its end, or name another folder"):
+    with lock_folder(data_dir, "wait until it ends, or choose another folder"):
         _check_target(data_dir)
         try:
             with _writing(data_dir):
-                _restore(found, data_dir)
+                _restore(source, data_dir)
         except BaseException:
             for each in (CHECKPOINTS, _LOG, UNFINISHED_LOG):
                 shutil.rmtree(data_dir / each, ignore_errors=True)
             (data_dir / "lock").unlink(missing_ok=True)
             raise
     return Restored(
-        {each.model: each.version for each in found.manifests}, sum(each.bytes for each in found.manifests)
+        {each.model: each.version for each in source.manifests}, sum(each.bytes for each in source.manifests)
     )
 
 
@@ -92,20 +92,20 @@ def _source(url: str) -> _Source:
     place = Place(url)
     if models := models_of(place):
         return _Source(place, [_newest(place, each) for each in models], {}, is_backup=False)
-    raise StorageFailed(f"{url} has neither a backup nor a checkpoint of any model: name what --checkpoints names")
+    raise StorageFailed(f"{url} has neither a backup nor a checkpoint: use a backup, or the URL of --checkpoints")
 
 
 def _newest(place: Place, model: str) -> Manifest:
-    found = CheckpointStore(model, place).manifests()
-    if not found.manifests or found.unreachable:
-        why = "; ".join([*found.problems, *found.unreachable])
-        raise StorageFailed(f"no checkpoint of model {model!r} can be used: {why}: {RESTORE}")
-    return found.manifests[0]
+    listing = CheckpointStore(model, place).manifests()
+    if not listing.manifests or listing.unreachable:
+        why = "; ".join([*listing.problems, *listing.unreachable])
+        raise StorageFailed(f"no usable checkpoint of model {model!r}: {why}: {RESTORE}")
+    return listing.manifests[0]
 
 
 @contextmanager
 def _advising(remedy: str) -> Iterator[None]:
-    """Add what to do to an error about damage."""
+    """Add the remedy to an error about damage."""
     try:
         yield
     except NotCopied as error:
@@ -117,31 +117,31 @@ def _advising(remedy: str) -> Iterator[None]:
 
 @contextmanager
 def _writing(data_dir: Path) -> Iterator[None]:
-    """Turn errors of the system into one that names the folder."""
+    """Turn errors of the operating system into one that names the folder."""
     try:
         yield
     except OSError as error:
         place = Path(error.filename or data_dir)
-        raise refused(f"{data_dir} is not complete: {place}", place, error) from error
+        raise refused(f"{data_dir} is incomplete: {place}", place, error) from error
 
 
 def _check_target(data_dir: Path) -> None:
-    """Check that a folder can be filled: what a restore has left there that was killed is replaced.
+    """Check that a folder is empty, or contains only the files of a killed restore.
 
     Raises:
-        InvalidInput: it has something else, is a file, or cannot be read.
+        InvalidInput: it contains other files, is a file, or cannot be read.
     """
     try:
-        found = {each.name for each in data_dir.iterdir()} - {"lock"} if data_dir.exists() else set[str]()
+        names = {each.name for each in data_dir.iterdir()} - {"lock"} if data_dir.exists() else set[str]()
     except OSError as error:
         raise InvalidInput(f"{data_dir} cannot be used: {error.strerror}") from error
-    if found and (UNFINISHED_LOG not in found or found - {UNFINISHED_LOG, CHECKPOINTS}):
-        raise InvalidInput(f"{data_dir} has something already: name a new or an empty folder")
+    if names and (UNFINISHED_LOG not in names or names - {UNFINISHED_LOG, CHECKPOINTS}):
+        raise InvalidInput(f"{data_dir} is not empty: choose a new or an empty folder")
 
 
-def _restore(found: _Source, data_dir: Path) -> None:
+def _restore(source: _Source, data_dir: Path) -> None:
     unfinished = data_dir / UNFINISHED_LOG
-    unfinished.mkdir(exist_ok=True)  # First: until the log has its own name, no service starts on the folder.
+    unfinished.mkdir(exist_ok=True)  # First: this name keeps a service from starting on the folder.
     flush_folder(data_dir)
     shutil.rmtree(data_dir / CHECKPOINTS, ignore_errors=True)
     for each in unfinished.iterdir():
@@ -150,10 +150,10 @@ def _restore(found: _Source, data_dir: Path) -> None:
     log = LmdbStore(LogOptions(directory=unfinished))
     try:
         check_log(log, data_dir / CHECKPOINTS)
-        for manifest in found.manifests:
-            with _advising(found.remedy(manifest)):
-                _restore_model(found.place, manifest, place, log)
-        log.put_all(found.others).result()
+        for manifest in source.manifests:
+            with _advising(source.remedy(manifest)):
+                _restore_model(source.place, manifest, place, log)
+        log.put_all(source.others).result()
     finally:
         log.close()
     (unfinished / "lock.mdb").unlink(missing_ok=True)
@@ -163,7 +163,7 @@ def _restore(found: _Source, data_dir: Path) -> None:
 
 
 def _restore_model(source: Place, manifest: Manifest, place: Place, log: LogStore) -> None:
-    """Write what the log has of a model up to its checkpoint, and copy that."""
+    """Write the log records of a model up to its checkpoint, and copy the checkpoint."""
     store, model = CheckpointStore(manifest.model, source), manifest.model
     last = {f"seals/{model}": manifest.version} | {
         f"heads/{owner}": state["head"]["number"] for owner, state in manifest.states.items() if state.get("head")
@@ -181,16 +181,16 @@ def _restore_model(source: Place, manifest: Manifest, place: Place, log: LogStor
 
 
 def _of_next_epoch(manifest: Manifest) -> tuple[dict[str, bytes], Mapping[str, str]]:
-    """The small records of a checkpoint, with new histories; and these, by the ones before."""
+    """The small records of a checkpoint with new histories, and the new histories by the old ones."""
     epochs, small = dict[str, str](), dict(manifest.small)
 
-    def change(name: str, *fields: str, known: bool = False) -> None:
+    def change(name: str, *fields: str, only_renamed: bool = False) -> None:
         with reading(f"record {name} of checkpoint {manifest.name}"):
             record: dict[str, Any] = unpack_json(small[name])
             for each in fields:
                 before = record[each]
                 record[each] = (
-                    epochs.get(before, before) if known else epochs.setdefault(before, next_epoch(before))
+                    epochs.get(before, before) if only_renamed else epochs.setdefault(before, next_epoch(before))
                 )
             if name == f"model/{manifest.model}":  # Its tables may be newer than the record.
                 described = {each["name"]: each for each in record["tables"]}
@@ -206,5 +206,5 @@ def _of_next_epoch(manifest: Manifest) -> tuple[dict[str, bytes], Mapping[str, s
             change(each, "history", "model_history")
     for each in sorted(small):
         if each.startswith("offset/"):
-            change(each, "history", known=True)
+            change(each, "history", only_renamed=True)
     return small, epochs

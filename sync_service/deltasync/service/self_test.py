@@ -1,35 +1,35 @@
-"""What a service's probe has found."""
+"""The results of a service's probe."""
 
 from dataclasses import dataclass, field
 
 from deltasync.base.clock import steady_ns
 from deltasync.base.words import duration
 
-# The model that it publishes, and the consumer by which it reads that back; of several processes, of each its own.
+# Name of the probe's model and of its consumer. In a cluster, each process adds its own name.
 PROBE = "deltasync-probe"
 
-# A row that takes longer does not count as one that comes back.
+# A row that takes longer counts as a failure.
 PATIENCE_SECONDS = 10.0
 
 
 def probe_of(process: str) -> str:
-    """What the model and the consumer of a process's probe are called; one that is alone has no name."""
+    """Name of the model and consumer of a process's probe; a single process has the empty name."""
     return f"{PROBE}-{process}" if process else PROBE
 
 
 @dataclass
 class ProbeStatus:
-    """What a probe has found. Written by its own thread, read by any.
+    """The results of a probe. Written by its own thread, read by any.
 
     Attributes:
-        name: of its model and its consumer.
-        every_seconds: how often a row is to come back.
-        seconds: how long it took last from publishing a row to holding it again; None before it has.
-        since_ns: when that was, or else when it began, by `steady_ns`.
-        turns: how often it has.
-        failures: how often it has not.
-        failure: why the last time it has not; empty if it has.
-        shortcoming: what keeps its consumer from being made; empty if nothing does.
+        name: name of its model and consumer.
+        every_seconds: interval between rows.
+        seconds: time from publishing the last row until the replica had it; None before the first.
+        since_ns: when that row arrived, or else when the probe began, by `steady_ns`.
+        turns: number of rows that arrived.
+        failures: number of rows that did not arrive in time.
+        failure: why the last row did not arrive; empty if it did.
+        shortcoming: why its consumer cannot be created; empty if it can.
     """
 
     name: str = PROBE
@@ -42,28 +42,28 @@ class ProbeStatus:
     shortcoming: str = ""
 
     def note(self, seconds: float) -> None:
-        """Note that a row has come back."""
+        """Record that a row has arrived."""
         self.seconds = seconds
         self.since_ns = steady_ns()
         self.failure = ""
         self.turns += 1
 
     def note_failure(self, failure: str) -> None:
-        """Note that one has not."""
+        """Record that a row has not arrived."""
         self.failures += 1
         self.failure = failure
 
     @property
     def trouble(self) -> str:
-        """Why nobody can say that rows go all the way; empty if one has, and not too long ago."""
-        if told := "; ".join(filter(None, (self.failure, self.shortcoming))):
-            return told
+        """Why the probe fails; empty if a row has arrived recently."""
+        if reasons := "; ".join(filter(None, (self.failure, self.shortcoming))):
+            return reasons
         if self.seconds is None:
-            return "no row has come back yet"
+            return "no row has arrived yet"
         late = self.age_seconds > self.every_seconds + PATIENCE_SECONDS
-        return f"no row has come back for {duration(self.age_seconds)}" if late else ""
+        return f"no row has arrived for {duration(self.age_seconds)}" if late else ""
 
     @property
     def age_seconds(self) -> float:
-        """How long ago a row has come back; or for how long none has."""
+        """Seconds since the last row arrived, or since the probe began."""
         return round((steady_ns() - self.since_ns) / 1e9, 3)

@@ -1,4 +1,4 @@
-"""A service: its models, the consumers that follow them, and what keeps them in order, put together."""
+"""A service: its models and consumers, and their housekeeping."""
 
 import asyncio
 import contextlib
@@ -27,33 +27,33 @@ from deltasync.service.volumes import Volumes
 from deltasync.views.registry import ViewRegistry
 
 _SECONDS = 1.0
-# What is freed is kept for the next messages, but no more than that: what a flood has taken is given back.
+# Freed memory to reuse for the next messages. The rest, for example after a flood, goes back to the system.
 _FREED_BYTES = 512 << 20
 
 
 class Service:
-    """Everything the APIs work on. Made and used in one event loop. Without `logs` it has one of its own.
+    """The parts that the APIs use. Created and used in one event loop. Without `logs` it opens its own log.
 
     Attributes:
-        options: what it keeps, and where.
-        logs: what outlives the process.
-        models: the models of this process, and which process has which.
+        options: its options.
+        logs: the durable logs.
+        models: the models of this process, and the owners of others.
         publishing: lets ranks publish models.
         registry: the consumers, their replicas and offsets.
-        consumers: makes, changes and deletes consumers.
+        consumers: creates, changes and deletes consumers.
         views: the views of consumers that ever had a policy.
-        recovery: brings models back from checkpoints and the log.
-        reloading: reloads models whose rows do not fit their digests.
+        recovery: recovers models from checkpoints and the log.
+        reloading: reloads models whose rows do not match their digests.
         checkpoints: writes the checkpoints of models.
         removals: deletes rows, tables and models for operators.
         brake: pauses and resumes consumers for operators.
-        volumes: where the service writes to.
-        limits: what peers may take, and what there is of it.
-        events: what happens, told to all who listen.
-        recent_events: the last ones.
-        event_log: writes down what happens.
-        event_counts: how often what has happened since the service started.
-        draining: set once the service is to end.
+        volumes: the volumes that the service writes to.
+        limits: limits of clients' requests, and their current use.
+        events: sends events to their listeners.
+        recent_events: the last events.
+        event_log: logs events.
+        event_counts: number of events of each kind since the service started.
+        draining: set when the service begins to shut down.
     """
 
     def __init__(self, options: ServiceOptions, tasks: asyncio.TaskGroup, logs: Logs | None = None) -> None:
@@ -68,7 +68,7 @@ class Service:
             self.logs = undo.enter_context(contextlib.closing(logs or _embedded_log(options)))
             self.limits.count("log_queue_bytes", self._log_queue_bytes)
             self.volumes = Volumes(self.logs, options.data_dir / CHECKPOINTS, self.events)
-            # That a volume has failed is logged before what comes of it.
+            # `volumes` listens first, so that the failure of a volume is logged before its consequences.
             for listener in (self.volumes.hear, self.event_log, self.event_counts):
                 self.events.listen(listener)
             storage = Storage(options, self.logs, shared=logs is not None)
@@ -82,9 +82,7 @@ class Service:
         self.models = Models(storage, owners, self.registry, self.views, self.limits, self.volumes)
         for records in recorded:
             self.models.recovering |= records
-        self.publishing = Publishing(
-            self.models, self.registry, self.limits, self.events, tasks, options.norm_limit
-        )
+        self.publishing = Publishing(self.models, self.registry, self.limits, self.events, options.norm_limit)
         self.consumers = Consumers(self.models, self.registry, self.views, self.events)
         self.recovery = Recoveries(
             self.models, self.publishing, self.registry, self.views, self.events, self.draining
@@ -95,17 +93,17 @@ class Service:
         self.brake = Brake(self.models, self.registry, self.views, self.events)
 
     def hosting(self, logs: SharedLogs) -> Hosting:
-        """What takes models for this process, and gives them up, on logs that other processes share."""
+        """Create the `Host` that takes over and gives up models on shared logs."""
         return Hosting(
             logs, self.models, self.registry, self.recovery, self.reloading, self.checkpoints, self.events
         )
 
     def join(self, owners: Owners) -> None:
-        """Own models among other processes from here on."""
+        """Join a cluster: `owners` decides which models this process owns."""
         self.models.owners, self.recent_events.process = owners, owners.me.name
 
     async def run(self) -> None:
-        """Keep the service in order, until cancelled."""
+        """Do the housekeeping until cancelled."""
         freed = FreedMemory(_FREED_BYTES)
 
         async def keep() -> None:
@@ -122,12 +120,12 @@ class Service:
             await asyncio.wait_for(asyncio.gather(*(each.idle() for each in self.models.publishers())), seconds)
 
     async def drain(self) -> None:
-        """Finish what is under way and put everything on disk."""
-        self.registry.write_offsets()  # First: whatever fails after that must not keep them from the log.
+        """Finish all work and write it to disk."""
+        self.registry.write_offsets()  # First, so that later failures cannot prevent it.
         await self.reloading.end()
         await self.publishing.drain()
         await self.views.drain()
-        for name, model in self.models.items():
+        for name, model in list(self.models.items()):
             if coordinator := self.models.coordinators.get(name):
                 await coordinator.drain()
             await model.stop()
@@ -135,19 +133,19 @@ class Service:
         self._lock.close()
 
     async def repeat(self, chore: Callable[[], Awaitable[None]]) -> None:
-        """Do a chore every second, until cancelled. What it raises becomes an event."""
+        """Do a chore every second, until cancelled. Report its errors as events."""
         while True:
             await asyncio.sleep(_SECONDS)
             try:
                 await chore()
-            except Exception as error:  # noqa: BLE001  # it must not end the service
-                self.events.emit(EventKind.FAILED, "housekeeping, which comes again", error)
+            except Exception as error:  # noqa: BLE001  # a failed chore must not end the service
+                self.events.emit(EventKind.FAILED, "housekeeping failed and is tried again", error)
 
     async def _keep(self, freed: FreedMemory) -> None:
         name_threads()
         self.event_log.tell_repeats()
         for log in self.logs.each():
-            log.queue.limit(self.limits.options.log_queue_bytes)  # Which may have been read again.
+            log.queue.limit(self.limits.options.log_queue_bytes)  # The configuration may have been read again.
         await asyncio.to_thread(freed.give_back)
         self.registry.forget_the_gone()
         for coordinator in self.models.publishers():

@@ -1,4 +1,4 @@
-"""The volumes that the service writes to: which of them refuses writes, and when one takes them again."""
+"""The volumes that the service writes to: detects refused writes and their end."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,53 +12,53 @@ from deltasync.log.volume import Refusal, Volume, VolumeFailed
 
 
 class Volumes:
-    """The volumes of logs, and that of checkpoints. In the event loop."""
+    """The volumes of logs and of checkpoints. Used in the event loop."""
 
     def __init__(self, logs: Logs, checkpoints: Path, events: Events) -> None:
         self._logs, self._events = logs, events
         self._checkpoints = Volume("checkpoints", checkpoints)
-        self._told = set[str]()  # Names of volumes.
+        self._reported = set[str]()  # Names of volumes that refuse writes.
 
     @property
     def all(self) -> Sequence[Volume]:
-        """The volumes there are."""
+        """All volumes."""
         return (*dict.fromkeys(log.volume for log in self._logs.each()), self._checkpoints)
 
     @property
     def trouble(self) -> str:
-        """What is wrong with them, and what to do; empty if nothing is."""
+        """Why volumes refuse writes, and what to do; empty if none does."""
         return "; ".join(filter(None, (volume.trouble for volume in self.all)))
 
     def hear(self, event: Event) -> None:
-        """Note an event's error, if a volume has refused something."""
+        """Record the error of an event if it is a refused write."""
         self.note(event.error)
 
     def note(self, error: BaseException | None) -> None:
-        """Note an error, if it is that a volume has refused something."""
+        """Record an error if it is a refused write."""
         if isinstance(error, VolumeFailed):
             for volume in self.all:
                 if volume.has_file(error.refusal.path):
                     volume.refuse(error.refusal)
-                    self._tell(volume, error.refusal)
+                    self._report(volume, error.refusal)
 
     async def look_after(self) -> None:
-        """Tell what has changed, and try whether those that refuse writes take them again."""
+        """Report changes, and test whether volumes accept writes again."""
         for volume in self.all:
             if refusal := volume.refusal:
-                self._tell(volume, refusal)
-                if await self._takes(volume, refusal):
+                self._report(volume, refusal)
+                if await self._accepts(volume, refusal):
                     volume.recover(refusal)
-            if volume.refusal is None and volume.name in self._told:
-                self._told.remove(volume.name)
-                self._events.emit(EventKind.VOLUME_RECOVERED, "it takes what is written", volume=volume.name)
+            if volume.refusal is None and volume.name in self._reported:
+                self._reported.remove(volume.name)
+                self._events.emit(EventKind.VOLUME_RECOVERED, "it accepts writes again", volume=volume.name)
 
-    def _tell(self, volume: Volume, refusal: Refusal) -> None:
-        if volume.name not in self._told:
-            self._told.add(volume.name)
+    def _report(self, volume: Volume, refusal: Refusal) -> None:
+        if volume.name not in self._reported:
+            self._reported.add(volume.name)
             text = f"{refusal.path}: {refusal.in_words}"
             self._events.emit(EventKind.VOLUME_FAILED, text, volume=volume.name)
 
-    async def _takes(self, volume: Volume, refusal: Refusal) -> bool:
+    async def _accepts(self, volume: Volume, refusal: Refusal) -> bool:
         if not await asyncio.to_thread(volume.probe, refusal):
             return False
         try:

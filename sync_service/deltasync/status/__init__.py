@@ -1,1 +1,1 @@
-"""What operators ask: lag and metrics. Internal."""
+"""Status of a service: lag, metrics, readiness and overview. Internal."""

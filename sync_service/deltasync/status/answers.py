@@ -1,4 +1,4 @@
-"""Answers to what operators ask: lags and metrics on request, and a look at everything now and then."""
+"""Lags and metrics on request, and a periodic overview of the service."""
 
 import asyncio
 import contextlib
@@ -14,6 +14,7 @@ from deltasync.base.clock import LONG_BOUNDS
 from deltasync.base.events import EventCounts, EventKind, Events
 from deltasync.base.waiting import Signal, first_of
 from deltasync.consumers.consumer import Consumer
+from deltasync.core.seal import event_time_of
 from deltasync.cuts.coordinator import CutCoordinator
 from deltasync.model.feed import Standing, nothing_published
 from deltasync.model.model import Model
@@ -35,18 +36,18 @@ from deltasync.status.overview import (
 from deltasync.status.sources import CUTS, EVENTS, Sources
 from deltasync.status.versions import last_cuts, version_lines
 
-# Requests within this time share their metrics, which are computed at most ten times a second.
+# Metrics are computed at most ten times a second; requests in between share them.
 _SHARED_SECONDS = 0.1
 
 
-_NOTHING_NEW = "what there is goes on being served, and nothing new can be written"
+_NOTHING_NEW = "the service still serves its stored rows, but a volume refuses new ones"
 
 
 class Answers:
-    """Answers what operators ask of a service. Used in the event loop.
+    """Computes lags and metrics of a service. Used in the event loop.
 
-    It computes an answer in one of the loop's threads, however long that takes, and waits for no cut and no disk.
-    It uses at most two threads at once, one for metrics and one for lags, and leaves the others to checkpoints.
+    It computes in the loop's threads and never waits for a cut or a disk. It uses at most two threads at once, one
+    for metrics and one for lags, and leaves the others to checkpoints.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -56,11 +57,11 @@ class Answers:
         self._begun = 0.0
 
     async def lag(self, name: str) -> ConsumerLag:
-        """How far a consumer is behind.
+        """Compute the lag of a consumer.
 
         Raises:
-            NotFound: there is none of that name.
-            NotOwner: another process has its model.
+            NotFound: no consumer has that name.
+            NotOwner: another process owns its model.
             ServiceUnavailable: its model is still recovering.
         """
         consumer = self._sources.consumers.get(name)
@@ -70,15 +71,13 @@ class Answers:
             return await asyncio.to_thread(report, consumer.copy(), standing, time.time_ns())
 
     async def lags(self, models: Collection[str] | None = None) -> list[ConsumerLag]:
-        """How far all consumers are behind, or those of some models, by name; without models that are
-        recovering.
-        """
+        """Compute the lags of all consumers, or those of some models, by name. Recovering models are left out."""
         async with self._lags:
             standings, now_ns = await self._standings(models), time.time_ns()
             return await asyncio.to_thread(lambda: [report(*each, now_ns) for each in standings])
 
     async def _standings(self, models: Collection[str] | None) -> list[tuple[Consumer, Standing]]:
-        """Consumers and where their feeds stand. After each one, other tasks have the event loop."""
+        """Copies of the consumers with their standings. Yields to the event loop after each one."""
         recovering, standings = self._sources.models.recovering, list[tuple[Consumer, Standing]]()
         for _, each in sorted(self._sources.registry.consumers.items()):
             if each.model not in recovering and (models is None or each.model in models):
@@ -87,7 +86,7 @@ class Answers:
         return standings
 
     async def metrics(self) -> bytes:
-        """The metrics in Prometheus' text format. Requests at nearly the same time share them."""
+        """Compute the metrics as Prometheus text. Requests within 0.1 s share them."""
         now = time.monotonic()
         if self._exposition is None or (self._exposition.done() and now >= self._begun + _SHARED_SECONDS):
             computed = asyncio.to_thread(exposition, self._figures(), time.time_ns())
@@ -129,7 +128,7 @@ class Answers:
         sources, models = self._sources, self._sources.models
         feed = sources.consumers.feed(consumer)
         standing = feed.standing(consumer.policy) if feed else nothing_published(consumer.model, models)
-        if trouble := sources.volumes.trouble:  # Whatever replicas hold, nothing newer can come.
+        if trouble := sources.volumes.trouble:  # The replicas may be in sync, but they get no updates.
             standing = replace(standing, failure=standing.failure or f"{_NOTHING_NEW}: {trouble}")
         coordinator = models.coordinators.get(consumer.model)
         if coordinator and (refusal := coordinator.sealer.refusal):
@@ -149,14 +148,14 @@ def _model_figures(model: Model, coordinator: CutCoordinator | None) -> ModelFig
         published_rows=coordinator.sealer.rows if coordinator else 0,
         published_bytes=coordinator.sealer.bytes if coordinator else 0,
         tables=[table.spec for table in model.tables],
-        failed=bool(model.failure or model.failed),
-        event_time_unix_ns=model.event_time_of(version),
+        failed=bool(model.failure or model.tables.failed),
+        event_time_unix_ns=event_time_of(version, model.seals),
         parts=model.recent.durations,
         ranks=[rank_state(each) for each in coordinator.sessions.values()] if coordinator else [],
     )
 
 
-# Seconds between two looks, while somebody watches and while nobody does, and how many times what a look takes.
+# The pause between two samples, with and without watchers: in seconds, and as a multiple of a sample's duration.
 _WATCHED_SECONDS, _UNWATCHED_SECONDS = 1.0, 5.0
 
 
@@ -164,12 +163,12 @@ _WATCHED_TIMES, _UNWATCHED_TIMES = 4, 20
 
 
 class Sampler:
-    """Looks at everything of a service now and then. Used in the event loop.
+    """Samples a service's overview periodically. Used in the event loop.
 
     Attributes:
-        sources: what it looks at.
-        answers: computes how far consumers are behind.
-        histories: of the consumers' lag.
+        sources: the parts of the service.
+        answers: computes the lags.
+        histories: the history of each consumer's lag.
     """
 
     def __init__(self, sources: Sources, events: Events, access: Access | None = None) -> None:
@@ -177,17 +176,17 @@ class Sampler:
         self._events, self._access = events, access
         self._looking = asyncio.Lock()
         self._next: asyncio.Task[Overview] | None = None
-        self._signal, self._wanted = Signal(), Signal()
+        self._signal, self._watched = Signal(), Signal()
         self._watchers, self._bytes = 0, b""
 
     async def run(self) -> None:
-        """Look, until cancelled."""
+        """Sample until cancelled."""
         while True:
             begun = time.monotonic()
             try:
                 await self._sample()
-            except Exception as error:  # noqa: BLE001  # it must not end the service
-                self._events.emit(EventKind.FAILED, "looking at everything, which comes again", error)
+            except Exception as error:  # noqa: BLE001  # a failed sample must not end the service
+                self._events.emit(EventKind.FAILED, "the overview could not be computed and is tried again", error)
             await self._pause(time.monotonic() - begun)
 
     async def _sample(self) -> None:
@@ -197,16 +196,14 @@ class Sampler:
         self._signal.wake()
 
     async def look(self) -> Overview:
-        """Everything as it is now. A caller that comes during a look waits for the next one, together with
-        others.
-        """
+        """Compute a new overview. Callers that arrive during a computation share the next one."""
         if self._next is None:
             self._next = asyncio.create_task(self._look_in_turn())
         return await asyncio.shield(self._next)
 
     async def _look_in_turn(self) -> Overview:
         async with self._looking:
-            self._next = None  # Later callers need a later look.
+            self._next = None  # Later callers need a newer overview.
             return await self._look()
 
     async def _look(self) -> Overview:
@@ -227,7 +224,7 @@ class Sampler:
         )
 
     async def watch(self) -> AsyncIterator[bytes]:
-        """Overviews as JSON: the first one soon, and others as they come, until the service ends."""
+        """Yield each new overview as JSON until the service shuts down."""
         with self._watching():
             draining = self.sources.process.draining
             while not draining.is_set():
@@ -238,7 +235,7 @@ class Sampler:
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         self._watchers += 1
-        self._wanted.wake()
+        self._watched.wake()
         try:
             yield
         finally:
@@ -248,7 +245,7 @@ class Sampler:
         await asyncio.sleep(max(_WATCHED_TIMES * took, _WATCHED_SECONDS if self._watchers else 0.0))
         if not self._watchers:
             rest = max(_UNWATCHED_SECONDS, _UNWATCHED_TIMES * took) - _WATCHED_TIMES * took
-            await first_of(self._wanted.changed(), seconds=rest)
+            await first_of(self._watched.changed(), seconds=rest)
 
 
 def _written(overview: Overview) -> bytes:
@@ -260,8 +257,8 @@ KEPT_SAMPLES = 600
 
 @dataclass(frozen=True)
 class LagHistory:
-    """A consumer's lag over time, the oldest sample first. `unix_ms` is the time of each, milliseconds since 1970.
-    Numbers that were not known are null.
+    """Samples of a consumer's lag, oldest first. `unix_ms` holds their times, milliseconds since 1970. Unknown
+    numbers are null.
     """
 
     consumer: str
@@ -283,13 +280,13 @@ _UNKNOWN = -1.0
 
 
 class LagHistories:
-    """The histories of all consumers. Used in the event loop."""
+    """The lag histories of all consumers. Used in the event loop."""
 
     def __init__(self) -> None:
         self._samples = dict[str, deque[tuple[int, str, "array[float]"]]]()
 
     def add(self, unix_ms: int, consumers: Iterable[ConsumerOverview]) -> None:
-        """Add a sample of each consumer; forget those that are gone."""
+        """Add a sample of each consumer, and drop the histories of deleted consumers."""
         before, self._samples = self._samples, {}
         for each in consumers:
             samples = self._samples[each.consumer] = before.get(each.consumer) or deque(maxlen=KEPT_SAMPLES)
@@ -298,7 +295,7 @@ class LagHistories:
             samples.append((unix_ms, each.state, numbers))
 
     def of(self, consumer: str) -> LagHistory:
-        """The history of a consumer; without samples if there are none yet."""
+        """The history of a consumer, possibly without samples."""
         samples = list(self._samples.get(consumer, ()))
         whole = {
             name: [None if (value := numbers[at]) == _UNKNOWN else value for _, _, numbers in samples]

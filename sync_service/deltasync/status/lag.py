@@ -1,4 +1,4 @@
-"""Lag: how far the replicas of a consumer are behind its model, and what is wrong with each. Pure functions."""
+"""The lag and state of a consumer and its replicas. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -32,18 +32,18 @@ ReplicaState = Literal["connected", "guest", "partial", "late", "waiting", "rewo
 
 @dataclass(frozen=True)
 class Lag:
-    """How far a replica at some offset is behind the model.
+    """Lag of a replica at some offset behind the model.
 
     Attributes:
         versions: number of sealed versions that are newer than its rows.
-        rows: upper bound for the number of its rows that differ from the model's.
-        bytes: bytes of these rows' ids and values, as they are sent.
+        rows: upper bound for the number of rows that differ from the model's.
+        bytes: bytes of the ids and values of these rows on the wire.
         seconds: age of the oldest version, or release, that it has not applied; 0 if there is none.
-        unsent_norm: L2 norm of the model's rows less its rows, as of the last release. None if unknown: without a
-            policy, or before it has applied the newest release.
-        unsent_share: the same as a share of the norm of the tables.
-        seconds_behind_events: age of the newest event that the model had been trained on at the version of its
-            rows; 0 if that event is dated in the future. None if unknown.
+        unsent_norm: L2 norm of the difference between the model's rows and its rows, as of the last release. None
+            without a policy, and before it has applied the newest release.
+        unsent_share: `unsent_norm` as a share of the norm of the tables.
+        seconds_behind_events: age of the newest training event in the version of its rows; 0 if that event is
+            dated in the future, None if unknown.
     """
 
     versions: int
@@ -57,9 +57,7 @@ class Lag:
 
 @dataclass(frozen=True, slots=True)
 class TableLag:
-    """How far one table of a consumer is behind; its oldest unsent row has been unsent for
-    `oldest_row_seconds`.
-    """
+    """Lag of one table of a consumer; its oldest unsent row has waited for `oldest_row_seconds`."""
 
     table: str
     rows: int
@@ -71,8 +69,8 @@ class TableLag:
 
 @dataclass(frozen=True)
 class RewindLag:
-    """A replica came with rows of a discarded past: `held` is its version, or release, and `history` the history
-    of that. For `seconds` the service has been replacing its rows.
+    """A replica connected with rows of a discarded history. `held` is its version or release in `history`; the
+    service has been replacing its rows for `seconds`.
     """
 
     held: int
@@ -82,31 +80,30 @@ class RewindLag:
 
 @dataclass(frozen=True)
 class ReplicaLag:
-    """How far one replica is behind.
+    """Lag and state of one replica.
 
     Attributes:
         replica: its name.
         connected: whether it is connected.
         offset: the last version that it acknowledged; with a policy, the last release.
-        lag: how far that is behind.
-        seconds_since_ack: seconds since that acknowledgement; 0 if the service's clock was set back since.
-        checked: whether that acknowledgement proved by checksums that it holds the right rows.
-        damaged: tables whose rows differ from what it was sent; the service sends them again.
-        unbound: tables that the consumer follows and that it does not hold.
-        rewound: set if it came with rows of a discarded past, until they are replaced.
+        lag: its lag at that offset.
+        seconds_since_ack: seconds since that acknowledgement; 0 if the service's clock was set back after it.
+        checked: whether the checksums of that acknowledgement proved its rows right.
+        damaged: tables whose rows differ from those sent to it; the service sends them again.
+        unbound: tables of the consumer that it leaves out.
+        rewound: set while the service replaces its rows of a discarded history.
         since_seconds: seconds since it connected, or left; at most since the service started.
         left: why its last stream ended; empty if none has ended since the service started.
-        unacked: number of releases that were sent to it and that it has not acknowledged.
+        unacked: number of sent releases that it has not acknowledged.
         unacked_seconds: seconds since the first of these was sent; 0 if there is none.
-        damages: how often its rows differed from what it was sent.
-        damaged_seconds_ago: seconds since that last happened; None if it never did.
-        behind: whether it lacks rows that were sent, or are about to be. Rows that a policy or a pause holds back
+        damages: number of times that its rows differed from those sent to it.
+        damaged_seconds_ago: seconds since the last of these times; None if there is none.
+        behind: whether it lacks rows of the newest version or release. Rows that a policy or a pause holds back
             do not count.
         waits_for: what keeps the service from sending it rows; empty if nothing does.
-        state: the worst of this, in one word; "connected" and "guest" are not wrong.
-        reason: everything that is wrong with it, in words; empty if nothing is.
-        guest: whether it only looks. A guest counts neither in the consumer's offset, lag and state nor among its
-            replicas.
+        state: its worst problem in one word; "connected" and "guest" are not problems.
+        reason: all its problems, in words; empty if there are none.
+        guest: whether it is a guest, which does not count in the consumer's offset, lag, state and replicas.
     """
 
     replica: str
@@ -133,7 +130,7 @@ class ReplicaLag:
 
 @dataclass(frozen=True)
 class ReleaseLag:
-    """What the newest release of a consumer with a policy sent, and what it left for later; norms are L2."""
+    """Rows that the newest release of a policy sent, and rows that it postponed; norms are L2."""
 
     number: int
     version: int
@@ -149,8 +146,8 @@ class ReleaseLag:
 
 @dataclass(frozen=True)
 class PauseLag:
-    """Since when a consumer is paused (UTC), by whom, and why; `reason` may be empty. `otherwise` is its state
-    without the pause.
+    """A consumer's pause: its start in UTC, its author and its reason, which may be empty. `otherwise` is the
+    consumer's state without the pause.
     """
 
     since: str
@@ -161,14 +158,14 @@ class PauseLag:
 
 @dataclass(frozen=True)
 class ConsumerLag:
-    """How far a consumer's fleet is behind: as far as the last of its replicas.
+    """Lag and state of a consumer: the lag is that of its slowest replica.
 
-    Without a policy `offset` is a version, and there is no `release`. With one it is the number of a release, and
-    may be greater than the version of that release; `release` says what the newest one sent and left.
-    `head_seconds_behind_events` is the age of the newest event at the head; its difference to
-    `seconds_behind_events` is the time from the trainer to the replicas, the rest is the trainer's.
-    `paused` says since when, by whom and why the consumer is paused; None if it is not.
-    `damages` counts damaged tables of replicas since the service started.
+    Without a policy, `offset` is a version and `release` is None. With one, `offset` is the number of a release,
+    which may be greater than its version, and `release` describes the newest one.
+    `head_seconds_behind_events` is the age of the newest training event at the head. `seconds_behind_events` minus
+    that is the time from the trainer to the replicas.
+    `paused` is None unless the consumer is paused. `damages` counts damaged tables of replicas since the service
+    started.
     """
 
     consumer: str
@@ -191,17 +188,17 @@ class ConsumerLag:
 
     @property
     def fleet(self) -> list[ReplicaLag]:
-        """The replicas that count: all but guests."""
+        """All replicas except guests."""
         return [replica for replica in self.replicas if not replica.guest]
 
 
 def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> ConsumerLag:
-    """How far a consumer is behind, per replica and per table.
+    """Compute a consumer's lag, per replica and per table.
 
     Args:
-        consumer: the consumer; not changed meanwhile.
-        standing: where its feed stands.
-        now_unix_ns: the time, nanoseconds since 1970.
+        consumer: the consumer; no other thread may change it during the call.
+        standing: the state of its feed.
+        now_unix_ns: the current time, nanoseconds since 1970.
     """
     replicas = sorted(consumer.replicas.values(), key=lambda replica: replica.name)
     fleet = [replica for replica in replicas if not replica.guest]
@@ -213,8 +210,8 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
     state, reason = fleet_state(fleet, lags[offset], _with_unfit(standing, tables, consumer), offset)
     if unranked := consumer.policy.unranked([table.spec for table in tables]):
         reason = (
-            f"{reason}; the policy cannot rank or quantise {listed(unranked, 3)}: no embedding tables, so all of "
-            "their changed rows are sent"
+            f"{reason}; the policy cannot rank or quantise {listed(unranked, 3)}, which are no embedding "
+            "tables: all their changed rows are sent"
         )
     if standing.trouble:
         reason = f"{reason}; the policy is not in force: {standing.trouble}"
@@ -223,7 +220,7 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
     if standing.unsaved:
         reason = f"{reason}; checkpoints fail: {standing.unsaved}"
     paused = None
-    if pause := consumer.pause:  # Before all others: nothing is sent, whatever else is true.
+    if pause := consumer.pause:  # A pause takes precedence: the service sends nothing.
         paused = PauseLag(pause.since, pause.by, pause.why, otherwise=state)
         state, reason = "paused", f"{pause.words}; otherwise {state}: {reason}"
     pairs = zip(tables, counts[offset], strict=True)
@@ -253,17 +250,17 @@ def report(consumer: Consumer, standing: Standing, now_unix_ns: int) -> Consumer
 
 
 def _with_unfit(standing: Standing, tables: Sequence[TableStanding], consumer: Consumer) -> Standing:
-    """The same standing; if the consumer follows no table, with the reason."""
+    """Add the reason to a standing if the consumer's policy selects no table."""
     if tables or standing.unpublished:
         return standing
     patterns = ", ".join(consumer.policy.tables)
-    return replace(standing, unfit=f"no table of model {consumer.model!r} fits {patterns}")
+    return replace(standing, unfit=f"no table of model {consumer.model!r} matches {patterns}")
 
 
 def _tables(standing: Standing, replicas: Sequence[Replica]) -> list[TableStanding]:
-    """The tables; without their backlogs, if these are out of date."""
+    """The tables, without their backlogs if these are out of date."""
     tables = standing.tables()
-    # The service makes no releases, and so compares no rows, while no replica is connected.
+    # While no replica is connected, the service makes no releases and does not update backlogs.
     if standing.compared or any(replica.stream for replica in replicas):
         return tables
     return [replace(table, backlog=None) for table in tables]
@@ -293,10 +290,10 @@ def measure(
 
     Args:
         version: a version.
-        seals: the seals that are kept, oldest first; a version whose seal is gone counts as old as the oldest.
+        seals: the stored seals, oldest first; a version whose seal was dropped counts as old as the oldest.
         row_bytes: bytes of a row of each table on the wire.
         lacking: number of rows of each table that the replica lacks.
-        now_unix_ns: the time, nanoseconds since 1970.
+        now_unix_ns: the current time, nanoseconds since 1970.
         since: the oldest version that it has not applied; None = the one after `version`.
     """
     newest = seals[-1].version if seals else 0
@@ -311,18 +308,18 @@ def measure(
 
 def _oldest_unapplied_version(offset: int, standing: Standing) -> int | None:
     """The oldest version that a replica at `offset` has not applied; None = the one after that of its rows."""
-    # The first release that it lacks may have been made at the same version.
+    # The first release that it lacks may be of the same version.
     return None if standing.newest_release in (None, offset) else standing.version_of(offset)
 
 
 def _seconds_since(version: int, standing: Standing, now: int) -> float:
-    """Seconds since a version was sealed, even if the service's clock was set since."""
+    """Seconds since a version was sealed, even if the service's clock was changed after it."""
     steady = standing.seconds_since(version)
     return seconds_since_sealed(version, standing.seals, now) if steady is None else steady
 
 
 def unsent(backlogs: Sequence[Backlog]) -> tuple[float, float]:
-    """The L2 norm of the backlogs of some tables, and that as a share of the norm of the tables."""
+    """The L2 norm of the backlogs of some tables, and its share of the norm of the tables."""
     norm = math.hypot(*(each.amount.norm for each in backlogs))
     whole = math.hypot(*(each.table_norm for each in backlogs))
     return norm, norm / whole if whole else 0.0
@@ -354,27 +351,27 @@ def _release_lag(release: ReleaseStatistics, made: Moment | None, now: int) -> R
 
 
 def fleet_state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int) -> tuple[State, str]:
-    """How a fleet is doing, and why.
+    """The state of a consumer, and the reason for it.
 
     Args:
-        replicas: the fleet, without guests.
-        lag: the lag of its last replica.
-        standing: where its feed stands.
-        offset: the offset of its last replica.
+        replicas: its replicas, without guests.
+        lag: the lag of the slowest replica.
+        standing: the state of its feed.
+        offset: the offset of the slowest replica.
     """
     away = [replica.name for replica in replicas if replica.stream is None]
     if not replicas:
-        text = standing.unpublished or "no replica subscribes, or is expected back"
+        text = standing.unpublished or "no replica has subscribed, and none is expected to return"
         return "empty", f"{text}; {standing.failure}" if standing.failure else text
     if standing.failure:
         return "failed", standing.failure
     if standing.unpublished:
         return "empty", standing.unpublished
     if len(away) == len(replicas):
-        return "away", f"none of {counted(len(replicas), 'replica')} is connected"
+        return "away", _none_connected(len(replicas))
     if damaged := [replica for replica in replicas if replica.damaged]:
         names = ", ".join(f"{replica.name} ({', '.join(replica.damaged)})" for replica in damaged)
-        return "damaged", f"other rows than were sent, which are to be sent again, in {names}"
+        return "damaged", f"rows differ from those sent, and the service sends them again: {names}"
     if standing.unfit:
         return "waiting", standing.unfit
     state, reason = _holding(replicas, lag, standing, offset)
@@ -382,25 +379,23 @@ def fleet_state(replicas: Sequence[Replica], lag: Lag, standing: Standing, offse
 
 
 def _holding(replicas: Sequence[Replica], lag: Lag, standing: Standing, offset: int) -> tuple[State, str]:
-    """How much of the feed the replicas of a fleet hold, and whether they have proved it."""
-    if rewound := [f"{each.name} (held {each.rewind.held.number})" for each in replicas if each.rewind]:
-        return "behind", f"rows of a past that was discarded are being replaced in {', '.join(rewound)}"
+    """Whether the replicas hold the newest version or release, and whether checksums have proved it."""
+    if rewound := [f"{each.name} (had {each.rewind.held.number})" for each in replicas if each.rewind]:
+        return "behind", f"rows of a discarded history are being replaced in {', '.join(rewound)}"
     everything = lag.versions == 0 and lag.rows == 0
-    # Before the first release nobody holds it.
+    # Before the first release, no replica can have it.
     if not everything and not (standing.newest_release and offset == standing.newest_release):
         last = listed(each.name for each in replicas if _offset(each, standing) <= offset)
-        # A release may be made later of the version that is there.
+        # The service may make another release of a version that the replicas already have.
         source = counted(lag.versions, "version") if lag.versions else "a release"
-        lacking = f"{counted(lag.rows, 'row')} of {source}"
-        left = f"still to be applied by {last}: {lacking}"
-        return "behind", left
+        return "behind", f"{counted(lag.rows, 'row')} of {source} not applied yet by {last}"
     newest = "the newest version" if everything else "the newest release"
-    left = "" if everything else f"; {are(lag.rows, 'row')} left for later"
+    left = "" if everything else f"; {are(lag.rows, 'row')} postponed"
     if partial := [f"{each.name} lacks {', '.join(each.unbound)}" for each in replicas if each.unbound]:
-        return "partial", f"of {newest} some replicas follow only a part: {'; '.join(partial)}{left}"
+        return "partial", f"some replicas hold only some tables of {newest}: {'; '.join(partial)}{left}"
     if unchecked := [each.name for each in replicas if not each.checked]:
-        shown = f"no checksums show yet what is held by {', '.join(unchecked)}"
-        return "delivered", f"{_whole_fleet(replicas, 'has', 'have')} taken {newest}; {shown}{left}"
+        shown = f"not confirmed by checksums yet: {', '.join(unchecked)}"
+        return "delivered", f"{_whole_fleet(replicas, 'has', 'have')} applied {newest}; {shown}{left}"
     return "in sync" if everything else "current", f"{_whole_fleet(replicas, 'holds', 'hold')} {newest}{left}"
 
 
@@ -409,7 +404,11 @@ def _offset(replica: Replica, standing: Standing) -> int:
 
 
 def _whole_fleet(replicas: Sequence[Replica], one: str, many: str) -> str:
-    return f"all {len(replicas)} replicas {many}" if len(replicas) > 1 else f"the one replica {one}"
+    return f"all {len(replicas)} replicas {many}" if len(replicas) > 1 else f"the only replica {one}"
+
+
+def _none_connected(replicas: int) -> str:
+    return f"none of the {replicas} replicas is connected" if replicas > 1 else "the only replica is not connected"
 
 
 def _replica_lag(
@@ -446,7 +445,7 @@ def _waits_for(replica: Replica, standing: Standing, *, held_back: bool) -> str:
     if newest is None and standing.seals:
         newest = standing.seals[-1].version
     if replica.damaged and held_back and replica.sent_number != newest:
-        return "the end of the pause"  # Only the newest release repairs it.
+        return "the end of the pause"  # Only the newest release can repair the replica.
     return ""
 
 
@@ -458,7 +457,7 @@ def _ago(then_ns: int, now_ns: int) -> float:
     return round(max(0, now_ns - then_ns) / 1e9, 3)
 
 
-# Every replica lacks the newest version for a moment.
+# Every replica lacks a new version for a moment: only one that lacks it for longer is late.
 _LATE_SECONDS = 10.0
 
 
@@ -466,12 +465,12 @@ _LATE_SECONDS = 10.0
 _SLOW_SECONDS = 2.0
 
 
-# After this time without damage, earlier damage does not matter any more.
+# Damage that is older than this no longer counts as recurring.
 _AGAIN_SECONDS = 600.0
 
 
 def replica_state(line: ReplicaLag) -> ReplicaState:
-    """The worst that is wrong with a replica, in one word. A guest only looks: nobody relies on it."""
+    """A replica's worst problem in one word. A guest has none, because nothing relies on it."""
     if line.guest:
         return "guest"
     worst_first: dict[ReplicaState, bool] = {
@@ -491,7 +490,7 @@ def needs_somebody(line: ReplicaLag) -> bool:
 
 
 def replica_reason(line: ReplicaLag) -> str:
-    """What is wrong with a replica, in words; empty if nothing is, and for a guest: nobody relies on it."""
+    """A replica's problems in words; empty without any, and for a guest."""
     if line.guest:
         return ""
     texts = []
@@ -500,30 +499,31 @@ def replica_reason(line: ReplicaLag) -> str:
             f"away for {duration(line.since_seconds)}: {line.left or 'not seen since the service started'}"
         )
     if line.damaged:
-        texts.append(f"holds other rows than it was sent in {', '.join(line.damaged)}, which are to be sent again")
+        damaged = ", ".join(line.damaged)
+        texts.append(f"rows differ from those sent to it, and the service sends them again: {damaged}")
     if rewound := line.rewound:
-        texts.append(f"came with {rewound.held} of a discarded past, {duration(rewound.seconds)} ago")
+        texts.append(f"connected with {rewound.held} of a discarded history {duration(rewound.seconds)} ago")
     if line.connected and line.behind:
-        heard = f"last heard {duration(line.seconds_since_ack)} ago"
+        heard = f"last acknowledgement {duration(line.seconds_since_ack)} ago"
         texts.append(f"lacks {counted(line.lag.versions, 'version')}, {heard}{_slowness(line)}")
     if _damaged_again(line):
         times, ago = counted(line.damages, "time"), duration(line.damaged_seconds_ago or 0.0)
-        texts.append(f"held other rows than it was sent {times}, last {ago} ago: something else writes to it")
+        texts.append(f"rows differed from those sent to it {times}, last {ago} ago: another writer changes them")
     if line.waits_for:
         texts.append(f"waits for {line.waits_for}")
     if line.unbound:
-        texts.append(f"does not hold {', '.join(line.unbound)}")
+        texts.append(f"leaves out {', '.join(line.unbound)}")
     if line.connected and not line.checked and not line.damaged:
-        texts.append("has not shown by checksums what it holds")
+        texts.append("its rows are not confirmed by checksums yet")
     return "; ".join(texts)
 
 
 def _slowness(line: ReplicaLag) -> str:
-    """That a replica is slow, if rows that it lacks are under way to it; empty otherwise."""
+    """A text for a replica that is slow to acknowledge what it was sent; else empty."""
     if line.unacked_seconds < _SLOW_SECONDS:
         return ""
-    sent = f"{counted(line.unacked, 'release')} sent to it"
-    return f"; {sent}, and not acknowledged for {duration(line.unacked_seconds)}: it is slow to take or apply them"
+    sent, ago = counted(line.unacked, "release"), duration(line.unacked_seconds)
+    return f"; has not acknowledged {sent} sent {ago} ago: it is slow to read or apply them"
 
 
 def _damaged_again(line: ReplicaLag) -> bool:

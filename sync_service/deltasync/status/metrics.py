@@ -1,4 +1,4 @@
-"""Prometheus metrics, computed when a scraper asks for them. A value that is not known has no sample."""
+"""Prometheus metrics, computed for each scrape. A metric has no sample while its value is unknown."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,18 +26,18 @@ from deltasync.status.overview import RankState
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """What is shown of a model.
+    """The figures of a model.
 
     Attributes:
         name: its name.
         newest_version: its newest sealed version.
-        published_rows: rows of the cuts that were sealed since the service started.
+        published_rows: rows in cuts sealed since the service started.
         published_bytes: bytes of their ids and values.
         tables: its tables.
         failed: whether cuts cannot be sealed or applied.
         event_time_unix_ns: time of the newest event it was trained on, nanoseconds since 1970; None if unknown.
         ranks: the state of each rank of the run that publishes it.
-        parts: how long each part of the way of its cuts took.
+        parts: duration of each stage of its cuts.
     """
 
     name: str
@@ -58,17 +58,17 @@ class ModelFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessFigures:
-    """What this process is, at one moment.
+    """The figures of this process at one moment.
 
     Attributes:
-        confirmed: whether the others have heard of it within the lease; True where it is alone.
+        confirmed: whether the other processes received its lease in time; True if it is the only one.
         alive: number of processes that are alive, including this one.
         unowned: number of models that no process owns.
-        made_unix_ns: when the newest checkpoint of each model was complete, nanoseconds since 1970.
-        unsaved_bytes: bytes of each model in the log that its newest checkpoint does not have.
-        failures: number of checkpoints that could not be written or copied.
-        risks: number of known ways to lose what the log has acknowledged.
-        probe: how rows of the probe fare; None if there is no probe.
+        made_unix_ns: when the newest checkpoint of each model was completed, nanoseconds since 1970.
+        unsaved_bytes: bytes of each model in the log that are not in its newest checkpoint.
+        failures: number of failed attempts to write or copy a checkpoint.
+        risks: number of accepted risks of losing acknowledged data.
+        probe: results of the probe; None if there is no probe.
     """
 
     confirmed: bool = True
@@ -83,9 +83,7 @@ class ProcessFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What metrics are computed from, at one moment. `consumers` are copies. Models whose names are in `reloading`
-    are not in `models`.
-    """
+    """The input of the metrics at one moment. `consumers` are copies. `models` leaves out those in `reloading`."""
 
     consumers: Sequence[tuple[Consumer, Standing]]
     models: Sequence[ModelFigures]
@@ -100,61 +98,62 @@ class Figures:
 
 
 def exposition(figures: Figures, now_unix_ns: int) -> bytes:
-    """The metrics in Prometheus' text format. Any thread.
+    """Format the metrics as Prometheus text. Any thread.
 
     Args:
-        figures: what they are computed from.
-        now_unix_ns: the time, nanoseconds since 1970.
+        figures: the input.
+        now_unix_ns: the current time, nanoseconds since 1970.
     """
-    consumers = [consumer for consumer, _ in figures.consumers]
-    lags = [report(consumer, standing, now_unix_ns) for consumer, standing in figures.consumers]
     registry = CollectorRegistry()
-    registry.register(
-        _Snapshot(
-            [
-                *consumer_metrics(consumers, lags),
-                *_model_metrics(figures),
-                *volume_metrics(figures.volumes),
-                *_limit_metrics(figures.limits),
-                *_process_metrics(figures.process, now_unix_ns),
-            ]
-        )
-    )
+    registry.register(_Snapshot(families(figures, now_unix_ns)))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
+
+
+def families(figures: Figures, now_unix_ns: int) -> list[Metric]:
+    """All metrics of the service, including those without samples. See `exposition`."""
+    consumers = [consumer for consumer, _ in figures.consumers]
+    lags = [report(consumer, standing, now_unix_ns) for consumer, standing in figures.consumers]
+    return [
+        *consumer_metrics(consumers, lags),
+        *_model_metrics(figures),
+        *volume_metrics(figures.volumes),
+        *_limit_metrics(figures.limits),
+        *_process_metrics(figures.process, now_unix_ns),
+    ]
 
 
 _PAUSE_SECONDS = 50e-6
 
 
 class _Snapshot(Collector):
-    """Metrics that were measured before."""
+    """A collector of metrics that are already computed."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """One after the other, with a pause after each: the steps of a cut would otherwise wait until the
-        interpreter's switch interval is over, as long as all metrics take together.
+        """Yield the metrics with a pause after each. Without it, formatting all of them would hold the interpreter
+        and delay the steps of a cut.
         """
         for each in self._metrics:
             yield each
             time.sleep(_PAUSE_SECONDS)
 
 
-# Values of the labels, and the number.
+# The labels' values and the number.
 Sample = tuple[list[str], float]
-# A metric of some objects: its name, its help, and the attribute of each object that is its value.
+# A metric of several objects: its name, its help text, and the attribute that is the value.
 Declaration = tuple[str, str, str]
 
 
 def _gauge(name: str, text: str, labels: list[str], samples: Iterable[Sample]) -> Metric:
-    """A number that goes up and down."""
+    """A gauge: a number that can rise and fall."""
     return _filled(GaugeMetricFamily(f"deltasync_{name}", text, labels=labels), samples)
 
 
 def _counter(name: str, text: str, labels: list[str], samples: Iterable[Sample]) -> Metric:
-    """A number that only grows until the service restarts; `_total` is added to its name."""
+    """A counter since the service started; Prometheus adds `_total` to its name."""
     return _filled(CounterMetricFamily(f"deltasync_{name}", text, labels=labels), samples)
 
 
@@ -170,7 +169,7 @@ def _each(
     objects: Sequence[tuple[list[str], Any]],
     *declared: Declaration,
 ) -> list[Metric]:
-    """Each metric that is declared, with a sample of every object whose attribute is not None."""
+    """Build each declared metric, with a sample of every object whose attribute is not None."""
     return [
         make(
             name, text, labels, [(values, value) for values, value in _values(objects, path) if value is not None]
@@ -185,7 +184,7 @@ def _values(objects: Sequence[tuple[list[str], Any]], path: str) -> Iterable[tup
 
 
 def _histogram(name: str, text: str, labels: list[str], samples: Iterable[tuple[list[str], Durations]]) -> Metric:
-    """How often something took how long since the service started."""
+    """A histogram of durations since the service started."""
     family = HistogramMetricFamily(f"deltasync_{name}", text, labels=labels)
     for values, durations in samples:
         counts, seconds = durations.read()
@@ -195,23 +194,23 @@ def _histogram(name: str, text: str, labels: list[str], samples: Iterable[tuple[
 
 
 def consumer_metrics(consumers: Sequence[Consumer], lags: Sequence[ConsumerLag]) -> list[Metric]:
-    """Metrics of consumers and of their lags, which were measured before."""
+    """Metrics of consumers and of their lags."""
     of_consumer, of_table, of_replica = ["consumer"], ["consumer", "table"], ["consumer", "replica"]
     each_lag = [([lag.consumer], lag) for lag in lags]
     released = [(names, lag) for names, lag in each_lag if lag.release]
     tables = [([lag.consumer, table.table], table) for lag in lags for table in lag.tables]
-    # Without a norm, nobody has compared the table's rows with those that replicas hold.
+    # A table without a norm has not been compared with the replicas' rows yet.
     compared = [(names, table) for names, table in tables if table.unsent_norm is not None]
     replicas = [([lag.consumer, replica.replica], replica) for lag in lags for replica in lag.fleet]
     counted = [([each.name], each) for each in consumers]
     return [
         _gauge(
             "consumer_state",
-            "1 for the state that the consumer is in.",
+            "1 for the consumer's current state.",
             ["consumer", "state"],
             [([lag.consumer, lag.state], 1.0) for lag in lags],
         ),
-        *_each(_gauge, of_consumer, each_lag, *_lag_metrics("consumer", "the consumer's last replica")),
+        *_each(_gauge, of_consumer, each_lag, *_lag_metrics("consumer", "the consumer's slowest replica")),
         *_each(_gauge, of_consumer, released, *_RELEASE),
         *_each(_gauge, of_consumer, each_lag, *_UNSENT),
         *_each(_gauge, of_consumer, released, _OLDEST_ROW),
@@ -230,38 +229,38 @@ def consumer_metrics(consumers: Sequence[Consumer], lags: Sequence[ConsumerLag])
         ),
         _gauge(
             "consumer_failed",
-            "Whether an error keeps the consumer's replicas from what is new.",
+            "1 if an error keeps the consumer's replicas from receiving updates, else 0.",
             of_consumer,
-            # A pause hides no damage: operators need to know of it before they resume the consumer.
+            # A pause must not hide an error: operators need to see it before they resume the consumer.
             [([lag.consumer], (lag.paused.otherwise if lag.paused else lag.state) == "failed") for lag in lags],
         ),
         _gauge(
             "consumer_paused",
-            "Whether the consumer is paused: its replicas are held at what they have.",
+            "1 if the consumer is paused and its replicas keep their current rows, else 0.",
             of_consumer,
             [([lag.consumer], lag.paused is not None) for lag in lags],
         ),
         _gauge(
             "consumer_damaged_tables",
-            "Tables of replicas that are damaged now.",
+            "Tables of replicas that are damaged now, summed over the replicas.",
             of_consumer,
             [([lag.consumer], sum(len(replica.damaged) for replica in lag.fleet)) for lag in lags],
         ),
         _gauge(
             "consumer_unbound_tables",
-            "Tables that replicas of the consumer do not hold.",
+            "Tables that replicas of the consumer leave out, summed over the replicas.",
             of_consumer,
             [([lag.consumer], sum(len(replica.unbound) for replica in lag.fleet)) for lag in lags],
         ),
         _histogram(
             "freshness_seconds",
-            "How long it took from the end of a trainer's step until a replica held what it had changed.",
+            "Seconds from the end of a training step until a replica acknowledged its rows.",
             of_consumer,
             [([each.name], each.durations.freshness) for each in consumers],
         ),
         _histogram(
             "delivery_seconds",
-            "How long each part of the way of releases took, from the tables to a replica.",
+            "Seconds of each stage of a release, from the service's tables to a replica.",
             ["consumer", "part"],
             [
                 ([each.name, part], getattr(each.durations, part))
@@ -274,23 +273,23 @@ def consumer_metrics(consumers: Sequence[Consumer], lags: Sequence[ConsumerLag])
 
 
 def _lag_metrics(whose: str, who: str) -> list[Declaration]:
-    """How far a replica is behind: `whose` begins the names, `who` is the replica in words."""
+    """The lag metrics of a replica: `whose` is the prefix of the names, `who` the replica in words."""
     return [
         (f"{whose}_lag_versions", f"Sealed versions that {who} has not applied.", "lag.versions"),
-        (f"{whose}_lag_rows", f"Rows that {who} does not hold as the model has them, at most.", "lag.rows"),
+        (f"{whose}_lag_rows", f"Rows of {who} that differ from the model's, an upper bound.", "lag.rows"),
         (
             f"{whose}_lag_bytes",
-            f"Bytes of ids and values of the rows that {who} does not hold as the model has them.",
+            f"Bytes of ids and values of the rows of {who} that differ from the model's.",
             "lag.bytes",
         ),
         (
             f"{whose}_lag_seconds",
-            f"For how long {who} has lacked the oldest row or version that it lacks.",
+            f"Age in seconds of the oldest version or release that {who} has not applied.",
             "lag.seconds",
         ),
         (
             f"{whose}_seconds_behind_events",
-            f"Age of the newest event that the model had been trained on at the version whose rows {who} holds.",
+            f"Age in seconds of the newest training event in the version that {who} holds.",
             "lag.seconds_behind_events",
         ),
     ]
@@ -298,68 +297,68 @@ def _lag_metrics(whose: str, who: str) -> list[Declaration]:
 
 _RELEASE: list[Declaration] = [
     ("consumer_release", "Number of the newest release.", "release.number"),
-    ("consumer_release_rows", "Rows the newest release took.", "release.rows"),
-    ("consumer_release_bytes", "Bytes of ids and values of the rows the newest release took.", "release.bytes"),
-    ("consumer_release_norm", "L2 norm of what these rows changed by.", "release.norm"),
+    ("consumer_release_rows", "Rows in the newest release.", "release.rows"),
+    ("consumer_release_bytes", "Bytes of ids and values of the rows in the newest release.", "release.bytes"),
+    ("consumer_release_norm", "L2 norm of the change of the rows in the newest release.", "release.norm"),
     (
         "consumer_left_rows",
-        "Rows that have changed and that the newest release left for later.",
+        "Changed rows that the newest release postponed.",
         "release.left_rows",
     ),
-    ("consumer_left_bytes", "Bytes of ids and values of the changed rows that it left.", "release.left_bytes"),
-    ("consumer_left_norm", "L2 norm of what is unsent of these rows.", "release.left_norm"),
+    ("consumer_left_bytes", "Bytes of ids and values of the postponed rows.", "release.left_bytes"),
+    ("consumer_left_norm", "L2 norm of the unsent change of the postponed rows.", "release.left_norm"),
 ]
 _UNSENT: list[Declaration] = [
     (
         "consumer_unsent_norm",
-        "L2 norm of what the model has less what the replicas hold, as of the last release.",
+        "L2 norm of the difference between the model and the replicas, as of the last release.",
         "lag.unsent_norm",
     ),
-    ("consumer_unsent_share", "The same as a share of the norm of the tables: 0.1 is 10 %.", "lag.unsent_share"),
+    ("consumer_unsent_share", "The unsent norm as a share of the tables' norm: 0.1 is 10 %.", "lag.unsent_share"),
 ]
 _OLDEST_ROW: Declaration = (
     "consumer_oldest_row_seconds",
-    "For how long the oldest row that the newest release left has been unsent; 0 = it left none.",
+    "Seconds for which the oldest postponed row has been unsent; 0 if no row is postponed.",
     "oldest_row_seconds",
 )
 _TABLE: list[Declaration] = [
     (
         "consumer_table_lag_rows",
-        "Rows of the table that the consumer's last replica does not hold as the model has them, at most.",
+        "Rows of the table in which the consumer's slowest replica differs from the model, an upper bound.",
         "rows",
     ),
-    ("consumer_table_lag_bytes", "Bytes of ids and values of these rows.", "bytes"),
-    ("consumer_table_unsent_share", "What is unsent of the table as a share of its norm.", "unsent_share"),
+    ("consumer_table_lag_bytes", "Bytes of ids and values of the rows of the table that differ.", "bytes"),
+    ("consumer_table_unsent_share", "The table's unsent norm as a share of its norm.", "unsent_share"),
     (
         "consumer_table_unsent_norm",
-        "L2 norm of what the model has of the table less what the replicas hold, as of the last release.",
+        "L2 norm of the difference between the model's table and the replicas', as of the last release.",
         "unsent_norm",
     ),
 ]
 _TABLES_OLDEST_ROW: Declaration = (
     "consumer_table_oldest_row_seconds",
-    "For how long the oldest row of the table that the newest release left has been unsent.",
+    "Seconds for which the oldest postponed row of the table has been unsent.",
     "oldest_row_seconds",
 )
 _REPLICA: list[Declaration] = [
     (
         "replica_unsent_norm",
-        "L2 norm of what the model has less what the replica holds, where it holds the newest release.",
+        "L2 norm of the difference between the model and the replica, once it holds the newest release.",
         "lag.unsent_norm",
     ),
-    ("replica_checked", "Whether the replica's last acknowledgement had the right checksums.", "checked"),
+    ("replica_checked", "1 if the replica's last acknowledgement had the right checksums, else 0.", "checked"),
 ]
 _COUNTERS: list[Declaration] = [
     ("released_rows", "Rows sent to replicas since the service started.", "released_rows"),
-    ("released_bytes", "Bytes of ids and values sent to replicas.", "released_bytes"),
+    ("released_bytes", "Bytes of ids and values sent to replicas since the service started.", "released_bytes"),
     (
         "consumer_damages",
-        "How often a table of a replica was found to be damaged since the service started.",
+        "Damaged tables of replicas that were detected since the service started.",
         "damages",
     ),
     (
         "consumer_rewinds",
-        "How often a replica was found to hold rows of a discarded past since the service started.",
+        "Replicas that connected with rows of a discarded history since the service started.",
         "rewinds",
     ),
 ]
@@ -376,8 +375,7 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             ("head_version", "Newest sealed version.", "newest_version"),
             (
                 "head_event_time_seconds",
-                "Time of the newest event that the newest sealed version had been trained on, in seconds since "
-                "1970.",
+                "Time of the newest training event in the newest sealed version, in seconds since 1970.",
                 "event_time_seconds",
             ),
         ),
@@ -385,8 +383,8 @@ def _model_metrics(figures: Figures) -> list[Metric]:
             _counter,
             ["model"],
             models,
-            ("published_rows", "Rows of sealed cuts since the service started.", "published_rows"),
-            ("published_bytes", "Bytes of ids and values of sealed cuts.", "published_bytes"),
+            ("published_rows", "Rows in sealed cuts since the start.", "published_rows"),
+            ("published_bytes", "Bytes of ids and values in sealed cuts since the start.", "published_bytes"),
         ),
         *_each(
             _gauge,
@@ -397,7 +395,7 @@ def _model_metrics(figures: Figures) -> list[Metric]:
         ),
         _gauge(
             "model_failed",
-            "Whether cuts of the model cannot be sealed or applied, which is tried again.",
+            "1 if the service cannot seal or apply cuts of the model and is retrying, else 0.",
             ["model"],
             [*((names, model.failed) for names, model in models), *(([name], True) for name in figures.reloading)],
         ),
@@ -413,15 +411,15 @@ def _model_metrics(figures: Figures) -> list[Metric]:
         ),
         _counter(
             "events",
-            "How often what has happened since the service started.",
+            "Events since the service started, by kind.",
             ["event"],
             [([kind.value], figures.events[kind]) for kind in EventKind],
         ),
-        _gauge("log_bytes", "Bytes the log holds.", [], [([], figures.log_bytes)]),
-        _histogram("log_commit_seconds", "How long commits of the log took.", [], [([], figures.commits)]),
+        _gauge("log_bytes", "Bytes of data in the log.", [], [([], figures.log_bytes)]),
+        _histogram("log_commit_seconds", "Seconds of a commit of the log.", [], [([], figures.commits)]),
         _histogram(
             "cut_seconds",
-            "How long each part of the way of cuts took, until the tables had them.",
+            "Seconds of each stage of a cut, until the service's tables had its rows.",
             ["model", "part"],
             [
                 ([model.name, part], durations)
@@ -431,7 +429,7 @@ def _model_metrics(figures: Figures) -> list[Metric]:
         ),
         _gauge(
             "certificate_expires_seconds",
-            "When the first certificate of a file expires, in seconds since 1970.",
+            "Earliest expiry of the certificates in a file, in seconds since 1970.",
             ["setting"],
             [([name], ends) for name, ends in figures.certificates_expire.items()],
         ),
@@ -439,17 +437,17 @@ def _model_metrics(figures: Figures) -> list[Metric]:
 
 
 def volume_metrics(volumes: Sequence[Volume]) -> list[Metric]:
-    """What each volume has left, and whether it refuses writes. Asks the system."""
+    """The free bytes of each volume, and whether it refuses writes. Asks the operating system."""
     return [
         *_each(
             _gauge,
             ["volume"],
             [([volume.name], volume) for volume in volumes],
-            ("volume_free_bytes", "Bytes that the volume has left for the service.", "free_bytes"),
+            ("volume_free_bytes", "Free bytes of the volume that the service may use.", "free_bytes"),
         ),
         _gauge(
             "volume_failed",
-            "Whether the volume refuses what the service writes, which is tried again.",
+            "1 if the volume refuses writes and the service is retrying, else 0.",
             ["volume"],
             [([volume.name], bool(volume.trouble)) for volume in volumes],
         ),
@@ -457,21 +455,19 @@ def volume_metrics(volumes: Sequence[Volume]) -> list[Metric]:
 
 
 def _limit_metrics(limits: Limits) -> list[Metric]:
-    """Each limit, how much of it is in use where that is one number, and how often peers reached it."""
+    """Each limit, its use if that is one number, and how often peers reached it."""
     names = limits.options.by_name
     return [
-        _gauge(
-            "limit", "The most that peers may take.", ["limit"], [([name], most) for name, most in names.items()]
-        ),
+        _gauge("limit", "The value of the limit.", ["limit"], [([name], most) for name, most in names.items()]),
         _gauge(
             "limit_taken",
-            "How much of it is taken, where that is one number.",
+            "Current use of the limit, if that is one number.",
             ["limit"],
             [([name], number) for name, number in sorted(limits.numbers.items())],
         ),
         _counter(
             "limit_refused",
-            "How often it was reached since the service started.",
+            "Requests that the limit has refused since the service started.",
             ["limit"],
             [([name], limits.refused[name]) for name in names],
         ),
@@ -484,7 +480,7 @@ def _process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
     return [
         _gauge(
             "build_info",
-            "Which deltasync this is; always 1.",
+            "Version and commit of the service; always 1.",
             ["version", "commit"],
             [([built_version(), built_commit() or "unknown"], 1)],
         ),
@@ -494,22 +490,22 @@ def _process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
             process,
             (
                 "lease_confirmed",
-                "Whether the processes that share the log have heard of this one within the lease.",
+                "1 if the other processes of the cluster received this one's lease in time, else 0.",
                 "confirmed",
             ),
-            ("processes_alive", "Processes that share the log and are alive.", "alive"),
+            ("processes_alive", "Processes of the cluster that are alive, including this one.", "alive"),
             ("models_without_owner", "Models that no process owns now.", "unowned"),
-            ("log_risks", "Ways to lose what the log has acknowledged.", "risks"),
+            ("log_risks", "Accepted risks of losing acknowledged data.", "risks"),
         ),
         _gauge(
             "checkpoint_age_seconds",
-            "How long ago the model's newest checkpoint was complete.",
+            "Seconds since the model's newest checkpoint was completed.",
             ["model"],
             [([name], max(0, now_unix_ns - made) / 1e9) for name, made in sorted(figures.made_unix_ns.items())],
         ),
         _gauge(
             "log_bytes_since_checkpoint",
-            "Bytes in the log that the model's newest checkpoint does not have.",
+            "Bytes in the log that are not in the model's newest checkpoint.",
             ["model"],
             [([name], size) for name, size in sorted(figures.unsaved_bytes.items())],
         ),
@@ -519,23 +515,23 @@ def _process_metrics(figures: ProcessFigures, now_unix_ns: int) -> list[Metric]:
             probe,
             (
                 "probe_seconds",
-                "How long the probe's last row took from being published to being held by a replica.",
+                "Seconds from publishing the probe's last row until its replica had it.",
                 "seconds",
             ),
             (
                 "probe_age_seconds",
-                "How long ago a row of the probe has come back, or for how long none has.",
+                "Seconds since a row of the probe last arrived; since the start if none has.",
                 "age_seconds",
             ),
         ),
-        *_each(_counter, [], probe, ("probe_failures", "Rows of the probe that did not come back.", "failures")),
+        *_each(_counter, [], probe, ("probe_failures", "Rows of the probe that did not arrive.", "failures")),
         *_each(
             _counter,
             [],
             process,
             (
                 "checkpoint_failures",
-                "Checkpoints that could not be written or copied since the start.",
+                "Failed attempts to write or copy a checkpoint since the service started.",
                 "failures",
             ),
         ),

@@ -1,4 +1,4 @@
-"""Everything of a service on one screen: what the page, `deltasync status` and `/readyz` show."""
+"""The overview of a service that the page, `deltasync status` and `/readyz` show."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -26,8 +26,8 @@ from deltasync.status.versions import VersionLine
 
 @dataclass(frozen=True)
 class ProbeLine:
-    """How rows of the service's own publisher fare on their way to its own replica: how many `seconds` the last
-    one took, and how long ago that was. `trouble` says why the next one did not arrive; empty if it did.
+    """Results of the probe, which sends rows from the service's own publisher to its own replica. The last row
+    arrived `age_seconds` ago and took `seconds`. `trouble` is why the probe fails; empty if it works.
     """
 
     seconds: float | None
@@ -39,8 +39,8 @@ class ProbeLine:
 
 @dataclass(frozen=True)
 class VolumeOverview:
-    """A volume that a process writes to: the bytes that are left, null for brokers, and why it refuses writes;
-    `refused` is empty if it accepts them.
+    """A volume that a process writes to: its free bytes, null for brokers, and why it refuses writes, empty if it
+    accepts them.
     """
 
     volume: str
@@ -49,7 +49,7 @@ class VolumeOverview:
 
 
 def volume_overviews(volumes: Sequence[Volume]) -> list[VolumeOverview]:
-    """The volumes that this process writes to. Asks the system; any thread."""
+    """The volumes that this process writes to. Asks the operating system; any thread."""
     return [
         VolumeOverview(each.name, each.free_bytes, each.refusal.in_words if each.refusal else each.trouble)
         for each in volumes
@@ -58,8 +58,8 @@ def volume_overviews(volumes: Sequence[Volume]) -> list[VolumeOverview]:
 
 @dataclass(frozen=True)
 class ProcessOverview:
-    """A process of the service. `ready` is what its `/readyz` says; `troubles` are problems that do not keep it
-    from being ready. `work` is long work under way, and how far it is. `probe` is null if there is no probe.
+    """A process of the service. `ready` is the result of its `/readyz`; `troubles` are problems that do not affect
+    it. `work` is the progress of long operations. `probe` is null if there is no probe.
     """
 
     process: str
@@ -96,10 +96,10 @@ def other_processes(owners: Owners) -> list[str]:
 
 @dataclass(frozen=True)
 class ModelOverview:
-    """A model and its trainer. Of its `ranks` some are `connected`, and some have `finished`, with a goodbye.
-    `published_rows` and `published_bytes` are of cuts since the service started, `bytes` of its tables' values.
-    `trouble` says what keeps cuts from being sealed; empty if nothing does. If no process has the model, or it is
-    still recovering here, `trouble` says so, and numbers that are not known are null.
+    """A model and its trainer: `ranks` counts the ranks of its run, `connected` those with a stream, `finished`
+    those that said goodbye. `published_rows` and `published_bytes` count cuts since the service started; `bytes`
+    is the size of its tables. `trouble` is why its cuts cannot be sealed, that no process has the model, or that
+    it is recovering; empty if it is well. Unknown numbers are null.
     """
 
     model: str
@@ -118,11 +118,11 @@ class ModelOverview:
 
 
 def model_overviews(models: Models) -> list[ModelOverview]:
-    """The models of this process, by name: also those that are still recovering, and those that no process has.
+    """The models of this process, by name, with those that are recovering and those that no process owns.
 
     In the event loop.
     """
-    lost = dict.fromkeys(unowned_models(models), "no process that is known to be alive has this model")
+    lost = dict.fromkeys(unowned_models(models), "no live process owns this model")
     without = lost | {name: _still_recovering(models, name) for name in models.recovering}
     lines = {
         name: ModelOverview(name, None, None, None, "", 0, 0, 0, None, None, 0, 0, why)
@@ -133,7 +133,7 @@ def model_overviews(models: Models) -> list[ModelOverview]:
 
 
 def unowned_models(models: Models) -> list[str]:
-    """The models that no process has, as far as this one knows. In the event loop."""
+    """The models that have no owner, as far as this process knows. In the event loop."""
     owners = models.owners
     return [each for each in owners.models() if each not in models and owners.owner_of(each) is None]
 
@@ -152,7 +152,7 @@ def _model(model: Model, coordinator: CutCoordinator | None) -> ModelOverview:
         model=model.name,
         head=model.seals.newest_version,
         step=newest.step if newest else 0,
-        seconds_since_cut=model.succession.seconds_since(newest.version, steady_ns()) if newest else None,
+        seconds_since_cut=model.seals.succession.seconds_since(newest.version, steady_ns()) if newest else None,
         run=coordinator.run_id if coordinator else "",
         ranks=run.world_size if run else 0,
         connected=len(coordinator.connected) if coordinator else 0,
@@ -166,7 +166,7 @@ def _model(model: Model, coordinator: CutCoordinator | None) -> ModelOverview:
 
 
 def _kept_from_sealing(sealer: CutSealer) -> str:
-    """What keeps a model's cuts from being sealed, in words; empty if nothing does."""
+    """Why a model's cuts cannot be sealed, in words; empty if they can."""
     return sealer.quarantine or (sealer.refusal.reason if sealer.refusal else "")
 
 
@@ -175,16 +175,16 @@ RankState = Literal["connected", "away", "finished"]
 
 @dataclass(frozen=True)
 class TrainerLine:
-    """A rank of a run that publishes a model, in a list.
+    """A rank of a run that publishes a model.
 
     Attributes:
         model: the model's name.
         run: the run's id.
         ranks: number of ranks of the run.
         rank: number of this rank.
-        process: the process of the rank, as it names itself.
+        process: the name that the rank's process gives itself.
         connected: whether it is connected.
-        finished: whether it has said goodbye. A rank that has neither said goodbye nor is connected is lost.
+        finished: whether it said goodbye. A rank that is not connected and did not say goodbye is lost.
         since_seconds: seconds since it connected, or left.
         left: why its last stream ended; empty while it is connected.
         tables: number of tables that it publishes.
@@ -203,12 +203,12 @@ class TrainerLine:
 
 
 def rank_state(session: RankSession) -> RankState:
-    """Whether a rank is connected, has gone without a goodbye, or has finished."""
+    """The state of a rank; `away` is one that left without a goodbye."""
     return "finished" if session.finished else "away" if session.ended else "connected"
 
 
 def trainer_lines(coordinators: Mapping[str, CutCoordinator]) -> list[TrainerLine]:
-    """The ranks of all models, also those that have gone since the service started. In the event loop."""
+    """The ranks of all models, including those that left since the service started. In the event loop."""
     return [line for name in sorted(coordinators) for line in _ranks(name, coordinators[name])]
 
 
@@ -233,9 +233,9 @@ def _ranks(name: str, coordinator: CutCoordinator) -> list[TrainerLine]:
 
 @dataclass(frozen=True)
 class Freshness:
-    """Seconds from the end of a step until replicas held it: `p50` and `p99` of the last `count` deliveries, at
-    most 500. `counts` are of all deliveries since the service started, by `freshness_bounds`; the last one counts
-    longer ones.
+    """Seconds from the end of a step until replicas had it: `p50` and `p99` of the last `count` deliveries (500 or
+    fewer). `counts` is the histogram of all deliveries since the service started, with the bounds
+    `freshness_bounds`; its last entry counts longer ones.
     """
 
     counts: list[int]
@@ -245,7 +245,7 @@ class Freshness:
 
 
 def freshness_of(durations: DeliveryDurations) -> Freshness:
-    """How long it took until a consumer's replicas held what a step had changed."""
+    """The freshness of a consumer's replicas."""
     shares = (durations.within(share) for share in (0.5, 0.99))
     p50, p99 = (None if seconds is None else round(seconds, 4) for seconds in shares)
     return Freshness(list(durations.freshness.read()[0]), len(durations.recent), p50, p99)
@@ -253,7 +253,7 @@ def freshness_of(durations: DeliveryDurations) -> Freshness:
 
 @dataclass(frozen=True)
 class WrongReplica:
-    """A replica that needs attention, and why."""
+    """A replica that needs an operator's attention, and why."""
 
     replica: str
     reason: str
@@ -261,8 +261,8 @@ class WrongReplica:
 
 @dataclass(frozen=True)
 class ConsumerOverview:
-    """A consumer, in a list: its lag, and how many replicas it has. `policy` is in words. `wrong` are the replicas
-    that need attention. Numbers are null until this process has the model.
+    """A consumer: its lag, its policy in words, and its replicas. `wrong` lists the replicas that need attention.
+    Numbers are null until this process has loaded the model.
     """
 
     consumer: str
@@ -286,14 +286,14 @@ class ConsumerOverview:
     policy: str
 
 
-# The numbers of a lag that the overview of its consumer and the consumer's history have.
+# The numbers of a lag that a consumer's overview and history contain.
 LAG_NUMBERS = ("versions", "rows", "bytes", "seconds", "unsent_norm", "unsent_share")
 
 
 def consumer_overviews(
     models: Models, registry: ConsumerRegistry, lags: Iterable[ConsumerLag]
 ) -> list[ConsumerOverview]:
-    """The consumers of this process, by name, also of models that are still recovering. In the event loop."""
+    """The consumers of this process, by name, with those of recovering models. In the event loop."""
     lines = {each.consumer: _consumer(registry.consumers.get(each.consumer), each) for each in lags}
     for model in models.recovering:
         failed = models.waits_for(model) or models.reload_reason(model)
@@ -301,12 +301,12 @@ def consumer_overviews(
         for each in registry.of_model(model):
             lines.setdefault(each.name, _waiting(each.name, model, state, _still_recovering(models, model)))
     for name, model in _coming_consumers(models.owners, registry):
-        lines.setdefault(name, _waiting(name, model, "waiting", "this process is about to take it over"))
+        lines.setdefault(name, _waiting(name, model, "waiting", "this process is taking it over"))
     return [lines[name] for name in sorted(lines)]
 
 
 def _coming_consumers(owners: Owners, registry: ConsumerRegistry) -> Iterator[tuple[str, str]]:
-    """Consumers of models that this process owns and whose logs it has not read yet: name and model."""
+    """Name and model of each consumer whose model this process owns and has not loaded yet."""
     for model in owners.models():
         owner = owners.owner_of(model)
         if owner and owner.process == owners.me.name:
@@ -337,7 +337,7 @@ def _waiting(consumer: str, model: str, state: State, why: str) -> ConsumerOverv
         consumer=consumer,
         model=model,
         state=state,
-        reason=f"nobody answers for model {model!r}: {why}",
+        reason=f"model {model!r} is not available: {why}",
         **dict.fromkeys(("head", "offset", *LAG_NUMBERS)),
         replicas=0,
         connected=0,
@@ -351,8 +351,8 @@ def _waiting(consumer: str, model: str, state: State, why: str) -> ConsumerOverv
 
 @dataclass(frozen=True)
 class Overview:
-    """A process at one moment; `unix_ms` is when that was, milliseconds since 1970. `missing` names the other
-    processes of the service that are alive: each has an overview of its own.
+    """The state of a process at `unix_ms`, milliseconds since 1970. `missing` names the other live processes:
+    each has its own overview.
     """
 
     unix_ms: int

@@ -1,4 +1,4 @@
-"""Whether a service takes streams, check by check."""
+"""Readiness checks of a process: whether it accepts streams, and why not."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ from deltasync.status.sources import Sources
 
 @dataclass(frozen=True)
 class Check:
-    """A condition for being ready: its name, and what keeps it from being true; empty if it is true."""
+    """A readiness check: its name, and why it fails; `trouble` is empty if it passes."""
 
     check: str
     trouble: str
 
     @property
     def ok(self) -> bool:
-        """Whether the condition is true."""
+        """Whether the check passes."""
         return not self.trouble
 
 
 def checks(sources: Sources) -> list[Check]:
     """All checks, in the order in which a starting process passes them. In the event loop."""
     models, process, volumes = sources.models, sources.process, sources.volumes.trouble
-    compiling = "still compiling for this machine; the log says how far it is"
+    compiling = "compiling kernels for this machine; the log shows the progress"
     return [
         Check("running", "the service is shutting down" if process.draining.is_set() else ""),
         Check("kernels", compiling if process.compiling else ""),
         Check("processes", "" if models.owners.confirmed else _UNCONFIRMED),
         Check("models", _recovering(models)),
-        Check("volumes", f"nothing new can be written: {volumes}" if volumes else ""),
+        Check("volumes", f"a volume refuses writes: {volumes}" if volumes else ""),
         Check("log", "; ".join([_FULL, *sources.checkpoints.troubles]) if models.storage.logs.refusing else ""),
     ]
 
@@ -45,27 +45,27 @@ def _recovering(models: Models) -> str:
     return "; ".join(texts)
 
 
-_FULL = "the log is full: it is cut once a checkpoint is written"
+_FULL = "the log is full; the next checkpoint frees space"
 
 
-_UNCONFIRMED = "the other processes have not heard of this one: brokers do not answer, or have just been asked"
+_UNCONFIRMED = "the brokers have not confirmed this process's lease: it is starting, or they do not answer"
 
 
-# If one of these fails, the others follow from it.
+# A failure of one of these explains those of all later checks.
 _ALONE = ("running", "kernels", "processes")
 
 
 def not_ready(every: Iterable[Check]) -> str:
-    """Why the service accepts no streams, or cannot keep what they bring; empty if it is ready."""
+    """Why the service accepts no streams or cannot store their data; empty if it is ready."""
     wrong = [each for each in every if not each.ok]
     if wrong and wrong[0].check in _ALONE:
         return wrong[0].trouble
-    # A full log is what comes of the others.
+    # A full log is a consequence of the other failures.
     causes = [each for each in wrong if each.check != "log"] or wrong
     return "; ".join(each.trouble for each in causes)
 
 
 def troubles(sources: Sources) -> list[str]:
     """Problems of this process that do not keep it from being ready. In the event loop."""
-    risks = [f"accepted: {each}" for each in sources.models.storage.logs.accepted_risks]
+    risks = [f"accepted risk: {each}" for each in sources.models.storage.logs.accepted_risks]
     return [*sources.models.troubles, *sources.consumers.troubles, *risks, *sources.checkpoints.troubles]

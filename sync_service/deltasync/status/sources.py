@@ -1,4 +1,4 @@
-"""What status is computed from: the models, consumers and limits of a service, and its process."""
+"""The parts of a service from which its status is computed."""
 
 import asyncio
 import time
@@ -19,13 +19,13 @@ CUTS, EVENTS = 20, 30
 
 @dataclass(kw_only=True)
 class ProcessState:
-    """How this process is doing. The server keeps it up to date.
+    """The state of this process, kept up to date by the server.
 
     Attributes:
-        draining: set once the service is to end.
+        draining: set when the service begins to shut down.
         started_unix_ns: when the process started, nanoseconds since 1970.
-        compiling: whether kernels are still compiled, and no streams are accepted.
-        probe: how rows of the probe fare; None if there is no probe.
+        compiling: whether kernels are still being compiled; streams are refused meanwhile.
+        probe: results of the probe; None if there is no probe.
         certificates_expire: when each certificate expires, seconds since 1970, by the name of its setting.
     """
 
@@ -38,7 +38,7 @@ class ProcessState:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """What status reads of a service, and changes nothing of."""
+    """The parts of a service that status reads and never changes."""
 
     models: Models
     registry: ConsumerRegistry

@@ -1,4 +1,4 @@
-"""The last versions of a model, and how long each part of their way took."""
+"""The last versions of a model, and the duration of each stage of their way to replicas."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,9 +14,7 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class PartSeconds:
-    """Seconds of each part of a cut's way; null while it is not over. `release` and `ack` are of the consumer for
-    which both together took longest.
-    """
+    """Seconds of each stage of a cut; null until it ends. `release` and `ack` are the slowest consumer's."""
 
     gather: float | None = None
     send: float | None = None
@@ -29,7 +27,7 @@ class PartSeconds:
 
 @dataclass(frozen=True)
 class DeliveryLine:
-    """That `replicas` of a consumer hold a version; `release` and `ack` are the seconds of the slowest of them."""
+    """A version's delivery to `replicas` of a consumer; `release` and `ack` are the seconds of the slowest."""
 
     consumer: str
     replicas: int
@@ -39,7 +37,7 @@ class DeliveryLine:
 
 @dataclass(frozen=True)
 class VersionLine:
-    """A version of a model, sealed since the service started: `sealed` is when, in UTC."""
+    """A version of a model that was sealed since the service started; `sealed` is the time in UTC."""
 
     model: str
     version: int
@@ -58,13 +56,13 @@ NamedCuts = list[tuple[str, CutTimes]]
 
 
 def last_cuts(models: Iterable[Model], count: int) -> NamedCuts:
-    """The last cuts of some models, for another thread. In the event loop."""
+    """Copies of the last cuts of several models, for another thread. In the event loop."""
     cuts = ((model.name, cut) for model in models for cut in model.recent.newest(count))
     return [(name, cut.copy()) for name, cut in nlargest(count, cuts, key=lambda pair: pair[1].durable_ns)]
 
 
 def version_lines(cuts: NamedCuts) -> list[VersionLine]:
-    """A line for each cut. Any thread."""
+    """Build a line for each cut. Any thread."""
     now_ns = steady_ns()
     return [_line(*each, now_ns) for each in cuts]
 

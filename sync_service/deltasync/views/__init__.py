@@ -1,26 +1,25 @@
-"""Consumers with a policy: what replicas hold, and the releases that bring them nearer to the model. Internal.
+"""Consumers with a policy: the rows that their replicas hold, and the releases that update these. Internal.
 
-In the order in which a release goes through them:
+The modules, in the order in which a release passes through them:
 
-    registry       the views of a model's consumers, and the loop of each that makes releases as they become due
+    registry       the views of a model's consumers, each with a loop that makes releases when they are due
     pacing         when a release is due, and why
-    view           what replicas are given; the view as checkpoints and recovery see it
-    release_maker  one release: made, written to the log, shown
-    making         what it does on the model's thread: copy, compare, take
-    table          one table of a view: what replicas hold of it, and its dirty rows, sorted by id
+    view           the rows that replicas receive, for streams, checkpoints and recovery
+    release_maker  making one release: read rows, write the log, publish
+    making         the part that runs on the model's thread: copy, compare and update rows
+    table          one table of a view: the rows that replicas hold, and its dirty rows, sorted by id
     picking        which dirty rows a release takes
-    state          where a view is at one moment
-    log            its records in the log, and the history of its releases
-    replay         a view made again, after a restart
+    log            the state of a view, its records in the log, and the history of its releases
+    replay         rebuilding a view after a restart
 
-A view is derived: its rows are those of the model at the versions that its releases name. The log has which rows
-each release took, and no values. A replay does at each version what was done then, and ends with the same bits.
+A view is derived: its rows are the model's rows at the versions that its releases name. The log has the row ids of
+each release, but no values. A replay repeats each release at its version, and ends with the same bits.
 
-Threads. What waits for a disk waits in a thread that does nothing else, so that cuts are applied meanwhile.
+Threads. Separate threads wait for the disk, so that cuts continue meanwhile.
 
-    the model's thread    rows, stamps and dirty sets of `ViewTable`s: `Making`, `Replay`, freezing
-    the event loop        `View`, `ReleaseLoop`, `ReleaseMaker`: one call at a time
-    any thread            `ViewState`, which is replaced whole; `ViewLog`
+    the model's thread    rows, stamps and dirty sets of each `ViewTable`: `Making`, `Replay`, freezing
+    the event loop        `View`, `ReleaseLoop`, `ReleaseMaker`, one call at a time
+    any thread            `ViewState`, which is replaced and never changed; `ViewLog`
 
-`model.releases` then has what a replica lacks of it. `api.subscribe` sends that.
+`model.releases` then returns the rows that a replica lacks, and `api.subscribe` sends them.
 """

@@ -1,10 +1,11 @@
-"""The records of a view in the log: its history, the heads of its releases, and the ids that each released."""
+"""The state of a view, and its records in the log: heads of releases, and the row ids of each."""
 
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,18 +26,18 @@ from deltasync.log.records import (
     unpack_ids,
     unpack_json,
 )
-from deltasync.model.feed import ReleaseStatistics, RowTotals
+from deltasync.model.feed import Backlog, ReleaseStatistics, RowTotals
 from deltasync.model.releases import Head
 from deltasync.views.table import ViewTable
 
-# Of releases older than these it is no longer known which version they were made of, nor what their seals are.
+# Number of releases whose version and seal are kept. They are unknown for older releases.
 KEPT_HEADS = 10_000
 
 
 class ReleaseHistory:
-    """The releases of one view. Added to by one call at a time, read on any thread.
+    """The releases of one view. One call at a time adds to it; any thread reads it.
 
-    Releases are numbered from `first_version` on. Numbers up to it are versions of the model, older than the view.
+    Releases are numbered from `first_version` on. Smaller numbers are model versions from before the view.
 
     Attributes:
         id: the id of the view's history.
@@ -45,14 +46,14 @@ class ReleaseHistory:
     """
 
     def __init__(self, history_id: str | None = None, first_version: int = 0, heads: Iterable[Head] = ()) -> None:
-        """Begin with the releases that are known, oldest first; without an id, a new history."""
+        """Start with known releases, oldest first. Without an id, start a new history."""
         self.id = history_id or uuid.uuid4().hex
         self.first_version = first_version
         self.succession = Succession()
         self._heads: deque[Head] = deque(heads, maxlen=KEPT_HEADS)
 
     def add(self, head: Head, at_ns: int) -> None:
-        """Note that a release is the newest one, since a time by `steady_ns`."""
+        """Add the newest release, made at `at_ns` by `steady_ns`."""
         self._heads.append(head)
         self.succession.add(head.number, at_ns)
 
@@ -61,14 +62,14 @@ class ReleaseHistory:
         return self._heads[-1] if self._heads else None
 
     def sealed(self, head: Head, of: Seal, made_unix_ns: int) -> Head:
-        """The head of the next release, which is made of a version, with its seal."""
+        """Return the head of the next release with its seal; it was made from version `of`."""
         before = self._newest.seal if self._newest else self.id
         return replace(head, seal=release_checksum(before, head.number, of, made_unix_ns))
 
     def version_of(self, number: int) -> int:
         """The version of the rows that a replica at `number` holds.
 
-        Of releases that are no longer known, nothing is but that they are not older than the view.
+        For releases older than the history it is only known to be at least `first_version`.
         """
         newest = self._newest
         head = newest if newest and number >= newest.number else self._head(number)
@@ -76,31 +77,31 @@ class ReleaseHistory:
         return min(number, known) if number <= self.first_version else known
 
     def seal_of(self, number: int) -> int:
-        """The checksum of a release's seal; 0 where it is not known."""
+        """The checksum of a release's seal; 0 if unknown."""
         head = self._head(number)
         return head.seal if head else 0
 
     def _head(self, number: int) -> Head | None:
-        """The head of a release, if it is known. All that are known have successive numbers."""
+        """The head of a release, or None if unknown. The known heads have successive numbers."""
         while newest := self._newest:
             back = newest.number - number
-            found = self._heads[-1 - back] if 0 <= back < len(self._heads) else None
-            if found is None or found.number == number:
-                return found
-            if newest is self._newest:  # Otherwise, one was added meanwhile.
+            head = self._heads[-1 - back] if 0 <= back < len(self._heads) else None
+            if head is None or head.number == number:
+                return head
+            if newest is self._newest:  # Otherwise another thread has added a head.
                 return None
         return None
 
     def resume(
         self, held: Position, newest: int, of_model: Decision, acknowledged: Position = NOWHERE
     ) -> tuple[Decision, Position]:
-        """Whether a replica that holds `held` can go on from there, and what that position is in this history.
+        """Decide whether a replica can continue from its position. Return that position in this history too.
 
         Args:
-            held: what the replica says that it holds.
+            held: the position that the replica reports.
             newest: the number of the newest release; 0 = there is none.
-            of_model: whether `held` is a version of the model, of its past. One from after the view began is no
-                number of the view's.
+            of_model: whether `held` is a version in the model's past. Versions from after the start of the view
+                are not numbers of the view.
             acknowledged: the replica's offset.
         """
         seal = self.seal_of(held.number)
@@ -117,17 +118,17 @@ def view_name(consumer: str) -> str:
 
 
 def releases_stream(consumer: str) -> str:
-    """The stream of the ids of its releases."""
+    """The name of the stream with the row ids of its releases."""
     return f"releases/{consumer}"
 
 
 def heads_stream(consumer: str) -> str:
-    """The stream of the heads of its newest releases."""
+    """The name of the stream with the heads of its newest releases."""
     return f"heads/{consumer}"
 
 
 def head_record(head: Head) -> dict[str, Any]:
-    """The record of a head."""
+    """The record of a release's head."""
     record = {
         "number": head.number,
         "version": head.version,
@@ -139,7 +140,7 @@ def head_record(head: Head) -> dict[str, Any]:
 
 
 def head_of_record(record: Mapping[str, Any]) -> Head:
-    """The head that a record describes."""
+    """The head in a record."""
     return Head(
         number=record["number"],
         version=record["version"],
@@ -168,7 +169,7 @@ def statistics_record(statistics: ReleaseStatistics) -> dict[str, Any]:
 
 
 def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
-    """The statistics that a record describes."""
+    """The statistics in a record."""
     return ReleaseStatistics(
         number=record["number"],
         version=record["version"],
@@ -180,7 +181,7 @@ def statistics_of_record(record: Mapping[str, Any]) -> ReleaseStatistics:
 
 
 def table_record(table: ViewTable) -> dict[str, Any]:
-    """The record of what a table of a view is."""
+    """The record of a view's table, without its rows."""
     delivery = table.delivery
     return {
         "table": delivery.spec.name,
@@ -194,14 +195,86 @@ def table_record(table: ViewTable) -> dict[str, Any]:
     }
 
 
-# Ids of one record.
+@dataclass(frozen=True)
+class NewestRelease:
+    """The newest release of a view: its head for replicas, and its statistics."""
+
+    head: Head
+    statistics: ReleaseStatistics
+
+
+@dataclass(frozen=True)
+class ViewState:
+    """The state of a view at one moment. Any thread may read it, because it is replaced and never changed.
+
+    Attributes:
+        tables: the tables that replicas hold, by slot.
+        record: the complete record of the newest release, see `records`; empty if there is none.
+        compared_version: the version of the model at which its rows were last compared with those of the view.
+        backlog: dirty rows that were left at that version, by table name.
+    """
+
+    tables: tuple[ViewTable, ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
+    compared_version: int = 0
+    backlog: Mapping[str, Backlog] = field(default_factory=dict)
+
+    @cached_property
+    def newest(self) -> NewestRelease | None:
+        """The newest release; None if replicas can receive none yet."""
+        if not self.record:
+            return None
+        return NewestRelease(head_of_record(self.record), statistics_of_record(self.record["statistics"]))
+
+    @property
+    def head(self) -> Head | None:
+        """The head of the newest release."""
+        return self.newest.head if self.newest else None
+
+    @property
+    def described(self) -> Sequence[Mapping[str, Any]]:
+        """The records of the tables by slot, as of the newest release."""
+        tables: Sequence[Mapping[str, Any]] = self.record.get("tables", ())
+        return tables
+
+    @property
+    def backlog_rows(self) -> int:
+        """Number of dirty rows left for later releases."""
+        return self.newest.statistics.backlog.rows if self.newest else 0
+
+    @property
+    def oldest_dirty_version(self) -> int:
+        """The version since which the oldest of these rows is dirty; 0 if there is none."""
+        return min((each.oldest_version for each in self.backlog.values() if each.amount.rows), default=0)
+
+    @property
+    def has_removed(self) -> bool:
+        """Whether the model has removed a table of the view."""
+        return any(table.source.removed for table in self.tables)
+
+    def without_removed(self) -> "ViewState":
+        """The state without removed tables. The record of the newest release still names them."""
+        tables = tuple(table for table in self.tables if not table.source.removed)
+        return replace(self, tables=tables, backlog={table.name: self.backlog[table.name] for table in tables})
+
+    def without_dirty(self, version: int) -> "ViewState":
+        """The state after a comparison at `version` without dirty rows."""
+        record = self.record
+        if newest := self.newest:
+            statistics = statistics_record(replace(newest.statistics, backlog=RowTotals()))
+            record = {**record, "compared": version, "statistics": statistics}
+        backlog = {table.name: Backlog(RowTotals(), table.source.norm) for table in self.tables}
+        return ViewState(self.tables, record, version, backlog)
+
+
+# Number of ids in one record.
 _PIECE_IDS = 1 << 16
-# Records handed to the log that are not on disk yet: others write to it as well.
+# Maximum number of pending records, because others write to the log too.
 _UNWRITTEN_RECORDS = 16
 
 
 class ViewLog:
-    """The records of a view. Every method blocks, except for `note`; any thread."""
+    """The records of a view. Any thread may call it; every method except `note` blocks."""
 
     def __init__(self, log: LogStore, consumer: str) -> None:
         self._log = log
@@ -216,19 +289,19 @@ class ViewLog:
         if (record := self._log.items(self._name).get("")) is None:
             return None
         with reading(f"record {self._name}"):
-            found = unpack_json(record)
-            return {name: found[name] for name in ("history", "model_history")}
+            content = unpack_json(record)
+            return {name: content[name] for name in ("history", "model_history")}
 
     def write(self, head: Mapping[str, Any], ids: Sequence[Ids], view: Mapping[str, Any] | None) -> None:
-        """Write a release down; doing it again after an error writes the same.
+        """Write a release. After an error, repeat the call with the same arguments.
 
         Args:
             head: the record of its head.
             ids: the rows that it took, by slot.
-            view: the record of the view that begins with the release.
+            view: the record of the view, for its first release only.
 
         Raises:
-            StorageFailed: the log refused some of it: there is no such release.
+            StorageFailed: the log refused a record, so the release does not exist.
         """
         number, written = head["number"], list[Future[None]]()
         if view:
@@ -238,11 +311,11 @@ class ViewLog:
                 piece = some[start : start + _PIECE_IDS]
                 written.append(self._log.append(self._ids, number, slot, index, pack_ids(piece), patient=True))
                 if len(written) >= _UNWRITTEN_RECORDS:
-                    written[-_UNWRITTEN_RECORDS].exception()  # The head is refused, too, if this was.
+                    written[-_UNWRITTEN_RECORDS].exception()  # If it was refused, the head will be too.
         self._log.append(self._heads, number, 0, 0, pack_json(head), after=written).result()
 
     def note(self, head: Mapping[str, Any]) -> None:
-        """Write a head again that says more. Nobody waits for it: if it is refused, a restart knows less."""
+        """Update the record of a head without waiting. If it is refused, only the added fields are lost."""
         self._log.append(self._heads, head["number"], 0, 0, pack_json(head), patient=True)
 
     def heads(self, first: int = 0, last: int = LAST_NUMBER) -> Iterator[dict[str, Any]]:
@@ -256,7 +329,7 @@ class ViewLog:
                 yield unpack_json(each.payload)
 
     def heads_before(self, newest: Mapping[str, Any]) -> list[Head]:
-        """The heads of releases before the newest one, oldest first, back to where the seals no longer chain.
+        """The heads before the newest one, oldest first, as far back as their seals form a chain.
 
         Raises:
             StorageFailed: one is damaged.
@@ -276,20 +349,20 @@ class ViewLog:
             StorageFailed: some are damaged, or missing.
         """
         number, rows = head["number"], head["rows"]
-        found: list[list[Ids]] = [[] for _ in rows]
+        pieces: list[list[Ids]] = [[] for _ in rows]
         missing = list(rows)
         for each in self._log.read(self._ids, number, number) if any(rows) else ():
-            # What there is beyond that is of a release of this number that was never finished.
+            # Further records are from an unfinished release of the same number.
             if each.part < len(rows) and missing[each.part] > 0:
                 with reading(name_of(self._ids, number, each.part, each.index)):
-                    found[each.part].append(unpack_ids(each.payload))
-                missing[each.part] -= len(found[each.part][-1])
+                    pieces[each.part].append(unpack_ids(each.payload))
+                missing[each.part] -= len(pieces[each.part][-1])
         if any(missing):
-            raise StorageFailed(f"the log does not have the rows that release {number} took")
-        return [np.concatenate([np.zeros(0, np.int64), *some]) for some in found]
+            raise StorageFailed(f"the log lacks rows of release {number}")
+        return [np.concatenate([np.zeros(0, np.int64), *some]) for some in pieces]
 
     def cut(self, number: int, newest: int) -> None:
-        """Drop what the log has up to release `number`, which checkpoints have; the newest one is `newest`.
+        """Drop the records up to release `number`, which checkpoints contain; `newest` is the newest release.
 
         Raises:
             StorageFailed: the log could not be written; nothing was lost.

@@ -1,8 +1,8 @@
-"""Making one release: copy and compare rows block by block, then the rest at one version of the model.
+"""Making one release: copy and compare rows in blocks, then the rest at one version of the model.
 
-Rows are chosen at that version, and taken piece by piece. A release is as if all of it had been done at that
-version. So the log has only which rows it took, and a replay gives the same bits. What is done here is done
-in a replay, too.
+The release chooses its rows at that version, then updates them piece by piece, with the same result as if it did
+everything at once. That is why the log needs only the row ids, and why a replay, which uses the same code, ends
+with the same bits.
 """
 
 import math
@@ -21,25 +21,24 @@ from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import TableKind
 from deltasync.kernels.ranking import split_amounts
 from deltasync.model.feed import Backlog, RowTotals, total
+from deltasync.views.log import ViewState
 from deltasync.views.picking import DirtyRows
-from deltasync.views.state import ViewState
 from deltasync.views.table import ReplicaComparison, RowUpdate, ViewTable
 
-# Cuts wait for no more than this and one block.
+# Cuts wait for at most this time and one block.
 _TURN_SECONDS = 0.01
-# Rows of a block, and rows that are left for the last call: to copy them takes longer than to compare them, which
-# several cores do.
+# Bytes in a block, and for the last call. Copying takes longer than comparing, which uses several cores.
 _COPIED_BYTES, _COMPARED_BYTES = 2 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
 class ReleasePlan:
-    """The tables that a release leads to.
+    """The tables of a view after a release.
 
     Attributes:
-        tables: all of them, by slot.
-        new: those that it makes.
-        growth: what makes others larger, on the model's thread.
+        tables: all tables, by slot.
+        new: the tables that the release creates.
+        growth: functions that enlarge existing tables, for the model's thread.
     """
 
     tables: tuple[ViewTable, ...]
@@ -48,20 +47,22 @@ class ReleasePlan:
 
     @classmethod
     def of(
-        cls, there: Sequence[ViewTable], wanted: Iterable[tuple[StampedTable, Delivery]], memory: TableMemory
+        cls, there: Sequence[ViewTable], forms: Iterable[tuple[StampedTable, Delivery]], memory: TableMemory
     ) -> "ReleasePlan":
-        """Keep the tables that are as they are wanted, make larger those that only need more rows, make others.
+        """Keep the tables that have the right form, enlarge those that only need more rows, and create the others.
+
+        Blocks; any thread may call it.
 
         Args:
-            there: the tables that there are.
-            wanted: tables of the model, and what replicas are to be sent of them.
-            memory: where new ones are to be. Blocks; any thread.
+            there: the tables of the view.
+            forms: tables of the model, and the form in which replicas get each.
+            memory: where to place new tables.
 
         Raises:
             StorageFailed: there is no room.
         """
         tables, new, growth = list[ViewTable](), list[ViewTable](), list[Callable[[], None]]()
-        for source, delivery in wanted:
+        for source, delivery in forms:
             same = (table for table in there if table.source is source and table.becomes(delivery))
             if table := next(same, None):
                 growth += [table.grown(delivery)] if table.delivery != delivery else []
@@ -73,16 +74,16 @@ class ReleasePlan:
 
 
 class Making:
-    """A release on its way. Used on the model's thread, by one call at a time.
+    """An unfinished release. Used on the model's thread, by one call at a time.
 
     Attributes:
-        tables: those that it leads to, by slot.
-        new: those of them that it makes.
-        stamp: what their rows are stamped with; 0 = as in the model's tables.
+        tables: the tables of the view after it, by slot.
+        new: the tables that it creates.
+        stamp: the stamp of their rows; 0 = the stamps in the model's tables.
     """
 
     def __init__(self, before: ViewState, plan: ReleasePlan, stamp: int, consumer: str) -> None:
-        """Begin with the tables of a plan, some of which grow now; `consumer` is whose view it is."""
+        """Start with the tables of a plan, enlarging some; `consumer` is the view's name for progress messages."""
         for grow in plan.growth:
             grow()
         self.tables = plan.tables
@@ -104,13 +105,13 @@ class Making:
         self._progress = Progress(what, self._copy.left_bytes, "bytes")
 
     def go_on(self) -> bool:
-        """Copy or compare for a while; whether that is done, apart from a little left for `compare_rest`."""
+        """Copy or compare rows for a short time. Return whether only a little is left for `compare_rest`."""
         begun, blocks = time.perf_counter(), 0
         while not self._copied:
             block = self._copy.next_block(self._block_bytes)
             if block is None:
                 self._copied = True
-                return not blocks  # Otherwise, what is left has a call of its own.
+                return not blocks  # If this call did work, the rest gets a call of its own.
             slot, ids = block
             self._see(slot, ids)
             self._progress.add(len(ids) * self.tables[slot].source.spec.row_bytes)
@@ -120,7 +121,7 @@ class Making:
         return True
 
     def compare_rest(self, version: int) -> None:
-        """Copy and compare all that is left, while the model's tables are at `version`."""
+        """Copy and compare all remaining rows, with the model's tables at `version`."""
         for slot, ids in self._copy.rest():
             self._see(slot, ids)
         for comparison in self._comparisons.values():
@@ -129,44 +130,44 @@ class Making:
             table.copied(version)
 
     def dirty(self, overdue_version: int) -> list[DirtyRows]:
-        """The dirty rows by slot, none of new tables. Rows dirty since `overdue_version` or before are overdue."""
-        found = []
+        """The dirty rows by slot, none of new tables; overdue if dirty since `overdue_version` or longer."""
+        result = []
         for table in self.tables:
             dirty, ranked = table.dirty, table.source.spec.kind.ranked
             forced = dirty.deleted if ranked else np.ones(len(dirty), np.bool_)
             overdue, row_bytes = dirty.since <= overdue_version, table.sent.spec.row_bytes
-            found.append(DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes))
-        self._force_handed_over(found)
-        return found
+            result.append(DirtyRows(dirty.ids, dirty.norms, dirty.never_sent, overdue, forced, row_bytes))
+        self._force_handed_over(result)
+        return result
 
     def begin_update(self, taken: Sequence[Mask], number: int) -> tuple[list[Ids], RowTotals, dict[str, Backlog]]:
-        """Begin to update the `taken` dirty rows, by slot, to what they are now, and all rows of new tables.
+        """Start updating the `taken` dirty rows, by slot, and all rows of new tables to their present values.
 
-        Replicas at release `number` are to hold them. `go_on_updating` does the work.
+        Replicas at release `number` will hold these values; `go_on_updating` does the work.
 
         Returns:
-            The dirty rows ([n], ascending) that it updates, by slot; how much it updates, new tables included; and
-            what it leaves of each table, by name.
+            The updated dirty rows ([n], ascending) by slot, the amount updated with new tables included, and the
+            backlog of each table by name.
         """
         every, amounts, backlog, updates = list[Ids](), list[RowTotals](), dict[str, Backlog](), list[RowUpdate]()
         for table, mask in zip(self.tables, taken, strict=True):
             amount, left, oldest = _split(table, mask)
             amounts.append(_whole(table) if table in self.new else amount)
             backlog[table.name] = Backlog(left, table.source.norm, oldest)
-            which = np.flatnonzero(mask)  # A few times as fast as by a mask.
+            which = np.flatnonzero(mask)  # A few times faster than indexing with the mask.
             every.append(table.dirty.ids[which])
             updates.append(RowUpdate(table, every[-1], table.dirty.norms[which], number))
-        for each in updates:  # Last: what has begun must not fail.
+        for each in updates:  # At the end, because an update that has begun must not fail.
             each.begin()
         self._updates = updates
         return every, total(amounts), backlog
 
     def go_on_updating(self) -> bool:
-        """Update rows for a while; whether all are updated. Cuts may be applied meanwhile.
+        """Update rows for a short time, and return whether all are done. Cuts may be applied between calls.
 
         Raises:
-            DamagedRows: rows of the model do not fit their digests, or could not be updated. The tables are at no
-                release now.
+            DamagedRows: rows of the model do not match their digests, or could not be updated. The tables are
+                then between two releases.
         """
         begun = time.perf_counter()
         while self._updates:
@@ -175,7 +176,7 @@ class Making:
                     self._updates.pop()
             except DamagedRows:
                 raise
-            except Exception as error:  # Say, no memory: some rows are of this release, and others are not.
+            except Exception as error:  # For example lack of memory: some rows are updated, others are not.
                 table = self.tables[len(self._updates) - 1]
                 raise DamagedRows(table.name, table.dirty.ids) from error
             if time.perf_counter() >= begun + _TURN_SECONDS:
@@ -190,12 +191,12 @@ class Making:
             table.copy(ids)
 
     def _force_handed_over(self, dirty: Sequence[DirtyRows]) -> None:
-        """Force rows whose raw id has changed: else a replica would look the new id up in the old one's row."""
+        """Force rows whose raw id changed, or a replica would find the old id's row under the new id."""
         by_name = {table.name: rows for table, rows in zip(self.tables, dirty, strict=True)}
         for table, changed in zip(self.tables, dirty, strict=True):
             rows = by_name.get(table.source.spec.of)
             if table.source.spec.kind is TableKind.ID_MAP and rows:
-                # A map that is new brings all that has changed since the others were compared.
+                # A new map counts all changes since the other tables were compared.
                 since = table.within(table.source.changed_since(self._before.compared_version))
                 for ids in (changed.ids, since):
                     np.logical_or(rows.forced, members(rows.ids, ids), out=rows.forced)
@@ -208,13 +209,13 @@ def left_of(table: ViewTable) -> Backlog:
 
 
 def _whole(table: ViewTable) -> RowTotals:
-    """All rows of a table."""
+    """The totals of all rows of a table."""
     rows = table.sent.counts.changed
     return RowTotals(rows, rows * table.sent.spec.row_bytes, table.source.norm)
 
 
 def _split(table: ViewTable, taken: Mask) -> tuple[RowTotals, RowTotals, int]:
-    """Some of a table's dirty rows, the others, and the version since which the oldest of these is dirty."""
+    """Totals of taken and other dirty rows, and the version since which the oldest of the others is dirty."""
     size, every = table.sent.spec.row_bytes, len(taken)
     rows, of_taken, of_left, oldest = split_amounts(table.dirty.norms, table.dirty.since, taken)
     left = RowTotals(every - int(rows), (every - int(rows)) * size, math.sqrt(of_left))

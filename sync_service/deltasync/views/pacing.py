@@ -1,4 +1,4 @@
-"""When a consumer's next release is due: a pure decision, with its reason."""
+"""Decide when a consumer's next release is due, and why. Pure functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,16 +8,15 @@ from statistics import median_low
 from deltasync.base.words import are
 from deltasync.core.policy import Policy
 
-# Bounds of the pause between two releases while nothing new is published: versions may have come in one burst, or
-# hours apart.
+# Bounds of the pause between releases without a new version, since versions may come in a burst or hours apart.
 _SHORTEST_SECONDS, LONGEST_SECONDS = 0.1, 10.0
-# How many of the last versions tell how fast they come.
+# Number of newest versions from which to estimate their pace.
 PACE_VERSIONS = 8
 
 
 @dataclass(frozen=True)
 class Due:
-    """In how many seconds a release is due (0 = now; None = not before something happens), and why."""
+    """Seconds until a release is due (0 = now; None = wait for an event), and the reason."""
 
     seconds: float | None
     reason: str
@@ -25,13 +24,13 @@ class Due:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What there is to decide on. Times are nanoseconds by `steady_ns`.
+    """The facts for the decision. Times are nanoseconds by `steady_ns`.
 
     Attributes:
         newest_version: the model's newest version.
         compared_version: the version at which rows were last picked for a release.
-        backlog_rows: dirty rows that were left then.
-        oldest_dirty_ns: when the version was sealed since which the oldest of these is dirty.
+        backlog_rows: dirty rows that were left at that version.
+        oldest_dirty_ns: seal time of the version since which the oldest of these rows is dirty.
         released_ns: when the last release was made; None = never.
         sealed_ns: when the last few versions were sealed, oldest first.
         ready: whether a connected replica holds the last release.
@@ -47,12 +46,12 @@ class Situation:
 
 
 def due(policy: Policy, now: Situation, now_ns: int) -> Due:
-    """When the next release is due.
+    """Decide when the next release is due.
 
-    One release is made for each new version, no sooner than the policy's minimum interval after the last one.
-    While there is no new version, rows that were left go out at the pace at which versions came, or once the
-    oldest reaches the policy's maximum age. No release is made before a connected replica holds the last one: it
-    would get both at once anyway.
+    Each new version gets one release, no sooner than the policy's minimum interval after the last one. Without a
+    new version, rows of the backlog go out at the pace at which versions came, or once the oldest reaches the
+    policy's maximum age. No release is made until a connected replica holds the last one, because it would get
+    both at once anyway.
     """
     if not now.ready:
         return Due(None, "no connected replica holds the last release yet")
@@ -68,7 +67,7 @@ def due(policy: Policy, now: Situation, now_ns: int) -> Due:
 
 
 def _wait(seconds: float, since_ns: int | None, now_ns: int) -> float:
-    """What remains of a pause; nothing of one that begins later: by a clock that was set back since."""
+    """The rest of a pause; 0 if it seems to begin in the future, because the clock was set back."""
     if since_ns is None:
         return 0.0
     waited = (now_ns - since_ns) / 1e9
@@ -76,7 +75,7 @@ def _wait(seconds: float, since_ns: int | None, now_ns: int) -> float:
 
 
 def _pace(sealed_ns: Sequence[int]) -> float:
-    """Twice the median time between the last versions, within bounds, so that one outage does not count."""
+    """Twice the median time between recent versions, within bounds. One outage does not change the median."""
     recent = sealed_ns[-PACE_VERSIONS:]
     if len(recent) < 2:
         return _SHORTEST_SECONDS

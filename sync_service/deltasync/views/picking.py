@@ -1,4 +1,4 @@
-"""Which dirty rows a release takes: pure decisions over all tables of a consumer at once."""
+"""Choose the dirty rows of a release over all tables of a consumer. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ class DirtyRows:
 
     Attributes:
         ids: [n] row ids, strictly ascending.
-        norms: [n] float64, L2 norms of the deltas: the model's row less the row that replicas hold; never NaN.
-        never_sent: [n] whether the row was never sent to any replica.
-        overdue: [n] whether it is dirty for longer than the policy's maximum age.
-        forced: [n] whether it goes with the next release, whatever the policy: what is not ranked, deletes, and
-            rows that another id has now.
-        row_bytes: bytes of one of the rows in a release.
+        norms: [n] float64, L2 norms of the deltas, the model's row minus the replicas' row; never NaN.
+        never_sent: [n] whether no replica ever got the row.
+        overdue: [n] whether the row has been dirty for longer than the policy's maximum age.
+        forced: [n] whether the next release must take it under any policy: unranked rows, deletes, and rows whose
+            id has changed.
+        row_bytes: size of one row in a release, in bytes.
     """
 
     ids: Ids
@@ -46,18 +46,18 @@ class DirtyRows:
 
 @dataclass(frozen=True)
 class Pick:
-    """What a release takes: a mask over the dirty rows of each table, and in one sentence why these rows."""
+    """The rows of a release as a mask over each table's dirty rows, and the reason in one sentence."""
 
     taken: list[Mask]
     reason: str
 
 
 def pick(tables: Sequence[DirtyRows], policy: Policy) -> Pick:
-    """What the next release takes: all that is forced, and of the others what the policy lets out.
+    """Choose the rows of the next release: all forced rows, and the others as the policy allows.
 
-    The others are ranked: first those that were never sent, then by the norm of their delta, and equal ones by
-    table and row id. The release takes the first `top_k` rows, and all that are overdue. If these do not fit
-    `max_bytes`, it takes overdue rows first, then the others in the order of the ranking. It takes at least one.
+    The others are ranked: rows that were never sent come first, then larger norms of the delta; ties go by table
+    and row id. The release takes the first `top_k` rows and all overdue ones. If they exceed `max_bytes`, it takes
+    overdue rows first, then the others by rank, but at least one row.
     """
     if not any(len(table.ids) for table in tables):
         return Pick([np.zeros(0, np.bool_) for _ in tables], "took all 0 dirty rows")
@@ -75,13 +75,13 @@ class _Candidates:
     """The dirty rows of all tables, one table after the other.
 
     Attributes:
-        ranks: [n] uint64, which order them.
+        ranks: [n] uint64, the order of the rows.
         never_sent: [n] whether a row was never sent.
-        free: [n] whether the policy has a say in it.
-        overdue: [n] whether it is one of these and overdue.
-        forced: [n] whether the policy has none.
-        ends: where each table but the last one ends.
-        sizes: [n] int64, bytes of each row; or [1], of all.
+        free: [n] whether the policy applies to it.
+        overdue: [n] whether it is free and overdue.
+        forced: [n] whether the policy does not apply to it.
+        ends: the end of each table except the last.
+        sizes: [n] int64, size of each row in bytes; or [1] if all are equal.
     """
 
     ranks: Ranks
@@ -103,7 +103,7 @@ class _Candidates:
         return cls(ranks, never_sent, ~forced, overdue & ~forced, forced, np.cumsum(lengths)[:-1], sizes)
 
     def top(self, policy: Policy) -> Mask:
-        """The first rows of the ranking: of all tables together, or of each."""
+        """The first rows of the ranking, over all tables or in each."""
         if policy.top_k is None:
             return self.free
         groups = np.split(self.ranks, self.ends), np.split(self.free, self.ends)
@@ -112,7 +112,7 @@ class _Candidates:
         return _joined([_top(*each, policy.top_k) for each in zip(*groups, strict=True)])
 
     def within(self, wanted: Mask, max_bytes: int) -> Mask:
-        """The most urgent of the wanted rows that fit."""
+        """The most urgent rows of `wanted` that fit."""
         if self._bytes(wanted) <= max_bytes:
             return wanted
         left = max_bytes - self._bytes(self.overdue)
@@ -121,7 +121,7 @@ class _Candidates:
         return self.overdue | self._fitting(wanted & ~self.overdue, left, least=not self.overdue.any())
 
     def _fitting(self, wanted: Mask, max_bytes: int, *, least: bool = True) -> Mask:
-        """The first of the wanted rows that fit; `least`: at least one of them."""
+        """The first rows of `wanted` that fit; with `least`, at least one."""
         taken = take_largest(self.ranks, self.sizes, wanted, max_bytes)
         return _first(self.ranks, wanted, 1) if least and not taken.any() else taken
 
@@ -142,14 +142,14 @@ class _Candidates:
 
 
 def _top(ranks: Ranks, free: Mask, top_k: float) -> Mask:
-    """What a top-k lets out of these rows."""
+    """The rows that top-k selects."""
     rows = _count(free)
     count = max(1, math.ceil(round(top_k * rows, 6))) if top_k < 1 else int(top_k)
     return free if count >= rows else _first(ranks, free, count)
 
 
 def _first(ranks: Ranks, wanted: Mask, count: int) -> Mask:
-    """The first so many of the wanted rows."""
+    """The first `count` rows of `wanted` by rank."""
     return take_largest(ranks, _ONE, wanted, count)
 
 

@@ -1,4 +1,4 @@
-"""The views of all consumers with a policy, and the tasks that make their releases when they are due."""
+"""The views of all consumers with a policy, and the tasks that make their releases when due."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ from deltasync.views.view import View
 
 logger = logging.getLogger(__name__)
 
-# Before all tables of a view are made again.
+# Pause before the next attempt to make all tables of a view.
 _PREPARE_AGAIN_SECONDS = 10.0
 
 
@@ -39,22 +39,22 @@ class ReleaseLoop:
         self._pauses = backoff()
         self._stopping, self._began_ns = asyncio.Event(), steady_ns()
         self._prepare_at = 0.0
-        self._refused: Policy | None = None  # The policy whose tables could not be made.
+        self._refused: Policy | None = None  # A policy whose tables could not be made.
 
     def stop(self) -> None:
-        """End `run` once what is under way is done."""
+        """End `run` after its present step."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Make releases. What goes wrong is told and tried again: one consumer's trouble is its own."""
+        """Make releases. Report errors and retry, without affecting other consumers."""
         while not self._stopping.is_set():
             try:
                 seconds = await self._advance()
             except Exception as error:  # noqa: BLE001  # it must not end the service
-                text = "its releases cannot be made, which is tried again"
+                text = "its releases cannot be made; the service retries"
                 self._view.failure = f"{text}: {error_text(error)}"
                 self._emit(EventKind.FAILED, text, error)
-                # Not cut short by what is new: an error at every cut would fill the service's log.
+                # New versions do not shorten this pause: an error at every cut would fill the service's log.
                 await first_of(self._stopping.wait(), seconds=next(self._pauses))
                 continue
             else:
@@ -63,7 +63,7 @@ class ReleaseLoop:
                 await self._wait(seconds)
 
     async def _advance(self) -> float | None:
-        """Do what is due. In how many seconds to look again; None = once something changes."""
+        """Make what is due. Return the seconds until the next look; None = once something changes."""
         self._view.let_go_removed()
         if not self._goes_on() or not self._connected():
             return None
@@ -72,7 +72,7 @@ class ReleaseLoop:
         decision = due(self._consumer.policy, self._situation(), steady_ns())
         if decision.seconds == 0:
             logger.debug("consumer %s: a release is due: %s", self._consumer.name, decision.reason)
-            # A pause may come meanwhile, for a version that is then the newest: nobody is to be sent its rows.
+            # The consumer may be paused before the newest version is read, and no replica may get its rows then.
             await self._view.make_release(self._consumer.policy, self._overdue_version(), self._goes_on)
         if self._view.position != before:
             self._emit(EventKind.RELEASE_MADE, number=self._view.position.number)
@@ -81,13 +81,13 @@ class ReleaseLoop:
         return decision.seconds
 
     async def _prepare(self) -> None:
-        """Have the tables that the policy wants. If they cannot be made, go on with the old ones for now."""
+        """Make the tables of the policy. If that fails, keep the old ones for now."""
         if time.monotonic() < self._prepare_at and self._consumer.policy == self._refused:
             return
         try:
             await self._view.prepare(self._consumer.policy, self._overdue_version(), self._goes_on)
         except (InvalidInput, StorageFailed) as error:
-            if not self._view.trouble:  # The log has refused a release.
+            if not self._view.trouble:  # The log refused a release.
                 raise
             self._refused, self._prepare_at = self._consumer.policy, time.monotonic() + _PREPARE_AGAIN_SECONDS
             self._emit(EventKind.FAILED, "its policy is not in force", error)
@@ -96,7 +96,7 @@ class ReleaseLoop:
         self._events.emit(kind, text, error, consumer=self._consumer.name, **subject)
 
     def _goes_on(self) -> bool:
-        """Whether it is not paused. Any thread."""
+        """Whether the consumer is not paused. Safe to call from any thread."""
         return self._consumer.pause is None
 
     def _connected(self) -> bool:
@@ -117,7 +117,7 @@ class ReleaseLoop:
         )
 
     def _overdue_version(self) -> int:
-        """The newest version that is older than the policy's maximum age."""
+        """The newest version older than the policy's maximum age."""
         age = self._consumer.policy.max_age_seconds
         if age is None:
             return 0
@@ -127,8 +127,8 @@ class ReleaseLoop:
         return seals[older - 1].version if older else 0
 
     def _sealed_ns(self, version: int) -> int:
-        """When a version was sealed, by `steady_ns`; one that was there when this began, not later than that."""
-        moment = self._view.model.sealed_at(version)
+        """When a version was sealed, by `steady_ns`; earlier versions count as sealed before this loop began."""
+        moment = self._view.model.seals.sealed_at(version)
         return _steady_ns(moment) if moment.steady_ns is not None else min(self._began_ns, _steady_ns(moment))
 
     async def _wait(self, seconds: float | None) -> None:
@@ -137,7 +137,7 @@ class ReleaseLoop:
 
 
 def _steady_ns(moment: Moment) -> int:
-    """A time by `steady_ns`; where only the wall clock knows it, as that says now."""
+    """A time by `steady_ns`, converted from the wall clock if only that is known."""
     now = Moment.now()
     return steady_ns() - now.after_ns(moment)
 
@@ -152,7 +152,7 @@ class _Entry:
 
 
 class ViewRegistry:
-    """Makes and removes views, in the event loop. They are made and removed by one call at a time."""
+    """Makes and removes views, in the event loop, one call at a time."""
 
     def __init__(self, tasks: asyncio.TaskGroup, events: Events) -> None:
         self._tasks = tasks
@@ -161,23 +161,19 @@ class ViewRegistry:
         self._recovering: dict[str, View] = {}
 
     def get(self, consumer: Consumer) -> View | None:
-        """The view of a consumer; None if it never had a policy, so that its replicas read the model's tables."""
+        """The view of a consumer; None if it never had a policy, so its replicas read the model's tables."""
         entry = self._entries.get(consumer.name)
         return entry.view if entry else None
 
-    def by_consumer(self) -> dict[str, View]:
-        """All views."""
-        return {name: entry.view for name, entry in self._entries.items()}
-
     def of_model(self, model: Model) -> list[View]:
-        """The views of a model, for its checkpoints. Any thread."""
+        """The views of a model, for its checkpoints. Safe to call from any thread."""
         return [entry.view for entry in list(self._entries.values()) if entry.view.model is model]
 
     async def derived(self, model: Model, consumers: Sequence[Consumer]) -> list[ViewRecovery]:
-        """The views that a model's consumers have in the log, to be recovered with it: `follow` then goes on.
+        """The views of a model's consumers in the log, for recovery with the model. Call `follow` afterwards.
 
         Raises:
-            StorageFailed: the log cannot be read now.
+            StorageFailed: the log cannot be read at present.
         """
         views = list[View]()
         for consumer in consumers:
@@ -195,12 +191,12 @@ class ViewRegistry:
         return [view.replay for view in views if view.replay]
 
     async def follow(self, consumer: Consumer, model: Model) -> None:
-        """Have a view of a consumer, if it needs one: the one that was recovered with the model, or a new one.
+        """Add the view that a consumer needs: its recovered one, or a new one.
 
-        A consumer that is paused goes on without one it does not have: see `begin`.
+        A paused consumer without a view gets none until `begin`.
 
         Raises:
-            StorageFailed: the log could not be read, or not be written.
+            StorageFailed: the log could not be read or written.
         """
         if (entry := self._entries.get(consumer.name)) and entry.view.model is model:
             return
@@ -216,7 +212,7 @@ class ViewRegistry:
         self._recovering.pop(consumer.name, None)
 
     async def begin(self, consumer: Consumer, model: Model) -> None:
-        """Have the view that a consumer lacks which got its first policy while it was paused.
+        """Make the view of a consumer that got its first policy while it was paused.
 
         Raises:
             StorageFailed: the log could not be written.
@@ -225,17 +221,16 @@ class ViewRegistry:
             await self._add(consumer, await self._new(consumer, model))
 
     async def _new(self, consumer: Consumer, model: Model) -> View:
-        view = View(consumer.name, model)
-        await asyncio.to_thread(view.discard)  # Removes what an earlier one has left.
-        return view
+        await asyncio.to_thread(ViewLog(model.log, consumer.name).discard)  # Remove records of an earlier view.
+        return View(consumer.name, model)
 
     async def _add(self, consumer: Consumer, view: View) -> None:
         loop = ReleaseLoop(consumer, view, self._events)
         self._entries[consumer.name] = _Entry(view, loop, self._tasks.create_task(loop.run()))
-        view.model.signal.wake()  # Streams that read the model's own tables are to end.
+        view.model.signal.wake()  # This ends streams that read the model's own tables.
 
     def _tell_lost(self, consumer: Consumer, why: str) -> None:
-        text = "its view cannot be made again, so its replicas get every row, and nothing has to be restored"
+        text = "its view cannot be rebuilt; its replicas get every row, and no restore is necessary"
         reason = why.removesuffix(f": {RESTORE}")
         self._events.emit(EventKind.FAILED, f"{text}: {reason}", consumer=consumer.name)
 
@@ -243,10 +238,10 @@ class ViewRegistry:
         """Remove the view of a consumer, if it has one."""
         if entry := self._entries.pop(name, None):
             await _stop(entry)
-            await asyncio.to_thread(entry.view.discard)
+            await asyncio.to_thread(ViewLog(entry.view.model.log, name).discard)
 
     async def give_up(self, model: Model) -> None:
-        """Have the views of a model no more, which stay written down."""
+        """Stop the views of a model. The log keeps their records."""
         self._recovering = {name: view for name, view in self._recovering.items() if view.model is not model}
         for name, entry in list(self._entries.items()):
             if entry.view.model is model:
@@ -254,8 +249,8 @@ class ViewRegistry:
                 await _stop(entry)
 
     async def drain(self) -> None:
-        """Finish the releases that are under way, and make no others."""
-        for entry in self._entries.values():
+        """Finish the releases under way, and make no others."""
+        for entry in list(self._entries.values()):  # Meanwhile consumers may be deleted or models given up.
             await _stop(entry)
 
 

@@ -1,11 +1,11 @@
-"""Making the releases of a view, one after the other.
+"""Make the releases of a view, one after the other.
 
-A release is made on the model's thread. First it copies and compares rows in blocks, between which cuts are
-applied. In one call it then compares the rest, and chooses its rows at that version. It takes them piece by
-piece; a row that a cut is about to change is taken just before. After that its head and the ids of its rows
-go to the log. Until they are on disk nothing of it is shown: replicas and checkpoints wait. If the log
-refuses them, they are tried again before anything else is done. After a crash in between, the release never
-was: no replica was given it.
+A release is made on the model's thread. It first copies and compares rows in blocks, between which cuts are
+applied. In a single call it then compares the rest and chooses its rows at that version. It updates them piece by
+piece; if a cut is about to change a row, that row is updated just before. Then its head and row ids go to the log.
+Replicas and checkpoints do not see the release until these are on disk. If the log refuses them, the release is
+written again before anything else happens. After a crash in between, the release does not exist, and no replica
+has it.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from deltasync.model.releases import Head
 from deltasync.views.log import (
     ReleaseHistory,
     ViewLog,
+    ViewState,
     head_of_record,
     head_record,
     statistics_record,
@@ -39,31 +40,30 @@ from deltasync.views.log import (
 from deltasync.views.making import Making, ReleasePlan
 from deltasync.views.picking import Pick, pick
 from deltasync.views.replay import state_record
-from deltasync.views.state import ViewState
 
 logger = logging.getLogger(__name__)
 
 
 class Wish(NamedTuple):
-    """What the next release is to be like.
+    """How to make the next release.
 
     Attributes:
         policy: the consumer's policy.
-        overdue_version: rows that are dirty since this version or before are overdue.
-        goes_on: whether the release is still wanted. Any thread.
+        overdue_version: rows dirty since this version or longer are overdue.
+        goes_on: checks, on any thread, whether to make the release after all; None = always.
     """
 
     policy: Policy
     overdue_version: int
-    goes_on: Callable[[], bool]
+    goes_on: Callable[[], bool] | None
 
 
 class ReleaseMaker:
-    """Makes the releases of one view. Used in the event loop, by one call at a time, except where it is said.
+    """Makes the releases of one view. Runs in the event loop, one call at a time, unless stated otherwise.
 
     Attributes:
-        state: where the view is. Any thread; replaced as a whole.
-        history: the releases there were.
+        state: the state of the view. Any thread may read it; it is replaced, never changed.
+        history: the earlier releases.
     """
 
     def __init__(self, consumer: str, model: Model, log: ViewLog, history: str) -> None:
@@ -72,35 +72,35 @@ class ReleaseMaker:
         self._consumer = consumer
         self._model = model
         self._log = log
-        # A release that is not on disk yet: where the view is with it, and the rows that it took, by slot. Set on
-        # the model's thread; the event loop sets it to None once the release is there.
+        # A release that is not on disk yet: the view's state with it, and its row ids by slot. The model's thread
+        # sets it; the event loop sets it to None once the release is on disk.
         self._made: tuple[ViewState, Sequence[Ids]] | None = None
-        self._taking: tuple[ViewState, Sequence[Ids]] | None = None  # The same while its rows are taken.
+        self._taking: tuple[ViewState, Sequence[Ids]] | None = None  # The same while rows are being updated.
         self._refused = False
 
     async def go_on_from(self, state: ViewState) -> None:
-        """Go on from where a replay has led to."""
+        """Continue from the end of a replay."""
         self.state = state
         if state.newest:
             try:
                 heads = await asyncio.to_thread(self._log.heads_before, state.record)
             except (LogUnavailable, VolumeFailed):
                 raise
-            except StorageFailed as error:  # Only positions of replicas that were away cannot be recognised.
-                logger.warning("consumer %s: releases before the newest are not known: %s", self._consumer, error)
+            except StorageFailed as error:  # This only affects replicas that were away, which get more rows.
+                logger.warning("consumer %s: cannot read releases before the newest: %s", self._consumer, error)
                 heads = []
             self.history = ReleaseHistory(self.history.id, state.record["first_version"], heads)
             self.history.add(state.newest.head, -FOREVER_NS)
-            self._log.note(state.record)  # Perhaps only a checkpoint has it.
+            self._log.note(state.record)  # It may exist only in a checkpoint.
 
     async def plan(self, tables: Sequence[tuple[StampedTable, Delivery]]) -> ReleasePlan:
-        """Make room for the next release.
+        """Allocate the tables of the next release.
 
         Args:
-            tables: tables of the model, and what replicas are to be sent of each.
+            tables: tables of the model, and the form in which replicas get each.
 
         Raises:
-            StorageFailed: there is none.
+            StorageFailed: there is no room.
         """
         return await asyncio.to_thread(ReleasePlan.of, self.state.tables, tables, self._model.memory)
 
@@ -108,12 +108,12 @@ class ReleaseMaker:
         """Make the next release, if there is anything to release.
 
         Args:
-            wish: what it is to be like; None = only finish the one that the log has refused.
-            plan: the tables that it leads to; None = those there are.
+            wish: how to make it; None = only finish a release that the log refused.
+            plan: the tables of the view after it; None = its present tables.
 
         Raises:
-            StorageFailed: the log has refused it.
-            DamagedRows: rows of the model do not fit their digests.
+            StorageFailed: the log refused the release.
+            DamagedRows: rows of the model do not match their digests.
         """
         await self._finish()
         if wish is None or (plan is None and self.state.head is None):
@@ -125,10 +125,10 @@ class ReleaseMaker:
         await self._finish()
 
     async def _finish(self) -> None:
-        """Write down the release that was made, if it is not on disk yet, and show it."""
+        """Write the pending release to the log, if there is one, and publish it."""
         if self._taking:
-            self._model.check_sound()
-            raise RuntimeError(f"tables of consumer {self._consumer!r} are at no release")
+            self._model.tables.check_sound()
+            raise RuntimeError(f"tables of consumer {self._consumer!r} are between two releases")
         if self._made is None:
             return
         (state, ids), self._refused = self._made, False
@@ -148,33 +148,33 @@ class ReleaseMaker:
 
     @property
     def _resyncs(self) -> bool:
-        """Whether another run has begun, whose rows do not fit those of the run before: all go together."""
+        """Whether a new run has begun. Its rows do not fit those of the last run, so they must all go together."""
         return any(seal.resync for seal in self._model.seals.after(self.state.compared_version))
 
-    # On the model's thread.
+    # The methods below run on the model's thread.
 
     def _begin(self, plan: ReleasePlan, wish: Wish, resyncs: bool) -> tuple[Making | None, bool]:
-        """Begin a release, if anything was published; and whether it is through, see `_go_on`."""
-        seal, head = self._model.applied, self.state.head
+        """Begin a release if anything was published. Also return whether it has ended; see `_go_on`."""
+        seal, head = self._model.tables.seal, self.state.head
         if seal is None:
             return None, True
         stamp = head.number + 1 if head else seal.version + 1
         if head is None and all(table.delivery == Delivery.unchanged(table.delivery.spec) for table in plan.new):
-            stamp = 0  # What replicas held of the model before there was a policy need not be sent to them again.
+            stamp = 0  # Replicas already hold these rows of the model, from before the policy.
         making = Making(self.state, plan, stamp, self._consumer)
         return making, self._go_on(making, wish, resyncs)
 
     def _go_on(self, making: Making, wish: Wish, resyncs: bool) -> bool:
-        """Go on with a release; whether it is through: made, or not wanted any more."""
+        """Continue a release. Return whether it has ended, made or cancelled."""
         if self._taking:
             return self._go_on_updating(making)
-        seal = self._model.applied
-        if seal is None or not wish.goes_on():
+        seal = self._model.tables.seal
+        if seal is None or (wish.goes_on and not wish.goes_on()):
             return True
         if not making.go_on():
             return False
         policy = wish.policy
-        # The newest cut may be applied before the event loop knows of its seal.
+        # The newest cut may be applied before the event loop sees its seal.
         if resyncs or (seal.resync and seal.version > self.state.compared_version):
             policy = replace(policy, top_k=None, top_k_per_table=False, max_bytes=None)
         making.compare_rest(seal.version)
@@ -189,7 +189,7 @@ class ReleaseMaker:
         return self._go_on_updating(making)
 
     def _take(self, making: Making, picked: Pick, seal: Seal) -> None:
-        """Begin to take the rows of a release, of a version that everything was compared at."""
+        """Start updating the rows of a release at the compared version."""
         before, made_unix_ns = self.state, time.time_ns()
         number, first_version = max(making.stamp, seal.version), (making.stamp or seal.version + 1) - 1
         if before.head:
@@ -197,7 +197,7 @@ class ReleaseMaker:
         head = self.history.sealed(Head.of(seal, number), seal, made_unix_ns)
         for table in making.new:
             table.born, removed = number, table.source.removed_before
-            # Of another table of that name, replicas may hold rows that this one never had.
+            # Replicas may hold rows of an earlier table of that name, which this one never had.
             table.sent.removed_before = number - 1 if removed and before.head else removed
         ids, taken, backlog = making.begin_update(picked.taken, number)
         statistics = ReleaseStatistics(
@@ -221,7 +221,7 @@ class ReleaseMaker:
         self._taking = ViewState(making.tables, record, seal.version, backlog), ids
 
     def _go_on_updating(self, making: Making) -> bool:
-        """Go on with the rows that a release takes; whether it is made."""
+        """Update more rows of a release. Return whether it is made."""
         if not making.go_on_updating():
             return False
         self._made = self._taking
@@ -231,19 +231,19 @@ class ReleaseMaker:
 
     @property
     def shown(self) -> ViewState | None:
-        """What replicas can be given; None while a release is not on disk yet."""
+        """The state for replicas; None while a release is not on disk yet."""
         return None if self._taking or self._made else self.state
 
     @property
     def made(self) -> ViewState:
-        """Where the tables are, whether the log has the release or not."""
-        made = self._made  # Once: the event loop may set it to None.
+        """The state of the tables, even if the log does not have the release yet."""
+        made = self._made  # Read once, because the event loop may set it to None.
         return made[0] if made else self.state
 
     def saved(self) -> dict[str, Any] | None:
-        """What a checkpoint has of it beside tables; None while a release is on its way to the disk.
+        """The state for a checkpoint, without tables; None while a release is being written.
 
-        A release that the log refuses is part of it: there may be no room before a checkpoint lets the log be cut.
+        A release that the log refused is included: the log may need a checkpoint before it has room again.
         """
         if self._taking or (self._made and not self._refused):
             return None
@@ -251,7 +251,7 @@ class ReleaseMaker:
 
 
 def _reason(making: Making, picked: Pick) -> str:
-    """Why a release takes these rows."""
+    """Explain why a release takes these rows."""
     if not making.new:
         return picked.reason
     rows = counted(sum(table.sent.counts.changed for table in making.new), "row")

@@ -1,4 +1,4 @@
-"""A view made again: what a checkpoint has of it, then the releases that the log has of each version."""
+"""Rebuild a view: load it from a checkpoint, then repeat the releases in the log at their versions."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,19 +19,18 @@ from deltasync.core.stamped_table import StampedTable
 from deltasync.log.log_store import LogUnavailable
 from deltasync.log.volume import VolumeFailed
 from deltasync.model.model import Model
-from deltasync.views.log import ViewLog, table_record
+from deltasync.views.log import ViewLog, ViewState, table_record
 from deltasync.views.making import Making, ReleasePlan, left_of
-from deltasync.views.state import ViewState
 from deltasync.views.table import NONE_DIRTY, Versions, ViewTable
 
 
 class _Lost(Exception):
-    """The view cannot be made again."""
+    """The view cannot be rebuilt."""
 
 
 @contextmanager
 def _reading() -> Iterator[None]:
-    """Turn what is wrong with the log's records into `_Lost`; not that they cannot be read now."""
+    """Turn invalid records of the log into `_Lost`. Let temporary read errors pass."""
     try:
         yield
     except (LogUnavailable, VolumeFailed):
@@ -39,19 +38,19 @@ def _reading() -> Iterator[None]:
     except StorageFailed as error:
         raise _Lost(str(error)) from error
     except (LookupError, TypeError, ValueError) as error:
-        raise _Lost(f"a record of the log cannot be understood ({error!r})") from error
+        raise _Lost(f"a record of the log is invalid ({error!r})") from error
 
 
 class Replay:
-    """Makes a view again, on the model's thread: a `ViewRecovery`.
+    """Rebuilds a view, on the model's thread: a `ViewRecovery`.
 
-    A table that the model does not have any more is left out. What the log says of it is passed over.
+    It leaves out tables that the model no longer has, and ignores what the log says about them.
 
     Attributes:
         owner: the view's consumer.
-        begun: whether it has read what there is of the view.
-        state: where the view is.
-        lost: why the view cannot be made again; empty if it can.
+        begun: whether it has read the records of the view.
+        state: the state of the view.
+        lost: why the view cannot be rebuilt; empty if it can.
     """
 
     def __init__(self, owner: str, model: Model, log: ViewLog, history: str) -> None:
@@ -62,20 +61,20 @@ class Replay:
         self.let_go()
 
     def let_go(self) -> None:
-        """Keep nothing of an earlier `restore`."""
+        """Discard the result of an earlier `restore`."""
         self.begun = False
         self.state = ViewState()
         self.lost = ""
         self._sources = dict[tuple[str, int], StampedTable]()
         self._heads = deque[dict[str, Any]]()
-        # The version at which nothing was dirty after the release that the checkpoint has, as the log says.
+        # The version, from the log, at which nothing was dirty after the release in the checkpoint.
         self._clean_at = 0
 
     def restore(self, state: Mapping[str, Any] | None, entries: Sequence[TableEntry]) -> list[StampedTable | None]:
-        """Begin with the tables that a checkpoint has; see `ViewRecovery.restore`.
+        """Begin with the tables of a checkpoint; see `ViewRecovery.restore`.
 
         Raises:
-            StorageFailed: there is no room for them, or the log cannot be read now.
+            StorageFailed: there is no room for them, or the log cannot be read at present.
         """
         self.begun = True
         self._sources = {(table.spec.name, table.removed_before): table for table in self._model.tables}
@@ -91,7 +90,7 @@ class Replay:
                     if head is None or record["number"] > head.number:
                         self._heads.append(record)
                     elif record["number"] == head.number and record["seal"] != head.seal:
-                        raise _Lost(f"the log has another release {head.number} than the checkpoint")
+                        raise _Lost(f"the log and the checkpoint have different releases {head.number}")
                     elif record["seal"] == head.seal:
                         self._clean_at = record["compared"]
         except _Lost as error:
@@ -99,11 +98,11 @@ class Replay:
         keys = {each.key: each.table for each in sources(self.owner, self.state)}
         loaded = [keys.pop(entry.key, None) for entry in entries]
         for key in keys:
-            self.lost = f"the checkpoint has no rows of table {key.name!r}"
+            self.lost = f"the checkpoint lacks the rows of table {key.name!r}"
         return loaded
 
     def restored(self, dirty: Mapping[TableKey, tuple[Ids, Versions]]) -> None:
-        """Go on once all rows of the tables are loaded; see `ViewRecovery.restored`."""
+        """Continue once all rows of the tables are loaded; see `ViewRecovery.restored`."""
         none = NONE_DIRTY.ids, NONE_DIRTY.since
         for table in self.state.tables:
             ids, since = dirty.get(TableKey(self.owner, table.name, table.born), none)
@@ -113,10 +112,10 @@ class Replay:
             self._nothing_dirty(self._clean_at)
 
     def replay(self, version: int) -> None:
-        """Make again the releases that were made of a version, which the model's tables are at.
+        """Repeat the releases made from a version, with the model's tables at that version.
 
         Raises:
-            StorageFailed: there is no room for tables, or the log cannot be read now.
+            StorageFailed: there is no room for tables, or the log cannot be read at present.
         """
         try:
             while not self.lost and self._heads and self._heads[0]["version"] <= version:
@@ -125,10 +124,10 @@ class Replay:
             self.lost = str(error)
 
     def end(self, version: int) -> None:
-        """Note that all is read, and `version` is the model's newest."""
+        """Check the result after all records, with the model's newest version."""
         newest = max([self.state.compared_version, *(each["version"] for each in self._heads)])
         if newest > version and not self.lost:
-            self.lost = f"it is made of version {newest}, and the model's newest is {version}"
+            self.lost = f"it was made from version {newest}, but the model's newest is {version}"
 
     def _make_again(self, record: Mapping[str, Any], version: int) -> None:
         with _reading():
@@ -146,7 +145,7 @@ class Replay:
         taken = [members(table.dirty.ids, by_name[table.name]) for table in plan.tables]
         for table, mask in zip(plan.tables, taken, strict=True):
             if np.count_nonzero(mask) != len(by_name[table.name]):
-                raise _Lost(f"release {number} took rows of table {table.name!r} that had not changed")
+                raise _Lost(f"release {number} took rows of table {table.name!r} that were not dirty")
         _, _, backlog = making.begin_update(taken, number)
         while not making.go_on_updating():
             pass
@@ -155,24 +154,24 @@ class Replay:
             self._nothing_dirty(record["compared"])
 
     def _check(self, record: Mapping[str, Any], version: int) -> None:
-        """Check that a release comes next, and that it was made of this version of the model."""
-        head, number, seal = self.state.head, record["number"], self._model.applied
+        """Check that a release is the next one, made from this version of the model."""
+        head, number, seal = self.state.head, record["number"], self._model.tables.seal
         if (number, record["after"]) != ((head.number + 1, head.seal) if head else (number, 0)):
-            raise _Lost(f"the log does not have all releases before release {number}")
+            raise _Lost(f"the log lacks releases before release {number}")
         if record["version"] != version:
-            raise _Lost(f"release {number} was made of version {record['version']}, which was before it")
+            raise _Lost(f"release {number} was made from version {record['version']}, before the view's")
         made = record["statistics"]["made_unix_ns"]
         if seal and head and release_checksum(head.seal, number, seal, made) != record["seal"]:
-            raise _Lost(f"release {number} was made of another version {version} than the model has")
+            raise _Lost(f"release {number} was made from a version {version} that differs from the model's")
 
     def _nothing_dirty(self, version: int) -> None:
-        """Go on from a version at which no row was dirty."""
+        """Move to a version at which no row was dirty."""
         for table in self.state.tables:
             table.forget_dirty(version)
         self.state = self.state.without_dirty(version)
 
     def _plan(self, described: Sequence[Mapping[str, Any]], number: int) -> ReleasePlan:
-        """The tables that a release has led to."""
+        """The tables of the view after a release."""
         there = {(table.name, table.born): table for table in self.state.tables}
         tables, new, growth = list[ViewTable](), list[ViewTable](), list[Callable[[], None]]()
         for each in described:
@@ -185,8 +184,8 @@ class Replay:
         return ReleasePlan(tuple(tables), tuple(new), tuple(growth))
 
     def _make(self, record: Mapping[str, Any]) -> ViewTable | None:
-        """An empty table, as it is written down; None where the model does not have that table any more, though it
-        may have another of that name.
+        """Make an empty table from its record; None if the model no longer has that table. It may have another one
+        of the same name.
         """
         if (source := self._sources.get((record["table"], record["source"]))) is None:
             return None
@@ -197,7 +196,7 @@ class Replay:
 
 
 def sources(owner: str, state: ViewState) -> list[SourceTable]:
-    """The tables of a view as checkpoints have them. Norms that are sent are a table beside that of the rows."""
+    """The tables of a view for checkpoints. The norms of `Mode.IDS` are a separate table beside the rows."""
     return [
         SourceTable(TableKey(owner, table.name, born), each, table_record(table), dirty)
         for table in state.tables
@@ -207,6 +206,6 @@ def sources(owner: str, state: ViewState) -> list[SourceTable]:
 
 
 def state_record(history: str, state: ViewState) -> dict[str, Any]:
-    """What a checkpoint has of a view beside the rows of its tables: what `Replay.begin` begins with."""
+    """The state of a view for checkpoints, without rows: the input of `Replay.restore`."""
     tables = [table_record(table) | {"compared": table.compared} for table in state.tables]
     return {"history": history, "compared": state.compared_version, "head": state.record, "tables": tables}

@@ -24,14 +24,14 @@ Flags = NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class ComparedRows:
-    """Some rows, compared with what replicas hold of them: columns [n], sorted by id.
+    """The result of comparing rows with those that replicas hold: columns [n], sorted by id.
 
     Attributes:
         ids: int64, strictly ascending.
-        slots: int64, where the rows are in the arrays of the table.
+        slots: int64, positions of the rows in the table's arrays.
         norms: float64, L2 norms of the deltas.
         flags: uint8, `NEVER_SENT` and `DELETED` of `kernels.dirty_rows`.
-        dirty: whether replicas hold something else than the row.
+        dirty: whether replicas hold another value of the row.
     """
 
     ids: Ids
@@ -42,19 +42,19 @@ class ComparedRows:
 
     @classmethod
     def joined(cls, parts: "Sequence[ComparedRows]") -> "ComparedRows":
-        """Several of them, of ascending rows, as one."""
+        """Join several results with ascending rows."""
         columns = zip(*((each.ids, each.slots, each.norms, each.flags, each.dirty) for each in parts), strict=True)
         return parts[0] if len(parts) == 1 else cls(*map(np.concatenate, columns))
 
 
 @dataclass(frozen=True, eq=False)
 class DirtySet:
-    """The dirty rows of a table: columns [n], sorted by id. It never changes; each change makes another.
+    """The dirty rows of a table: columns [n], sorted by id. Immutable.
 
     Attributes:
         ids: int64, strictly ascending.
-        norms: float64, L2 norms of the deltas: the model's row less the row that replicas hold; never NaN.
-        since: int64, the version since which each is dirty.
+        norms: float64, L2 norms of the deltas, the model's row minus the replicas' row; never NaN.
+        since: int64, the version since which each row is dirty.
         flags: uint8, `NEVER_SENT` and `DELETED` of `kernels.dirty_rows`.
     """
 
@@ -64,31 +64,31 @@ class DirtySet:
     flags: Flags
 
     def __len__(self) -> int:
-        """How many rows are dirty."""
+        """Number of dirty rows."""
         return len(self.ids)
 
     @property
     def never_sent(self) -> Mask:
-        """Which of them no replica was ever sent."""
+        """[n] whether no replica ever got the row."""
         mask: Mask = (self.flags & dirty_rows.NEVER_SENT) != 0
         return mask
 
     @property
     def deleted(self) -> Mask:
-        """Which of them are deleted."""
+        """[n] whether the row is deleted."""
         mask: Mask = (self.flags & dirty_rows.DELETED) != 0
         return mask
 
     def after(
         self, compared_rows: ComparedRows, version: int, held_stamps: Stamps, clean: ChangeCounts
     ) -> "tuple[DirtySet, ChangeCounts]":
-        """The set once some rows were compared, and the counts of the stamps of rows that are not dirty.
+        """The set after a comparison, and the counts of the stamps of clean rows.
 
         Args:
-            compared_rows: the rows. Those that were not dirty before are dirty since `version`.
-            version: see there.
+            compared_rows: the rows. Those that were clean before are dirty since `version`.
+            version: see `compared_rows`.
             held_stamps: [N], when replicas were last sent each row of the table, by slot.
-            clean: counts of the stamps of all rows that were not dirty before.
+            clean: counts of the stamps of all rows that were clean before.
         """
         to = _room(len(self) + len(compared_rows.ids))
         marked, cleaned = np.empty((2, len(compared_rows.ids)), np.int64)
@@ -108,13 +108,13 @@ class DirtySet:
         return to._first(rows), clean.without(marked[:came]).plus(cleaned[:left])
 
     def dated_as(self, before: "DirtySet", version: int) -> "DirtySet":
-        """The same rows: dirty since when `before` says, or since `version` where they are not among those."""
+        """The same rows with the dates of `before`, or `version` for rows that are not in `before`."""
         since = np.full(len(self), version)
         since[members(self.ids, before.ids)] = before.since[members(before.ids, self.ids)]
         return DirtySet(self.ids, self.norms, since, self.flags)
 
     def without(self, ids: Ids) -> "DirtySet":
-        """The set without these rows ([m], strictly ascending), as far as they are in it."""
+        """The set without these rows ([m], strictly ascending); unknown ones are ignored."""
         if not len(ids):
             return self
         to = _room(len(self))
@@ -135,15 +135,15 @@ def _room(rows: int) -> DirtySet:
 NONE_DIRTY = _room(0)
 
 
-# Rows are encoded in pieces whose scratch memory stays in the processor's cache.
+# Rows are encoded in pieces whose scratch memory fits the processor's cache.
 _PIECE_BYTES = 1 << 20
 _LARGEST_NORM = np.finfo(np.float32).max
 
 
 class EncodedTable(StampedTable):
-    """Rows encoded in a value type, stamped with the release that has them.
+    """Rows encoded in a value type, stamped with the release that sent them.
 
-    Its digests are of the rows as replicas hold them: decoded, or as they are sent.
+    Its digests are those of the rows as replicas hold them, decoded or as sent.
     """
 
     def __init__(self, delivery: Delivery, memory: TableMemory) -> None:
@@ -160,24 +160,24 @@ class EncodedTable(StampedTable):
 class ViewTable:
     """One table of a view. Used on the model's thread only, except for `delivery`, `lacking` and `grown`.
 
-    Its arrays have each row in the same slot as the source.
+    Each row has the same slot as in the source.
 
-    A row is dirty while replicas at the newest release hold something else than the model's row, as it is sent.
+    A row is dirty while replicas at the newest release hold another value than the model's row as sent.
 
     Attributes:
         source: the model's table.
-        delivery: what replicas are sent of it. Replaced when the table grows.
-        born: number of the release that made the table.
-        stamp: what its rows were stamped with then; 0 = as in the source.
-        held: what replicas at the newest release hold, in the value type.
-        sent: what replicas are sent: `held`, or the norms.
-        dirty: the rows that were dirty when rows were last compared.
+        delivery: the form in which replicas get it. Replaced when the table grows.
+        born: number of the release that created the table.
+        stamp: the stamp of its rows at that time; 0 = as in the source.
+        held: the rows that replicas at the newest release hold, in the value type.
+        sent: the rows that replicas receive: `held`, or the norms.
+        dirty: the rows that were dirty at the last comparison.
     """
 
     def __init__(
         self, source: StampedTable, delivery: Delivery, memory: TableMemory = RAM, born: int = 0, stamp: int = 0
     ) -> None:
-        """A table that replicas hold nothing of.
+        """Make a table of which replicas hold nothing.
 
         Raises:
             StorageFailed: there is no room.
@@ -191,8 +191,8 @@ class ViewTable:
         if delivery.mode is Mode.IDS:
             self.sent = StampedTable(delivery.wire_spec, memory, normed=False)
         self.dirty = NONE_DIRTY
-        # Counts of the rows that are not dirty, and the version after which rows of the source were not compared.
-        # Replaced together, so that any thread reads what belongs together.
+        # Counts of the clean rows, and the version up to which the source was compared. Any thread reads them as
+        # one tuple, so that they belong together.
         self._counted = self.held.counts, 0
 
     @property
@@ -202,44 +202,44 @@ class ViewTable:
 
     @property
     def stamped(self) -> list[StampedTable]:
-        """What is held, and what is sent where that is something else."""
+        """`held`, and `sent` if that is a separate table."""
         return [self.held] if self.sent is self.held else [self.held, self.sent]
 
     @property
     def compared(self) -> int:
-        """The version after which rows of the source have changed that were not compared yet."""
+        """The version up to which rows of the source were compared."""
         return self._counted[1]
 
     def becomes(self, delivery: Delivery) -> bool:
-        """Whether the table is as `delivery` wants it, except that it may have fewer rows."""
+        """Whether the table has the form of `delivery`, except that it may have fewer rows."""
         rows = self.delivery.spec.rows
         return rows <= delivery.spec.rows and self.delivery == replace(
             delivery, spec=replace(delivery.spec, rows=rows)
         )
 
     def within(self, ids: Ids) -> Ids:
-        """Those of some ids of the source ([n], ascending) that the table has room for."""
+        """The ids of the source ([n], ascending) for which the table has room."""
         return ids[: np.searchsorted(self.source.locate(ids), self.held.slots)]
 
     def lacking(self, number: int) -> int:
-        """How many rows a replica at `number` does not hold as the source has them, at most. Any thread.
+        """Upper bound of the rows that a replica at `number` lacks. Safe to call from any thread.
 
-        These are the dirty rows, others that were sent after `number`, and those that have changed since they were
-        last compared. Which of the latter are dirty or were sent before is not known: these are counted twice.
+        It counts dirty rows, other rows that were sent after `number`, and rows changed since the last comparison.
+        Some of the latter may also be dirty or sent, and count twice.
         """
-        clean, compared = self._counted  # Before the source's counts, which may only be newer.
+        clean, compared = self._counted  # Read before the source's counts, which may only be newer.
         rows, changed = self.source.slots, self.source.counts.after(compared)
         return min(rows, rows - clean.rows + clean.after(number) + changed)
 
-    # A new table, and one that grows.
+    # New tables, and tables that grow.
 
     def copy(self, ids: Ids) -> None:
-        """Make rows ([n], ascending) of a new table what the source has now, with the table's stamp.
+        """Copy rows ([n], ascending) of the source into a new table, with the table's stamp.
 
-        Deleted rows too: a replica may hold them, in another form.
+        Deleted rows are included, because a replica may hold them in another form.
 
         Raises:
-            DamagedRows: rows of the source do not fit their digests.
+            DamagedRows: rows of the source do not match their digests.
         """
         ids = self.within(ids)
         self._write(ids, None, self.stamp or 1)
@@ -247,17 +247,17 @@ class ViewTable:
             self.held.restamp(ids, self.source.stamps[self.source.locate(ids)])
 
     def copied(self, version: int) -> None:
-        """Note that all rows were copied, as they are at a version."""
+        """Note that all rows were copied at a version."""
         self._counted = self.held.counts, version
 
     def grown(self, delivery: Delivery) -> Callable[[], None]:
-        """Take the room for more rows. Blocks; any thread.
+        """Allocate room for more rows. Blocks; any thread may call it.
 
         Returns:
-            A function that makes the table as large as `delivery` says: for the model's thread.
+            A function for the model's thread that enlarges the table to the size in `delivery`.
 
         Raises:
-            StorageFailed: there is no room; the table is as it was.
+            StorageFailed: there is no room; the table is unchanged.
         """
         specs = [delivery.encoded_spec, *([] if self.sent is self.held else [delivery.wire_spec])]
         steps = [table.grown(spec) for table, spec in zip(self.stamped, specs, strict=True)]
@@ -267,8 +267,8 @@ class ViewTable:
             for step in steps:
                 step()
             self.delivery = delivery
-            # Rows that there was no room for may have changed before rows were last compared, and were not.
-            new = self.source.ids_of(self.source.changed_in(before, self.held.slots, 0))
+            # Rows beyond the old size may have changed before the last comparison, which left them out.
+            new = self.source.ids_of(self.source.index.changed_in(before, self.held.slots, 0))
             uncompared = len(new) > 0 and self.source.numbers(new).min() <= compared
             more = clean.plus_unchanged(self.held.slots - before)
             self._counted = more, 0 if uncompared else compared
@@ -278,7 +278,7 @@ class ViewTable:
     # Which rows are dirty.
 
     def compare(self, ids: Ids) -> ComparedRows:
-        """Compare rows of the source ([n], ascending) with what replicas hold."""
+        """Compare rows of the source ([n], ascending) with those that replicas hold."""
         slots = self.source.locate(ids)
         norms, differs = np.empty(len(ids)), np.empty(len(ids), np.bool_)
         flags, dirty = np.empty(len(ids), np.uint8), np.empty(len(ids), np.bool_)
@@ -292,42 +292,42 @@ class ViewTable:
         return ComparedRows(ids, slots, norms, flags, dirty)
 
     def note_compared(self, dirty: DirtySet, clean: ChangeCounts, version: int) -> None:
-        """Note the dirty rows, once all rows that have changed up to a version were compared."""
+        """Set the dirty rows after comparing all rows changed up to a version."""
         self.dirty = dirty
         self._counted = clean, version
 
     @property
     def clean(self) -> ChangeCounts:
-        """Counts of the stamps of rows that are not dirty."""
+        """Counts of the stamps of clean rows."""
         return self._counted[0]
 
     def restore(self, ids: Ids, since: Versions, compared: int) -> None:
-        """Go on with dirty rows that a checkpoint has, once all rows are loaded.
+        """Restore the dirty rows of a checkpoint, once all rows are loaded.
 
-        How far each row is from what is held is found anew. It is right for rows that have not changed since they
-        were compared; the next comparison has the others.
+        Their norms are computed again, correctly for rows unchanged since the comparison. The next comparison
+        corrects the others.
         """
-        found = self.compare(ids)
-        self.dirty = DirtySet(ids, found.norms, since, found.flags)
+        comparison = self.compare(ids)
+        self.dirty = DirtySet(ids, comparison.norms, since, comparison.flags)
         self._counted = self.held.counts.without(self.held.stamps[self.held.locate(ids)]), compared
 
-    # What a release does.
+    # Making a release.
 
     def update(self, ids: Ids, norms: Floats, number: int) -> None:
-        """Update what replicas at release `number` hold of dirty rows ([n], ascending) to what the source has now.
+        """Update the rows ([n], ascending) that replicas at release `number` hold to the present values.
 
         Args:
             ids: the rows.
-            norms: [n], how far they are from what replicas held.
+            norms: [n], their distances from the rows that replicas held.
             number: the release.
 
         Raises:
-            DamagedRows: rows of the source do not fit their digests. Some of the others are updated already.
+            DamagedRows: rows of the source do not match their digests. Some of the others are already updated.
         """
         self._write(ids, norms, number)
 
     def note_updated(self, ids: Ids, number: int) -> None:
-        """Note that replicas at release `number` hold these dirty rows ([n], ascending)."""
+        """Note that replicas at release `number` hold these rows ([n], ascending), which are clean now."""
         clean, compared = self._counted
         self._counted = clean.plus_rows(len(ids), number), compared
         self.dirty = self.dirty.without(ids)
@@ -337,7 +337,7 @@ class ViewTable:
         self.note_compared(NONE_DIRTY, self.held.counts, version)
 
     def _write(self, ids: Ids, norms: Floats | None, number: int) -> None:
-        """Encode rows of the source and stamp them. Without `norms`, replicas held nothing before."""
+        """Encode rows of the source and stamp them. Without `norms`, replicas held none of them."""
         gone = self.source.deleted(ids)
         live, deleted = (ids, ids[:0]) if not gone.any() else (ids[~gone], ids[gone])
         norms = norms if norms is None or not gone.any() else norms[~gone]
@@ -357,7 +357,7 @@ class ViewTable:
         return (slice(start, start + size) for start in range(0, rows, size))
 
     def _encoded(self, ids: Ids) -> RowBatch:
-        """Rows of the source as replicas are to hold them."""
+        """Rows of the source, encoded for replicas."""
         room = np.empty((len(ids), self.source.spec.dim), self.source.spec.dtype)
         rows, shard = self.source.read(ids, room), Shard.whole(self.held.spec)
         if self.delivery.bitwise:
@@ -365,25 +365,25 @@ class ViewTable:
         return RowBatch(shard, ids, self.delivery.encode(rows.values))
 
     def _norms(self, ids: Ids) -> Floats:
-        """How far rows of the source are from nothing; 0 for what is not trained."""
+        """Norms of rows of the source; 0 for rows that are not trained."""
         if not self.source.spec.kind.trained:
             return np.zeros(len(ids))
         return distances(self.source.rows_of(ids), np.zeros(1, self.source.spec.dtype))
 
 
 class ReplicaComparison:
-    """A comparison of a table's rows with what replicas hold, block by block, while the source changes.
+    """Compares a table's rows with those of replicas in blocks, while the source changes.
 
-    The table shows nothing of it before `finish`. A row that is compared again counts as it was found last.
+    The table does not change before `finish`. If a row is compared again, the last result counts.
     """
 
     def __init__(self, table: ViewTable, version: int) -> None:
-        """Begin. Rows that were not dirty before will be dirty since `version`."""
+        """Begin. Rows that were clean before will be dirty since `version`."""
         self._table = table
         self._version = version
         self._dirty = table.dirty
         self._clean = table.clean
-        self._unmerged = list[ComparedRows]()  # Of ascending rows.
+        self._unmerged = list[ComparedRows]()  # With ascending rows.
 
     def add(self, ids: Ids) -> None:
         """Compare rows of the source ([n], ascending)."""
@@ -394,13 +394,13 @@ class ReplicaComparison:
             self._unmerged.append(self._table.compare(ids))
 
     def finish(self, version: int) -> None:
-        """Put the result into the table: all that has changed up to `version` was compared."""
+        """Put the result into the table, after comparing all changes up to `version`."""
         several = self._dirty is not self._table.dirty
         self._merge()
-        # A row that was clean for a moment is dirty since when it was before the comparison, as if all rows
-        # had been compared at once.
+        # A row that was clean only during the comparison keeps its earlier date, as if all rows had been compared
+        # at once.
         dirty = self._dirty.dated_as(self._table.dirty, self._version) if several else self._dirty
-        if self._version > version:  # Nothing has come since but room for more rows.
+        if self._version > version:  # No version came, only room for more rows.
             dirty = replace(dirty, since=np.minimum(dirty.since, version))
         self._table.note_compared(dirty, self._clean, version)
 
@@ -413,13 +413,13 @@ class ReplicaComparison:
 
 
 class RowUpdate:
-    """Updates what replicas hold of dirty rows, piece by piece, while the source goes on.
+    """Updates the dirty rows that replicas hold piece by piece, while cuts change the source.
 
-    A row that is about to change is updated just before. The table's dirty rows stay what they were until the end.
+    A row that is about to change is updated just before. The table's dirty rows stay the same until the end.
     """
 
     def __init__(self, table: ViewTable, ids: Ids, norms: Floats, number: int) -> None:
-        """Of a release: rows ([n], ascending), and how far each is from what replicas held [n]."""
+        """Prepare a release: rows ([n], ascending), and their distances from the replicas' rows [n]."""
         self._table = table
         self._ids = ids
         self._norms = norms
@@ -429,14 +429,14 @@ class RowUpdate:
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Update the rows to what they are now, whatever changes later."""
+        """Bind the rows to their present values, whatever changes later."""
         self._table.source.before_change.append(self._before_change)
 
     def go_on(self) -> bool:
-        """Update some more rows; whether these were the last.
+        """Update some more rows, and return whether all are done.
 
         Raises:
-            DamagedRows: rows of the source do not fit their digests. Some of the others are updated already.
+            DamagedRows: rows of the source do not match their digests. Some of the others are already updated.
         """
         if self._error:
             raise self._error
@@ -460,5 +460,5 @@ class RowUpdate:
         try:
             if len(which):
                 self._update(which)
-        except Exception as error:  # noqa: BLE001  # raised by the next `go_on`: the change is none of its business
+        except Exception as error:  # noqa: BLE001  # The next `go_on` raises it; the cut must not fail.
             self._error = error

@@ -1,1 +1,1 @@
-"""Between the messages of `protos/` and what they mean. What comes from outside is checked here. Internal."""
+"""Convert and check the messages of `protos/`. Internal."""

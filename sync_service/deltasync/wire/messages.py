@@ -1,4 +1,4 @@
-"""Between messages of the wire and what they mean."""
+"""Convert tables, positions and row ids to and from messages."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,23 +17,23 @@ from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 
 N = TypeVar("N", bound=Numbered)
 
-# Of what tables hold; some of these are types in which values can be sent, too.
+# The value types of tables. Some of them are also types in which values are sent.
 _DTYPES: dict[int, np.dtype[np.generic]] = dict(zip((1, 2, 5, 6, 7, 8, 9, 10), STATE_TYPES, strict=True))
 _DTYPE_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
 def table_from_message(message: tables_pb2.Table) -> TableSpec:
-    """The table a message describes.
+    """Read a table from a message.
 
     Raises:
         InvalidInput: a field is out of bounds, or the value type or the kind is unknown.
     """
     if message.value_type not in _DTYPES:
-        known = ", ".join(f"{number} ({dtype})" for number, dtype in _DTYPES.items())
-        raise InvalidInput(f"table {message.name!r}: value type {message.value_type}, expected one of {known}")
+        dtypes = ", ".join(f"{number} ({dtype})" for number, dtype in _DTYPES.items())
+        raise InvalidInput(f"table {message.name!r}: value type {message.value_type}, expected one of {dtypes}")
     kind = _member(TableKind, message.kind, f"table {message.name!r}: kind")
     sizes = sizes_of(message.shape.sizes) if message.HasField("shape") else None
-    found = TableSpec(
+    table = TableSpec(
         message.name,
         message.rows,
         message.dim,
@@ -43,16 +43,16 @@ def table_from_message(message: tables_pb2.Table) -> TableSpec:
         sizes,
         tuple(message.aliases),
     )
-    if sizes is not None and found.shape != tuple(message.shape.sizes):
+    if sizes is not None and table.shape != tuple(message.shape.sizes):
         raise InvalidInput(
-            f"table {message.name!r}: {message.rows} x {message.dim} values cannot have the shape "
+            f"table {message.name!r}: {message.rows} x {message.dim} values do not fit the shape "
             f"{list(message.shape.sizes)}"
         )
-    return found
+    return table
 
 
 def table_to_message(table: TableSpec) -> tables_pb2.Table:
-    """The message that describes a table."""
+    """Write a table to a message."""
     number: Any = _DTYPE_NUMBERS[table.dtype]
     return tables_pb2.Table(
         name=table.name,
@@ -67,16 +67,16 @@ def table_to_message(table: TableSpec) -> tables_pb2.Table:
 
 
 def mode_from_message(number: int) -> Mode:
-    """The mode that a number of the wire stands for; 0 is the default.
+    """Read a mode from its number on the wire; 0 is the default.
 
     Raises:
-        InvalidInput: it stands for none.
+        InvalidInput: no mode has this number.
     """
     return _member(Mode, number, "mode") if number else Mode.EMBEDDINGS
 
 
 def mode_to_message(mode: Mode) -> Any:
-    """The number that a mode has on the wire."""
+    """The number of a mode on the wire."""
     return mode.number
 
 
@@ -88,7 +88,7 @@ def _member(kind: type[N], number: int, words: str) -> N:
 
 
 def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
-    """What a subscriber is sent of the table a message describes.
+    """Read from a message in which form a subscriber gets a table.
 
     Raises:
         InvalidInput: a field is out of bounds, or a value type is unknown.
@@ -100,33 +100,33 @@ def delivery_from_message(message: tables_pb2.Table, mode: Mode) -> Delivery:
 
 
 def delivery_to_message(delivery: Delivery) -> tables_pb2.Table:
-    """The message that describes what a subscriber is sent of a table."""
+    """Write to a message in which form a subscriber gets a table."""
     message = table_to_message(delivery.spec)
     message.sent_as = delivery.value_type.number if delivery.value_type else message.value_type
     return message
 
 
 def checksums_to_message(checksums: Mapping[int, int]) -> list[tables_pb2.Checksum]:
-    """The messages that carry the checksums of tables, by slot."""
+    """Write checksums of tables, by slot, to messages."""
     return [tables_pb2.Checksum(slot=slot, sum=checksum) for slot, checksum in checksums.items()]
 
 
 def shards_from_open(message: publish_pb2.PublishOpen, tables: list[TableSpec]) -> list[Shard]:
-    """The shards a rank announces.
+    """Read the shards of a rank.
 
     Raises:
-        InvalidInput: a shard names no table of the message or lies outside of it.
+        InvalidInput: a shard's table is not in the message, or the shard exceeds its table.
     """
     for number, shard in enumerate(message.shards):
         if shard.table >= len(tables):
             raise InvalidInput(
-                f"shard {number} names table {shard.table}, the message has {counted(len(tables), 'table')}"
+                f"shard {number} has table index {shard.table}, the message has {counted(len(tables), 'table')}"
             )
     return [Shard(tables[s.table], s.row_offset, s.rows, s.col_offset, s.cols) for s in message.shards]
 
 
 def shard_to_message(shard: Shard, tables: list[TableSpec]) -> publish_pb2.Shard:
-    """The message that describes a shard."""
+    """Write a shard to a message."""
     return publish_pb2.Shard(
         table=tables.index(shard.table),
         row_offset=shard.row_offset,
@@ -139,27 +139,27 @@ def shard_to_message(shard: Shard, tables: list[TableSpec]) -> publish_pb2.Shard
 def event_time_from_message(
     message: publish_pb2.PartClose | subscribe_pb2.ReleaseEnd | subscribe_pb2.Progress,
 ) -> int | None:
-    """The event time that a message carries, nanoseconds since 1970; None if it carries none."""
+    """The event time in a message, nanoseconds since 1970; None if there is none."""
     return message.event_time_unix_ns or None
 
 
 def position_from_message(message: tables_pb2.Position) -> Position:
-    """The position a message names."""
+    """Read a position from a message."""
     return Position(message.history, message.version, message.seal)
 
 
 def position_to_message(position: Position) -> tables_pb2.Position:
-    """The message that names a position."""
+    """Write a position to a message."""
     return tables_pb2.Position(history=position.history, version=position.number, seal=position.seal)
 
 
-# Of one message: 1 MiB of ids; a table's name and index count as so many ids.
+# Limit of ids in one message: 1 MiB. Each table in it counts as some more ids, for its own bytes.
 MOST_IDS = 131_072
 _TABLE_IDS = 4
 
 
 def changed_to_messages(tables: Sequence[tuple[int, Ids]]) -> Iterator[publish_pb2.ChangedRows]:
-    """The messages that name rows (ids [n], ascending) of tables, by index; the last one is marked."""
+    """Write ids of rows ([n], ascending) by the index of their table to messages; the last one is marked."""
     message, room = publish_pb2.ChangedRows(), MOST_IDS
     for table, ids in tables:
         at = 0
@@ -175,18 +175,18 @@ def changed_to_messages(tables: Sequence[tuple[int, Ids]]) -> Iterator[publish_p
 
 
 def changed_from_message(message: publish_pb2.ChangedRows) -> list[tuple[int, Ids]]:
-    """The ids ([n] int64) of tables, by index, that a message names.
+    """Read ids of rows ([n] int64) with the index of their table from a message.
 
     Raises:
-        InvalidInput: the bytes of some are no ids.
+        InvalidInput: the bytes are not a multiple of 8.
     """
     if any(len(each.ids) % ID_TYPE.itemsize for each in message.tables):
-        raise InvalidInput("a message names rows by a number of bytes that is not a multiple of 8")
+        raise InvalidInput("the ids of a ChangedRows message have a number of bytes that is not a multiple of 8")
     return [(each.table, np.frombuffer(each.ids, "<i8").astype(ID_TYPE)) for each in message.tables]
 
 
 def joined(pieces: Iterable[tuple[int, Ids]]) -> dict[int, Ids]:
-    """The ids of tables, by index, that came in pieces, in their order."""
+    """Join pieces of ids by the index of their table, in order."""
     by_table: dict[int, list[Ids]] = {}
     for table, ids in pieces:
         by_table.setdefault(table, []).append(ids)

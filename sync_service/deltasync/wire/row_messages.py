@@ -1,44 +1,48 @@
-"""Rows in messages, cut into chunks. The values of a chunk are encoded once and not copied between hops.
+"""Write and read messages with rows, in chunks, without copying the rows.
 
-Messages with rows are written here byte by byte, as protobuf has them: a generated class copies rows in and out
-again. What a publisher sends is read here too, as views of the bytes that were received. The service appends these
-bytes to its log and sends them to replicas.
+The generated protobuf classes copy rows in and out. This module writes the protobuf bytes itself, and reads rows
+as views of the received bytes. The service appends a publisher's bytes to its log and sends them to replicas.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
-from deltasync.core.rows import RowBatch
+from deltasync.base.errors import InvalidInput
+from deltasync.core.digests import RowDigests
+from deltasync.core.rows import Ids, RowBatch
 from deltasync.core.tables import DIGEST_TYPE, ID_TYPE, Shard
 from deltasync.v1 import publish_pb2, subscribe_pb2, tables_pb2
 
-# Of ids and values. Just under 1,000,000 bytes: faster than 64 KiB or 4 MiB, and below the default limit of gRPC.
+# Ids, digests and values of a chunk. This size is faster than 64 KiB and 4 MiB, and is below gRPC's own limit.
 CHUNK_BYTES = 990_000
 MAX_CHUNK_BYTES = 1 << 20
-# Tables of a whole part that are read at once: they take a millisecond of the event loop.
-_TABLES_AT_ONCE = 64
 
 Pieces: TypeAlias = "list[bytes | memoryview]"
+M = TypeVar("M", publish_pb2.PublishRequest, subscribe_pb2.SubscribeResponse)
+End = TypeVar("End", publish_pb2.PartClose, subscribe_pb2.ReleaseEnd)
 
-_NUMBER, _BYTES = 0, 2  # How a field's value is written.
+_NUMBER, _BYTES = 0, 2  # Protobuf's wire types.
 
 
 def chunk_rows(row_bytes: int) -> int:
-    """The number of rows in a chunk: at most `CHUNK_BYTES` of them, or one row."""
-    return max(1, CHUNK_BYTES // row_bytes)
+    """The number of rows in a chunk of at most `CHUNK_BYTES`, at least one.
+
+    `row_bytes` is the size of a row's id and values; a digest is added to each row.
+    """
+    return max(1, CHUNK_BYTES // (row_bytes + DIGEST_TYPE.itemsize))
 
 
 def chunked(rows: RowBatch) -> Iterator[RowBatch]:
-    """Split rows into chunks, each of at most `CHUNK_BYTES` or of one row."""
+    """Split rows into chunks of at most `CHUNK_BYTES`, or of one row."""
     return rows.blocks(chunk_rows(rows.shard.row_bytes))
 
 
 def fits_message(size: int) -> bool:
-    """Whether ids and values of this size, of any tables, go in one message."""
+    """Whether ids, digests and values of this total size fit into one message."""
     return size <= CHUNK_BYTES
 
 
@@ -46,59 +50,57 @@ def fits_message(size: int) -> bool:
 
 
 def part_chunk(step: int, slot: int, rows: RowBatch) -> bytes:
-    """The `PublishRequest` that carries some rows of the shard that has the number `slot`."""
-    pieces = [_field(_STEP), _varint(step), *_message(_PART_ROWS, _table_rows(slot, rows))]
-    return b"".join(_message(_PART_CHUNK, pieces))
-
-
-def whole_part(rows: Iterable[tuple[int, RowBatch]], close: publish_pb2.PartClose) -> bytes:
-    """The `PublishRequest` that carries a whole part: rows with the numbers of their shards, and its close."""
-    pieces = [piece for slot, batch in rows for piece in _message(_WHOLE_PART_ROWS, _table_rows(slot, batch))]
-    pieces += _message(_WHOLE_PART_CLOSE, [close.SerializeToString()])
-    return b"".join(_message(_WHOLE_PART, pieces))
+    """Write a `PublishRequest` with rows of the shard `slot`."""
+    pieces = [_field(_STEP), _varint(step), *_message(_ROWS, _table_rows(slot, rows))]
+    return b"".join(_message(_CHUNK, pieces))
 
 
 def release_chunk(slot: int, rows: RowBatch) -> bytes:
-    """The `SubscribeResponse` that carries some rows of the table with the number `slot`. It ends with them."""
-    return b"".join(_message(_RELEASE_CHUNK, _message(_RELEASE_ROWS, _table_rows(slot, rows))))
+    """Write a `SubscribeResponse` with rows of the table `slot`, which are its last bytes."""
+    return b"".join(_message(_CHUNK, _message(_ROWS, _table_rows(slot, rows))))
 
 
-def whole_release(chunks: Iterable[tuple[int, RowBatch]], end: subscribe_pb2.ReleaseEnd) -> bytes:
-    """The `SubscribeResponse` that carries a whole release: rows with the numbers of their tables, and its end."""
-    pieces = [piece for slot, rows in chunks for piece in _message(_RELEASE_ROWS, _table_rows(slot, rows))]
-    pieces += _message(_WHOLE_RELEASE_END, [end.SerializeToString()])
-    return b"".join(_message(_WHOLE_RELEASE, pieces))
+def whole_message(rows: Iterable[tuple[int, RowBatch]], end: Message) -> bytes:
+    """Write a `PublishRequest` or `SubscribeResponse` with a whole part or release: its end, and rows by slot."""
+    pieces = _message(_END, [end.SerializeToString()])
+    pieces += (piece for slot, batch in rows for piece in _message(_ROWS, _table_rows(slot, batch)))
+    return b"".join(_message(_WHOLE, pieces))
 
 
 def serialized(message: Message | bytes) -> bytes:
-    """The bytes of a message, which may be written already."""
+    """Serialize a message, unless it consists of bytes already."""
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 def rows_pieces(rows: RowBatch) -> Pieces:
-    """The `Rows` message of some rows, in pieces: the bytes in which they came, if they came in some."""
+    """The `Rows` message of rows, in pieces. Rows that were received keep their bytes."""
     if rows.encoded is not None:
         return [rows.encoded]
-    pieces = _message(_IDS, [_bytes_of(rows.ids.astype(ID_TYPE, copy=False))])
     if rows.deleted:
-        return [*pieces, _field(_DELETED), _varint(1)]
-    if rows.digests is not None:
-        pieces += _message(_DIGESTS, [_bytes_of(rows.digests.astype(DIGEST_TYPE, copy=False))])
-    return [*pieces, *_message(_VALUES, [_bytes_of(rows.values)])]
+        return [*_message(_IDS, [_bytes_of(rows.ids.astype(ID_TYPE, copy=False))]), _field(_DELETED), _varint(1)]
+    return [*before_values(rows.ids, rows.digests, rows.values.nbytes), _bytes_of(rows.values)]
+
+
+def before_values(ids: Ids, digests: RowDigests | None, value_bytes: int) -> Pieces:
+    """The `Rows` message of existing rows, without the values, which are its last `value_bytes`."""
+    pieces = _message(_IDS, [_bytes_of(ids.astype(ID_TYPE, copy=False))])
+    if digests is not None:
+        pieces += _message(_DIGESTS, [_bytes_of(digests.astype(DIGEST_TYPE, copy=False))])
+    return [*pieces, _field(_VALUES), _varint(value_bytes)]
 
 
 def encoded(rows: RowBatch) -> RowBatch:
-    """The same rows as views of their `Rows` message, which is written unless they came in one."""
+    """The rows as views of their `Rows` message, which is written if they were not received in one."""
     return rows if rows.encoded is not None else _views_of(memoryview(b"".join(rows_pieces(rows))), rows)
 
 
 def at_end_of(message: bytes, rows: RowBatch) -> RowBatch:
-    """The same rows as views of a message that ends with them, so that other memory which they take can go."""
+    """The rows as views of a message that ends with them. This frees their other memory."""
     return _views_of(memoryview(message)[len(message) - sum(map(len, rows_pieces(rows))) :], rows)
 
 
 def _views_of(message: memoryview, rows: RowBatch) -> RowBatch:
-    """The same rows as views of their `Rows` message."""
+    """The rows as views of their `Rows` message."""
     columns = Columns.read(message)
     return replace(
         rows,
@@ -114,7 +116,7 @@ def _array_of(raw: memoryview, like: "np.ndarray[Any, Any]") -> "np.ndarray[Any,
 
 
 def _table_rows(slot: int, rows: RowBatch) -> Pieces:
-    return [_field(_SLOT), _varint(slot), *_message(_ROWS, rows_pieces(rows))]
+    return [_field(_SLOT), _varint(slot), *_message(_TABLE_ROWS, rows_pieces(rows))]
 
 
 def _bytes_of(array: "np.ndarray[Any, np.dtype[Any]]") -> memoryview:
@@ -122,7 +124,7 @@ def _bytes_of(array: "np.ndarray[Any, np.dtype[Any]]") -> memoryview:
 
 
 def _message(tag: int, pieces: Pieces) -> Pieces:
-    """A field whose value is bytes, or another message, that come in pieces."""
+    """A field with bytes, or another message, in pieces."""
     return [_field(tag), _varint(sum(map(len, pieces))), *pieces]
 
 
@@ -143,34 +145,39 @@ def _varint(number: int) -> bytes:
 
 
 class NotAsWritten(ValueError):
-    """Bytes are not what this module would have written. They may be protobuf all the same."""
+    """The bytes are not in this module's own form. They may still be valid protobuf."""
 
 
 class _Fields:
-    """Reads the fields of a message in the order of their numbers, each once at most."""
+    """Reads the fields of a message in ascending order, each at most once."""
 
     def __init__(self, raw: memoryview) -> None:
         self._raw, self._at = raw, 0
 
     def number(self, tag: int) -> int:
-        """The number of this field; 0 if another field comes next."""
+        """The number in this field; 0 if the next field is another one."""
         return self._varint() if self._comes(tag) else 0
 
     def bytes(self, tag: int) -> memoryview | None:
-        """The bytes, or the message, of this field; None if another field comes next."""
+        """The bytes or the message in this field; None if the next field is another one."""
         if not self._comes(tag):
             return None
         size = self._varint()
-        found = self._raw[self._at : self._at + size]
-        if len(found) < size:
-            raise NotAsWritten(f"a field of {size} bytes, but only {len(found)} are left")
+        value = self._raw[self._at : self._at + size]
+        if len(value) < size:
+            raise NotAsWritten(f"a field of {size} bytes, but only {len(value)} are left")
         self._at += size
-        return found
+        return value
+
+    @property
+    def rest(self) -> memoryview:
+        """The unread bytes."""
+        return self._raw[self._at :]
 
     def end(self) -> None:
-        """Check that there is no other field."""
+        """Check that all fields were read."""
         if self._at < len(self._raw):
-            raise NotAsWritten(f"{len(self._raw) - self._at} bytes that are none of the fields")
+            raise NotAsWritten(f"{len(self._raw) - self._at} bytes of other fields")
 
     def _comes(self, tag: int) -> bool:
         if self._at == len(self._raw) or self._raw[self._at] != tag:
@@ -185,15 +192,15 @@ class _Fields:
             number |= (byte & 0x7F) << shift
             if byte < 0x80:
                 if number >> 64 or (shift and not byte):
-                    break  # Other readers may refuse a number that is longer than it need be.
+                    break  # Other readers may refuse a number that is not in its shortest form.
                 return number
             shift += 7
-        raise NotAsWritten("a number that is cut off, or longer than it need be")
+        raise NotAsWritten("a number that is cut off, or not in its shortest form")
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A `Rows` message, taken apart: all of it, and the values of its fields, as views of it."""
+    """A `Rows` message and its fields, as views of the bytes."""
 
     message: memoryview
     ids: memoryview
@@ -203,10 +210,10 @@ class Columns:
 
     @classmethod
     def read(cls, message: memoryview) -> "Columns":
-        """Take a message apart.
+        """Read a message.
 
         Raises:
-            NotAsWritten: `rows_pieces` would not have written it.
+            NotAsWritten: the message is not in the form of `rows_pieces`.
         """
         fields, none = _Fields(message), message[:0]
         ids, digests, values = (fields.bytes(tag) or none for tag in (_IDS, _DIGESTS, _VALUES))
@@ -220,115 +227,133 @@ class Columns:
         return len(self.ids) + len(self.values)
 
     def rows_of(self, slot: int, shards: Sequence[Shard]) -> RowBatch:
-        """The rows of the shard that has the number `slot`, as views of the message.
+        """The rows of the shard `slot`, as views of the message.
 
         Raises:
-            InvalidInput: no such shard, or lengths that do not fit it.
+            InvalidInput: no such shard, or the lengths do not match it.
         """
         rows = RowBatch.from_bytes(
             shards, slot, self.ids, self.values, deleted=self.deleted, raw_digests=self.digests
         )
-        # Digests of rows that are no more mean nothing, and nobody has counted them: they go no further.
+        # Deleted rows need no digests, and digests do not count as bytes of the row: do not pass them on.
         return rows if self.deleted and self.digests else replace(rows, encoded=self.message)
 
 
 @dataclass(frozen=True)
-class ReceivedRows:
-    """Rows of a part, or all of it, as they were received.
+class ReceivedRows(Generic[End]):
+    """Received rows: a chunk, or a whole part or release.
 
     Attributes:
         step: the optimizer step of the cut.
-        rows: the numbers of shards, and rows of these; to be read once. Of many, each is read as it is asked for.
-        close: of a whole part, its end; None where others of the part follow.
+        rows: slots and their rows. The iterator reads each message when it gets there.
+        end: the end of a whole part or release; None for a chunk.
     """
 
     step: int
-    rows: Iterable[tuple[int, Columns]]
-    close: publish_pb2.PartClose | None = None
+    rows: Iterator[tuple[int, Columns]]
+    end: End | None = None
 
 
-PublishRequest: TypeAlias = publish_pb2.PublishRequest | ReceivedRows
+PublishRequest: TypeAlias = publish_pb2.PublishRequest | ReceivedRows[publish_pb2.PartClose]
+SubscribeResponse: TypeAlias = subscribe_pb2.SubscribeResponse | ReceivedRows[subscribe_pb2.ReleaseEnd]
 
 
 def read_request(raw: bytes) -> PublishRequest:
-    """A request of a publisher; one that carries rows has them as views of its bytes.
+    """Read a publisher's request, with rows as views of its bytes.
 
-    A message with rows that is written in another way than here, with unknown fields or a field twice, is written
-    again, so that no unchecked byte reaches the log or a replica.
+    Rows in another form, for example with unknown fields or a field twice, are written again, so no unchecked byte
+    reaches the log or a replica.
 
     Raises:
-        DecodeError: it is no `PublishRequest`.
+        DecodeError: the bytes are not a `PublishRequest`.
     """
+    return _read(raw, publish_pb2.PublishRequest, publish_pb2.PartClose)
+
+
+def read_response(raw: bytes) -> SubscribeResponse:
+    """Read a message to a replica, with rows as views of its bytes.
+
+    Raises:
+        DecodeError: the bytes are not a `SubscribeResponse`.
+    """
+    return _read(raw, subscribe_pb2.SubscribeResponse, subscribe_pb2.ReleaseEnd)
+
+
+def _read(raw: bytes, kind: type[M], end: type[End]) -> M | ReceivedRows[End]:
     try:
-        return _received(raw)
+        return _received(raw, end)
     except NotAsWritten:
-        message = publish_pb2.PublishRequest.FromString(raw)
-    if message.WhichOneof("message") not in ("chunk", "part"):
+        message = kind.FromString(raw)
+    if message.WhichOneof("message") not in ("chunk", "part", "release"):
         return message
     message.DiscardUnknownFields()
-    part = message.part
-    if len(part.rows) > _TABLES_AT_ONCE:
-        each = (_of_table(memoryview(rows.SerializeToString())) for rows in part.rows)
-        return ReceivedRows(part.close.step, each, part.close)
-    return _received(message.SerializeToString())
+    return _received(message.SerializeToString(), end)
 
 
-def _received(raw: bytes) -> ReceivedRows:
-    request = _Fields(memoryview(raw))
-    chunk, part = request.bytes(_PART_CHUNK), request.bytes(_WHOLE_PART)
-    request.end()
-    if chunk is not None and part is None:
+def _received(raw: bytes, end: type[End]) -> ReceivedRows[End]:
+    message = _Fields(memoryview(raw))
+    chunk, whole = message.bytes(_CHUNK), message.bytes(_WHOLE)
+    message.end()
+    if chunk is not None and whole is None:
         fields = _Fields(chunk)
-        step, rows = fields.number(_STEP), fields.bytes(_PART_ROWS)
+        step, table = fields.number(_STEP), _of_table(fields.bytes(_ROWS) or chunk[:0])
         fields.end()
-        return ReceivedRows(step, [_of_table(chunk[:0] if rows is None else rows)])
-    if part is not None and chunk is None:
-        fields, several = _Fields(part), list[tuple[int, Columns]]()
-        while (rows := fields.bytes(_WHOLE_PART_ROWS)) is not None:
-            if len(several) == _TABLES_AT_ONCE:
-                raise NotAsWritten("more tables than are read at once")
-            several.append(_of_table(rows))
-        close = publish_pb2.PartClose.FromString(bytes(fields.bytes(_WHOLE_PART_CLOSE) or b""))
-        fields.end()
-        return ReceivedRows(close.step, several, close)
+        return ReceivedRows(step, iter((table,)))
+    if whole is not None and chunk is None:
+        fields = _Fields(whole)
+        ends = end.FromString(bytes(fields.bytes(_END) or b""))
+        return ReceivedRows(ends.step, _tables(fields), ends)
     raise NotAsWritten("a message without rows")
 
 
-def _of_table(raw: memoryview) -> tuple[int, Columns]:
+def _tables(fields: _Fields) -> Iterator[tuple[int, Columns]]:
+    """Read the tables of a whole part or release one by one.
+
+    Raises:
+        InvalidInput: the bytes after the end are not tables.
+    """
+    while rest := fields.rest:
+        try:
+            table = _of_table(fields.bytes(_ROWS))
+        except NotAsWritten:
+            yield from _tables_written_otherwise(bytes(rest))
+            return
+        yield table
+
+
+def _tables_written_otherwise(raw: bytes) -> Iterator[tuple[int, Columns]]:
+    try:
+        message = publish_pb2.WholePart.FromString(raw)  # A whole release has the same fields.
+    except DecodeError as error:
+        raise InvalidInput(f"{len(raw)} bytes that are not tables of a whole part or release") from error
+    if message.HasField("close"):
+        raise InvalidInput("a whole part or release whose end comes after rows: send the end first, and once")
+    message.DiscardUnknownFields()
+    for rows in message.rows:
+        yield _of_table(memoryview(rows.SerializeToString()))
+
+
+def _of_table(raw: memoryview | None) -> tuple[int, Columns]:
+    if raw is None:
+        raise NotAsWritten("another field than rows")
     fields = _Fields(raw)
-    slot, rows = fields.number(_SLOT), fields.bytes(_ROWS)
+    slot, rows = fields.number(_SLOT), fields.bytes(_TABLE_ROWS)
     fields.end()
     if slot >> 32:
         raise NotAsWritten("a slot of more than 32 bits")
-    return slot, Columns.read(raw[:0] if rows is None else rows)
-
-
-def decode_rows(message: tables_pb2.TableRows, shards: Sequence[Shard]) -> RowBatch:
-    """The rows that a message of a generated class carries, as views of its bytes.
-
-    Raises:
-        InvalidInput: no such shard, or lengths that do not fit it.
-    """
-    rows = message.rows
-    return RowBatch.from_bytes(
-        shards, message.slot, rows.ids, rows.values, deleted=rows.deleted, raw_digests=rows.digests
-    )
+    return slot, Columns.read(rows or raw[:0])
 
 
 def _tag(message: type[Message], field: str, kind: int = _BYTES) -> int:
-    """The byte before a field's value. Fields have numbers below 16."""
+    """The byte before a field's value, for field numbers below 16."""
     number: int = message.DESCRIPTOR.fields_by_name[field].number
     return number << 3 | kind
 
 
 _IDS, _DIGESTS = _tag(tables_pb2.Rows, "ids"), _tag(tables_pb2.Rows, "digests")
 _VALUES, _DELETED = _tag(tables_pb2.Rows, "values"), _tag(tables_pb2.Rows, "deleted", _NUMBER)
-_SLOT, _ROWS = _tag(tables_pb2.TableRows, "slot", _NUMBER), _tag(tables_pb2.TableRows, "rows")
-_STEP, _PART_ROWS = _tag(publish_pb2.PartChunk, "step", _NUMBER), _tag(publish_pb2.PartChunk, "rows")
-_PART_CHUNK = _tag(publish_pb2.PublishRequest, "chunk")
-_WHOLE_PART_ROWS, _WHOLE_PART_CLOSE = _tag(publish_pb2.WholePart, "rows"), _tag(publish_pb2.WholePart, "close")
-_WHOLE_PART = _tag(publish_pb2.PublishRequest, "part")
-_RELEASE_ROWS = _tag(subscribe_pb2.ReleaseChunk, "rows")  # The number that it has in a `WholeRelease`, too.
-_RELEASE_CHUNK = _tag(subscribe_pb2.SubscribeResponse, "chunk")
-_WHOLE_RELEASE_END = _tag(subscribe_pb2.WholeRelease, "end")
-_WHOLE_RELEASE = _tag(subscribe_pb2.SubscribeResponse, "release")
+_SLOT, _TABLE_ROWS = _tag(tables_pb2.TableRows, "slot", _NUMBER), _tag(tables_pb2.TableRows, "rows")
+# The fields for publishers have the same numbers in the messages to replicas.
+_CHUNK, _WHOLE = _tag(publish_pb2.PublishRequest, "chunk"), _tag(publish_pb2.PublishRequest, "part")
+_STEP, _ROWS = _tag(publish_pb2.PartChunk, "step", _NUMBER), _tag(publish_pb2.PartChunk, "rows")
+_END = _tag(publish_pb2.WholePart, "close")

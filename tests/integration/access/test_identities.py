@@ -81,9 +81,9 @@ def test_what_is_revoked_ends_its_streams_and_no_others(service: GuardedService)
 
 def test_a_file_that_became_wrong_changes_nothing_and_is_said(service: GuardedService) -> None:
     service.write_roles({"trainer": ["rule"]})
-    service.wait_for_line("roles refused: those of before hold: .*role 'rule': expected one of")
+    service.wait_for_line("roles refused: the previous roles stay in use: .*role 'rule': expected one of")
     assert service.ask("GET", "/tables", "watcher")[0] == 200
-    assert "the roles are those of before" in service.ask("GET", "/readyz", "watcher")[1]
+    assert "the previous roles stay in use" in service.ask("GET", "/readyz", "watcher")[1]
     assert service.ask("GET", "/readyz") == (200, "ok\n")
     service.write_roles({"watcher": ["admin"]})
     service.wait_for_line("roles reloaded: 1 token ")

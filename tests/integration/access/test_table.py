@@ -1,5 +1,6 @@
 """Every call and every route, with each role: what the table says is what happens."""
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,13 +150,24 @@ def test_a_call_in_no_table_needs_admin() -> None:
         assert need_of_call(method) == Need(Role.ADMIN)
 
 
-def test_the_readme_shows_the_table() -> None:
-    text = (Path(__file__).parents[3] / "sync_service" / "README.md").read_text()
-    for method, need in CALLS.items():
-        of = f" of `{need.of}`" if need.of else ""
-        role = f"{need.role.value}{of}" if need.role else "anyone"
-        assert f"| `{method.removeprefix('/deltasync.v1.').removeprefix('/')}` | {role} |" in text
+def test_the_page_says_which_role_each_call_needs() -> None:
+    page = (Path(__file__).parents[3] / "sync_service/docs/security.md").read_text()
+    lines = page.partition("\n## Roles\n")[2].partition("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")][2:]
+    http, rpc = ({re.split("[`:]", row[0].strip("`"))[0]: row[at] for row in rows} for at in (2, 3))
+    assert http.keys() == {"none", *(role.value for role in Role)}
     for (method, route), need in ROUTES.items():
-        path, role = route.replace(":path", ""), need.role.value if need.role else "anyone"
-        path = path.replace("{", "<").replace("}", ">")
-        assert f"| `{method} {path}` | {role} |" in text
+        path = re.sub(r"\{(\w+)(:path)?\}", r"<\1>", route)
+        free = f"`{method} {path}`" in http["none"]
+        assert need.role is (None if free else Role.READ if method == "GET" else Role.ADMIN), route
+    assert http["read"] == "every other `GET`"
+    assert set(re.findall("`(\\w+)`", http["admin"])) == {method for method, _ in ROUTES} - {"GET"}
+    for call, need in CALLS.items():
+        service, _, method = call.strip("/").rpartition("/")
+        words = (f"`{service.removeprefix('deltasync.v1.')}/{method}`", f"`{service}`", "server reflection")
+        [role] = [
+            name
+            for name, cell in rpc.items()
+            if any(each in cell for each in words[:2]) or ("reflection" in service and words[2] in cell)
+        ]
+        assert role == (need.role.value if need.role else "none"), call

@@ -139,12 +139,12 @@ BAD_OPENS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
             publish_open(tables=[USER, map_of(USER, 41)], shards=[]),
             f"table 'raw_ids' has 41 rows, but {USER.name!r}, to which it belongs, has 40",
         ),
-        "first a chunk": (chunk(11, 0, [0], rows(1, 4)), "begins with one open message"),
-        "first a close": (close(11, 0), "begins with one open message"),
-        "first nothing": (publish_pb2.PublishRequest(), "begins with one open message"),
+        "first a chunk": (chunk(11, 0, [0], rows(1, 4)), "expected one open message"),
+        "first a close": (close(11, 0), "expected one open message"),
+        "first nothing": (publish_pb2.PublishRequest(), "expected one open message"),
     },
     CONTRADICTION: {
-        "size of the run": (opening(world_size=2), "run run-1 has 1 rank, this one says 2"),
+        "size of the run": (opening(world_size=2), "run run-1 has 1 rank, this rank says 2"),
         "older run": (publish_open(run="run-0", started=0), "run run-0 began before run run-1"),
         "other rows": (
             publish_open(tables=[TableSpec(USER.name, 41, 4), ITEM], shards=[]),
@@ -169,8 +169,8 @@ def test_a_bad_open(served: tuple[RunningService, Position], expected: grpc.Stat
 # What rows have to be whoever sends them: unit/wire/test_messages.py.
 BAD_PARTS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
     INVALID: {
-        "second open": ([publish_open()], "begins with one open message"),
-        "nothing": ([publish_pb2.PublishRequest()], "begins with one open message"),
+        "second open": ([publish_open()], "expected one open message"),
+        "nothing": ([publish_pb2.PublishRequest()], "expected one open message"),
         "id past the table": ([chunk(11, 0, [39, 40], rows(2, 4))], f"{USER.name!r}: row id 40 is outside"),
         "id twice in the part": (
             [chunk(11, 0, [3], rows(1, 4)), chunk(11, 0, [3], rows(1, 4))],
@@ -209,10 +209,10 @@ BAD_PARTS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
         ),
     },
     CONTRADICTION: {
-        "an old step": (part(9, [(0, [1], rows(1, 4))]), "step 10 of this run is published already"),
+        "an old step": (part(9, [(0, [1], rows(1, 4))]), "step 10 of this run is already published"),
         "step back in the cut": (
             [chunk(13, 0, [5], rows(1, 4)), chunk(12, 0, [6], rows(1, 4))],
-            "part of step 12, but the cut of step 13 is under way",
+            "part of step 12 while the cut of step 13 is under way",
         ),
     },
 }
@@ -315,8 +315,8 @@ BAD_REPLICAS = {
     "unknown consumer": (subscribe_open(consumer="nobody"), grpc.StatusCode.NOT_FOUND, "predictors, probes"),
     "replica name": (subscribe_open(replica="a b"), INVALID, "replica name 'a b'"),
     "no replica name": (subscribe_open(replica=""), INVALID, "replica name ''"),
-    "first an ack": (ack(), INVALID, "begins with an open message"),
-    "first nothing": (subscribe_pb2.SubscribeRequest(), INVALID, "begins with an open message"),
+    "first an ack": (ack(), INVALID, "begin with an open message"),
+    "first nothing": (subscribe_pb2.SubscribeRequest(), INVALID, "begin with an open message"),
 }
 
 
@@ -330,20 +330,20 @@ def test_a_bad_subscription(served: tuple[RunningService, Position], case: str) 
 def test_a_subscription_that_ends_before_it_begins(served: tuple[RunningService, Position]) -> None:
     with ReplicaStream(served[0].grpc, bare=True) as stream:
         stream.end()
-        assert stream.refusal() == (INVALID, "a stream begins with an open message")
+        assert stream.refusal() == (INVALID, "a stream must begin with an open message")
 
 
 def bad_acks(position: Position) -> dict[str, tuple[subscribe_pb2.SubscribeRequest, str]]:
     no_table = ack(0, position)
     no_table.ack.unbound.append(9)
     return {
-        "bytes never sent": (ack(10**9), "acked 1000000000 bytes, only"),
+        "bytes never sent": (ack(10**9), "acked 1000000000 bytes, but only"),
         "a future version": (ack(0, Position(position.history, 2)), "acked number 2 of history"),
         "another history": (ack(0, Position("0" * 32, 1)), "of history '000"),
         "no history": (ack(0, Position("", 1)), "of history ''"),
-        "no such table": (no_table, "an ack of table 9, but there are only 2"),
-        "a second open": (subscribe_open(replica="p1"), "sends only acks"),
-        "nothing": (subscribe_pb2.SubscribeRequest(), "sends only acks"),
+        "no such table": (no_table, "an ack names table 9, but there are only 2"),
+        "a second open": (subscribe_open(replica="p1"), "expected only acks"),
+        "nothing": (subscribe_pb2.SubscribeRequest(), "expected only acks"),
     }
 
 
@@ -390,11 +390,11 @@ def test_bytes_that_are_no_protobuf(served: tuple[RunningService, Position], met
         stub: Any = channel.stream_stream(f"/deltasync.v1.{method}")
         with pytest.raises(grpc.RpcError) as error:
             list(stub(iter(contents), timeout=10))
-    said = f"/deltasync.v1.{method}: {len(contents[-1])} bytes that are no protobuf of its type"
+    said = f"/deltasync.v1.{method}: {len(contents[-1])} bytes are not a valid protobuf of its type"
     assert (error.value.code(), error.value.details()) == (INVALID, said)
     assert state_of(service) == before
 
 
 def test_a_place_that_can_be_none_is_refused(served: tuple[RunningService, Position]) -> None:
     status, answer = served[0].request("POST", "/backup", TOKEN, rb'{"url": "/dev/null/\u0000"}')
-    assert (status, "no URL has a null character" in answer) == (400, True)
+    assert (status, "a URL must not contain a null character" in answer) == (400, True)

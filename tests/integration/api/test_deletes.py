@@ -54,7 +54,7 @@ def answered(rank: RankStream, step: int, *numbers: int) -> list[Any]:
 def test_ranks_are_asked_until_they_say_that_it_is_done(running: RunningService, rank: RankStream) -> None:
     pending = admin_of(running).delete_rows("clicks", ITEM.name, [7, 3])
     assert (pending["model"], pending["table"], pending["rows"]) == ("clicks", ITEM.name, 2)
-    assert pending["reason"] == "run run-1 is asked, and deletes them with one of its next cuts"
+    assert pending["reason"] == "run run-1 deletes them with one of its next cuts"
     (asked,) = answered(rank, 2)
     assert (asked.number, asked.table, list(asked.ids)) == (pending["asked_unix_ns"], 1, [3, 7])
     assert admin_of(running).pending_deletes() == [pending]
@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_know_of_deletes_is_not_asked(running: RunningServi
     admin_of(running).delete_rows("clicks", USER.name, [1])
     with RankStream(running.grpc, run="run-2", started=2) as old:
         assert not old.opened().deletes
-        assert admin_of(running).pending_deletes()[0]["reason"].endswith("does not know of deletes: update it")
+        assert admin_of(running).pending_deletes()[0]["reason"].endswith("does not support deletes: update it")
 
 
 def test_over_http(running: RunningService, rank: RankStream) -> None:
@@ -88,7 +88,7 @@ def test_over_http(running: RunningService, rank: RankStream) -> None:
         "table": USER.name,
         "rows": 2,
         "asked_unix_ns": admin_of(running).pending_deletes()[0]["asked_unix_ns"],
-        "reason": "run run-1 is asked, and deletes them with one of its next cuts",
+        "reason": "run run-1 deletes them with one of its next cuts",
     }
     assert post(running, wanted, token="wrong")[0] == 403  # noqa: S106
     with pytest.raises(NotPermitted):
@@ -104,16 +104,16 @@ WANTED = {"model": "clicks", "table": USER.name, "ids": [1]}
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"{", "body: no JSON"),
+        (b"{", "body: expected JSON"),
         (b"[]", "body: expected an object"),
         ({"model": "clicks", "row": 1}, "body: unknown key 'row'; keys: model, table, ids"),
         ({"model": "clicks", "ids": [1]}, "body: expected the names of a model and a table"),
-        (WANTED | {"ids": [1, "x"]}, "body: expected ids, a list of whole numbers"),
-        (WANTED | {"ids": [True]}, "body: expected ids, a list of whole numbers"),
-        (WANTED | {"ids": [1.5]}, "body: expected ids, a list of whole numbers"),
-        (WANTED | {"ids": [2**63]}, "body: expected ids, a list of whole numbers"),
-        (WANTED | {"ids": 1}, "body: expected ids, a list of whole numbers"),
-        (WANTED | {"ids": []}, "name 1 to 100000 rows"),
+        (WANTED | {"ids": [1, "x"]}, "body: expected ids, a list of 64-bit whole numbers"),
+        (WANTED | {"ids": [True]}, "body: expected ids, a list of 64-bit whole numbers"),
+        (WANTED | {"ids": [1.5]}, "body: expected ids, a list of 64-bit whole numbers"),
+        (WANTED | {"ids": [2**63]}, "body: expected ids, a list of 64-bit whole numbers"),
+        (WANTED | {"ids": 1}, "body: expected ids, a list of 64-bit whole numbers"),
+        (WANTED | {"ids": []}, "use 1 to 100000"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -127,17 +127,17 @@ def test_a_bad_body_says_what_is_wrong(running: RunningService, rank: RankStream
 
 def test_as_many_ids_over_http_as_a_request_may_have(running: RunningService, rank: RankStream) -> None:
     status, answer = post(running, WANTED | {"ids": [2**40 - each for each in range(100_000)]})
-    assert (status, "is outside of table" in answer["message"]) == (400, True)
+    assert (status, "is outside table" in answer["message"]) == (400, True)
 
 
 @pytest.mark.parametrize(
     ("table", "ids", "error", "message"),
     [
         ("nowhere", [1], NotFound, "model 'clicks' has no table 'nowhere'; its embedding tables: "),
-        (USER.name, [40], InvalidInput, f"row 40 is outside of table '{USER.name}' of model 'clicks'"),
+        (USER.name, [40], InvalidInput, f"row 40 is outside table '{USER.name}' of model 'clicks'"),
         (USER.name, [-1], InvalidInput, "row -1 of table .* rows count from 0"),
-        (USER.name, [], InvalidInput, "name 1 to 100000 rows"),
-        (USER.name, range(100_001), InvalidInput, "name 1 to 100000 rows"),
+        (USER.name, [], InvalidInput, "use 1 to 100000"),
+        (USER.name, range(100_001), InvalidInput, "use 1 to 100000"),
     ],
 )
 def test_what_is_refused(
@@ -153,8 +153,8 @@ def test_by_the_command_line(running: RunningService, rank: RankStream) -> None:
     arguments = ["delete", "clicks", USER.name, "5", "1", *service]
     done = CliRunner(env={"DELTASYNC_TOKEN": TOKEN}).invoke(rows, arguments)
     assert done.output == (
-        f"2 rows of table {USER.name} of model clicks are to be deleted: run run-1 is asked, and deletes them "
-        "with one of its next cuts\n"
+        f"requested the delete of 2 rows of table {USER.name} of model clicks: run run-1 deletes "
+        "them with one of its next cuts\n"
     )
     titles, line = CliRunner().invoke(rows, ["pending", *service]).output.splitlines()
     assert titles.split() == ["model", "table", "rows", "asked", "waits", "for"]

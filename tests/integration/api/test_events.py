@@ -44,7 +44,7 @@ def test_who_comes_and_goes_is_told(service: RunningService, caplog: pytest.LogC
     wait_for_line(caplog, r"cut sealed: model=clicks version=1 rows=\d+")
     wait_for_line(caplog, r"replica joined: consumer=top replica=a the replica holds nothing")
     wait_for_line(caplog, r"release made: consumer=top number=\d+")
-    wait_for_line(caplog, r"replica left: consumer=top replica=a it has said goodbye")
+    wait_for_line(caplog, r"replica left: consumer=top replica=a it said goodbye")
     wait_for_line(caplog, r"rank left: model=clicks rank=0 run=\w+ it has finished")
 
 
@@ -75,8 +75,8 @@ def test_changes_of_consumers_are_told(service: RunningService, caplog: pytest.L
     admin.delete_consumer("new")
     told = [line for line in lines(caplog) if "consumer=new" in line]
     assert [re.sub(r"anna as admin token \(127\.0\.0\.1:\d+\)", "ANNA", line) for line in told] == [
-        "consumer changed: consumer=new model=clicks by=ANNA sent everything",
-        "consumer changed: consumer=new model=clicks by=ANNA sent top_k=3 rows; before that everything",
+        "consumer changed: consumer=new model=clicks by=ANNA policy: every changed row",
+        "consumer changed: consumer=new model=clicks by=ANNA policy: top_k=3 rows; before: every changed row",
         "consumer changed: consumer=new by=ANNA deleted",
     ]
 

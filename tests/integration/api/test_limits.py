@@ -55,7 +55,7 @@ def test_a_peer_has_so_many_streams(service: RunningService) -> None:
         with ExitStack() as stack:
             for number in range(3):
                 stack.enter_context(ReplicaStream(service.grpc, replica=f"r{number}")).until("progress")
-            assert "streams of a peer: at most 3 are allowed (limit streams_per_peer)" in refusal(service)
+            assert "streams of one peer: at most 3 are allowed (limit streams_per_peer)" in refusal(service)
             # It is told so before its message is received.
             bare = stack.enter_context(RankStream(service.grpc, bare=True))
             code, details = bare.refusal()

@@ -253,7 +253,7 @@ def test_levels_of_the_log_change_while_it_runs(service: RunningService, caplog:
     for wrong in ('{"level": "loud"}', '{"logger": "root", "level": "info"}', '{"level": 3}', "[]", half):
         assert put(wrong) == 400, wrong
     changed = [each for each in service.get_json("/events") if each["event"] == "log_level_changed"]
-    assert [each["text"] for each in changed] == ["from debug on", "from info on"]
+    assert [each["text"] for each in changed] == ["lowest level is debug", "lowest level is info"]
 
 
 def test_which_deltasync_answers(service: RunningService) -> None:

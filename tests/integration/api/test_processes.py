@@ -143,7 +143,7 @@ def test_programs_and_commands_take_the_address_of_any_process(cluster: LocalClu
 
 def test_who_drains_one_of_several_says_which(cluster: LocalCluster) -> None:
     both = ",".join(each.http for each in cluster.processes)
-    with pytest.raises(InvalidInput, match="which process is to be drained"):
+    with pytest.raises(InvalidInput, match="name the process to drain"):
         Admin(Endpoint(both, ADMIN_TOKEN)).drain_process()
 
 
@@ -223,7 +223,7 @@ def test_where_nobody_has_a_model_any_process_says_so(tmp_path: Path) -> None:
             (line,) = ask(each, "GET", "/status")[2]["models"]
             assert (line["model"], line["head"]) == (name, None)
             assert "no process" in line["trouble"]
-            with pytest.raises(ServiceUnavailable, match="no process that is alive has it"):
+            with pytest.raises(ServiceUnavailable, match="no running process owns it"):
                 Admin(Endpoint(each.http, ADMIN_TOKEN)).consumers()
 
 

@@ -277,7 +277,7 @@ def test_no_rank_of_an_older_run_gets_into_a_cut_of_the_newer(running: RunningSe
     [
         (lambda head: head, True, "holds version 2, the newest one"),
         (lambda head: Position(head.history, 1), False, "holds version 1, the newest one is 2"),
-        (lambda head: Position(head.history, 3), False, "holds version 3, the newest one is only 2"),
+        (lambda head: Position(head.history, 3), False, "holds version 3, but the newest is 2"),
         (lambda _: Position("0" * 32, 2), False, "holds history 000"),
         (lambda _: None, False, "holds no version"),
     ],
@@ -393,7 +393,7 @@ def test_a_trainer_that_has_finished_is_told_from_one_that_is_lost(
 ) -> None:
     end(running)
     (rank,) = wait_for(lambda: [each for each in running.get_json("/trainers") if not each["connected"]])
-    left = "it has finished" if finished else "its stream has ended without a goodbye"
+    left = "it has finished" if finished else "its stream ended without a goodbye"
     assert (rank["finished"], rank["left"]) == (finished, left)
     status = running.get_json("/status")
     assert [(each["connected"], each["finished"]) for each in status["models"]] == [(0, int(finished))]
@@ -426,7 +426,7 @@ def test_a_goodbye_comes_last(running: RunningService) -> None:
     with Stream(running.grpc, lambda channel: publish_pb2_grpc.PublishServiceStub(channel).Publish) as stream:
         stream.send(goodbye)
         code, said = stream.refusal()
-    assert (code, "begins with one open message" in said) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    assert (code, "expected one open message" in said) == (grpc.StatusCode.INVALID_ARGUMENT, True)
     with RankStream(running.grpc) as rank:
         rank.opened()
         rank.send(chunk(1, 0, [0], np.zeros((1, 4), "<f4")))

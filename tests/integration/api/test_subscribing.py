@@ -26,7 +26,7 @@ from tests.support.wire import (
     size_of,
 )
 
-from deltasync.api.sent_releases import AHEAD
+from deltasync.api.acks import AHEAD
 from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions
 from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableSpec
@@ -62,7 +62,7 @@ def watchful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(wire_rows, "CHUNK_BYTES", 130)  # Four rows, with their digests.
 
 
 def publish(rank: RankStream, step: int, *ids: int) -> Position:
@@ -122,7 +122,7 @@ def test_a_replica_goes_on_from_what_it_holds(running: RunningService, rank: Ran
     ("claim", "said"),
     [
         (lambda _: Position("0" * 32, 1), "the replica holds history 000"),
-        (lambda head: Position(head.history, 7), "holds version 7, the newest one is only 2"),
+        (lambda head: Position(head.history, 7), "holds version 7, but the newest is 2"),
         (lambda _: Position("", 2), "holds history ,"),
     ],
     ids=["another history", "from the future", "no history"],
@@ -178,7 +178,7 @@ def test_a_new_table_sends_replicas_to_reconnect(running: RunningService, rank: 
             newer.send(*part(2, [(0, [0, 1], np.ones((2, 1), "<f4"))], full=True))
             code, details = replica.refusal()
             assert code is grpc.StatusCode.ABORTED
-            assert "is sent other tables now" in details
+            assert "has other tables or another format now" in details
             newer.sealed()
             own.wait_for(2, 20)
     assert target.tables["extra"].shape == (2, 1)

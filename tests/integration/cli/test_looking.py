@@ -178,7 +178,7 @@ def test_who_ends_tail_leaves_no_replica_behind(service: RunningService, ended_b
 
 def test_a_hint_says_how_to_show_who_one_is(service: RunningService) -> None:
     code, _, said = deltasync("consumers", "delete", "mobile", "--service", service.http)
-    assert (code, "DELTASYNC_TOKEN or --token-file" in said) == (1, True)
+    assert (code, "DELTASYNC_TOKEN, --token-file" in said) == (1, True)
 
 
 def test_what_is_watched_goes_on_until_it_is_stopped(

@@ -80,7 +80,7 @@ def test_what_is_no_service_is_told_which_version_asks() -> None:
         code, _, err = deltasync("lag", "--service", service)
     assert code == 1
     assert f"{BOTH}" in err
-    assert "is that a deltasync service there" in err
+    assert "check that the address is that of a deltasync service" in err
 
 
 def test_errors_of_a_service_of_the_same_version_say_nothing_of_versions(running: RunningService) -> None:

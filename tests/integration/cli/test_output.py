@@ -137,7 +137,7 @@ def in_a_shell(line: str, **environment: str) -> subprocess.CompletedProcess[byt
 @pytest.mark.parametrize(("command", "unbuffered"), [("completion bash", ""), ("serve --help", "1")])
 def test_a_full_disk_is_an_error_of_one_line(command: str, unbuffered: str) -> None:
     done = in_a_shell(f"deltasync {command} > /dev/full", PYTHONUNBUFFERED=unbuffered)
-    said = b"Error: the output could not be written: No space left on device\n"
+    said = b"Error: cannot write the output: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, said)
 
 

@@ -176,7 +176,7 @@ def test_a_first_release_that_arrives_damaged_is_repaired_too(
     lossy: int,
 ) -> None:
     """Again and again, while the target goes on losing rows; and no longer."""
-    monkeypatch.setattr("deltasync.api.sent_releases._PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("deltasync.api.acks._PAUSE_SECONDS", 0.01)
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 0.01)
     target = Forgetful(lossy)
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", target):
@@ -242,7 +242,7 @@ def test_a_damaged_replica_is_shown_and_does_not_advance(service: RunningService
         lag = wait_for_lag(service, "top", lambda lag: lag["state"] == "damaged")
         assert lag["replicas"][0]["damaged"] == ["user"]
         assert lag["replicas"][0]["offset"] == lag["offset"] == first.number
-        assert lag["reason"] == "other rows than were sent, which are to be sent again, in raw (user)"
+        assert lag["reason"] == "rows differ from those sent, and the service sends them again: raw (user)"
         repair, right, whole = raw.take()
         assert (repair, whole) == (second, [0])
         # It is damaged until it has said that it is not.

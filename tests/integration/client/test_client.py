@@ -82,7 +82,7 @@ def test_a_run_that_does_not_continue_is_told_to_publish_everything(running: Run
     with publisher(running.grpc, run="s", run_started_unix_ns=2, continues=Position(head.history, 2)) as trainer:
         assert trainer.publish(part(4, rows, [3])).result(WAIT).number == 3
     with publisher(running.grpc, run="t", run_started_unix_ns=3, continues=head) as trainer:
-        with pytest.raises(ResyncRequired, match="publish what came after version 1: the run holds version 1"):
+        with pytest.raises(ResyncRequired, match="changed after version 1: the run holds version 1"):
             trainer.publish(part(5, rows, [3])).result(WAIT)
         assert trainer.publish(full(5, rows)).result(WAIT).number == 4
 
@@ -112,7 +112,7 @@ MISFITS = [
 
 
 def test_a_shard_that_is_announced_twice_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="announced twice"):
+    with pytest.raises(InvalidInput, match="appears twice: pass each shard once"):
         publisher("localhost:1", [*WHOLE, WHOLE[0]])
 
 
@@ -171,7 +171,7 @@ def test_one_part_is_under_way_at_a_time(running: RunningService) -> None:
     rows = random_rows(0)
     with publisher(running.grpc, world_size=2) as lone:
         waiting = lone.publish(full(1, rows))
-        with pytest.raises(InvalidInput, match="part of step 2: the part before it is still under way"):
+        with pytest.raises(InvalidInput, match="part of step 2: wait for the future of the previous part first"):
             lone.publish(full(2, rows))
     with pytest.raises(ServiceUnavailable, match="part of step 1: closed before it was sealed"):
         waiting.result(WAIT)
@@ -209,9 +209,7 @@ def test_a_part_that_is_damaged_where_it_comes_from_fails_for_good(running: Runn
         digested = RowBatch(WHOLE[0], np.array([3, 5]), rows[0][[3, 5]]).digested()
         digested.values.view(np.uint8)[1, 0] ^= 1
         changed = Part(step=2, step_end_unix_ns=2, rows=[digested])
-        wanted = (
-            "part of step 2: .*user.*: 1 of 2 rows do not fit their digests, the first of them row id 5: .* here"
-        )
+        wanted = "part of step 2: .*user.*: 1 of 2 rows do not match their digests, first row id 5: .* here"
         with pytest.raises(Damaged, match=wanted):
             trainer.publish(changed).result(WAIT)
         assert trainer.publish(part(3, rows, [3])).result(WAIT).number == 2
@@ -275,7 +273,7 @@ def test_an_unknown_consumer_stops_the_subscriber(running: RunningService) -> No
 def test_a_version_that_does_not_come_is_a_timeout(running: RunningService) -> None:
     with (
         subscriber(running.grpc, NumpyTarget()) as replica,
-        pytest.raises(TimeoutError, match="replica 'p0' holds version 0, not 1"),
+        pytest.raises(TimeoutError, match="replica 'p0' is at version 0, not 1"),
     ):
         replica.wait_for(1, 0.01)
 

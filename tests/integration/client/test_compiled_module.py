@@ -277,7 +277,7 @@ def test_constants_that_no_table_brings_are_warned_of(model: Model, caplog: pyte
     tables = [table_of(name, each) for name, each in state.items()]
     TorchTarget(model).apply(release_of(1, state, resync=True, tables=tables))
     assert [each.message for each in caplog.records if each.levelno == logging.WARNING] == [
-        "no table brings these of the module, which stay as they are: over.scale"
+        "no table updates these parts of the module: over.scale"
     ]
 
 
@@ -322,8 +322,8 @@ def test_small_constants_that_were_compiled_into_the_code_are_refused_by_name(tm
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"aot_inductor.use_runtime_constant_folding": True}, "_FOLDED_CONST_.* are made of other constants"),
-        ({"freezing": True}, "_frozen_param.* are made of other constants"),
+        ({"aot_inductor.use_runtime_constant_folding": True}, "_FOLDED_CONST_.* are derived from other constants"),
+        ({"freezing": True}, "_frozen_param.* are derived from other constants"),
         ({"aot_inductor.package_constants_in_so": False, **KEEP}, "it has no constants"),
     ],
     ids=["folded", "frozen", "without constants"],
@@ -400,9 +400,7 @@ def test_torchscript_modules_follow(how: str) -> None:
 
 @SCRIPTED
 def test_frozen_torchscript_is_refused_by_name() -> None:
-    with pytest.raises(
-        NotFound, match=r"table.* 'over\.scale'.*module over is of TorchScript and has no parameters"
-    ):
+    with pytest.raises(NotFound, match=r"table.* 'over\.scale'.*the TorchScript module over has no parameters"):
         followed(Model(scripted("freeze")).eval())
 
 

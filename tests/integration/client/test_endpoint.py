@@ -100,7 +100,7 @@ def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
         (b"", b"H", "timed out"),
         (b"HTTP/1.1 200 OK\r\nX: ", b"x", "timed out"),
         (b"HTTP/1.1 200 OK\r\n\r\n", b" ", "timed out"),
-        (b"HTTP/1.1 503 Busy\r\n\r\n", b"x", "HTTP 503: Busy, and then timed out"),
+        (b"HTTP/1.1 503 Busy\r\n\r\n", b"x", "HTTP 503: Busy; reading the error failed: timed out"),
     ],
     ids=["status", "head", "body", "error"],
 )

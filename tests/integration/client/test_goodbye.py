@@ -64,7 +64,7 @@ def test_a_replica_that_stops_says_why(tmp_path: Path) -> None:
         with lost(follow(service, "predictors", "p", Lost())) as replica:
             lag = wait_for_lag(service, "predictors", lambda lag: any(each["left"] for each in lag["replicas"]))
             (line,) = lag["replicas"]
-            assert line["left"] == "it has stopped: RuntimeError: cannot write: the GPU is lost"
+            assert line["left"] == "it stopped: RuntimeError: cannot write: the GPU is lost"
             assert line["left"] in line["reason"]
             assert not line["connected"]
             with pytest.raises(RuntimeError, match="the GPU is lost"):
@@ -147,7 +147,7 @@ def test_of_two_of_one_name_the_older_one_stops(running: RunningService, caplog:
         with follow(running, "predictors", "twin", NumpyTarget()) as newer:
             newer.wait_for(1, 20)
             with pytest.raises(
-                Contradiction, match=r"another replica named 'twin' of consumer 'predictors'.* name of its own"
+                Contradiction, match=r"another replica named 'twin' of consumer 'predictors'.* a different name"
             ):
                 older.wait_for(2, 20)
             with pytest.raises(Contradiction):
@@ -253,4 +253,4 @@ def test_one_that_reconnects_does_not_stop_itself(running: RunningService) -> No
             again.send(opening)
             again.until("opened")
             code, text = old.refusal()
-    assert (code.name, text) == ("ABORTED", "a newer stream of replica 'p0' has taken over")
+    assert (code.name, text) == ("ABORTED", "a newer stream of replica 'p0' took over")

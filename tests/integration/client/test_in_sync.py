@@ -169,7 +169,7 @@ def test_a_callback_is_delivered_to(service: RunningService, consumer: str) -> N
     with Trainer(service.grpc) as trainer, follow(service, consumer, "a", CallbackTarget(taken.append)):
         for head in (trainer.publish_all(), trainer.change(5)):
             lag = until(service, consumer, "delivered", head)
-            assert "no checksums show yet what is held by a" in lag["reason"]
+            assert "not confirmed by checksums yet: a" in lag["reason"]
             assert not lag["replicas"][0]["checked"]
     assert all(release.changes for release in taken)
 
@@ -259,7 +259,7 @@ def test_a_service_that_starts_anew_takes_nobody_for_checked(tmp_path: Path) -> 
     with RunningService(tmp_path / "data") as service, follow(service, "predictors", "a", target, held=first.held):
         lag = wait_for_lag(service, "predictors", lambda lag: lag["replicas"][0]["checked"])
         assert lag["state"] == "delivered"
-        assert lag["reason"].endswith("held by b; away: b")
+        assert lag["reason"].endswith("checksums yet: b; away: b")
 
 
 def test_the_state_is_that_of_the_worst_replica(service: RunningService) -> None:
@@ -280,8 +280,8 @@ def test_a_misspelt_model_is_empty_and_the_others_are_named(service: RunningServ
     admin_of(service).create_consumer("typo", "clikcs", policy)
     with follow(service, "typo", "a", NumpyTarget()):
         lag = wait_for_lag(service, "typo", lambda lag: len(lag["replicas"]) == 1)
-        said = "nothing of model 'clikcs' is published; models: "
-        assert (lag["state"], lag["reason"]) == ("empty", said + "none yet")
+        said = "model 'clikcs' is not published yet; published models: "
+        assert (lag["state"], lag["reason"]) == ("empty", said + "none")
         with Trainer(service.grpc) as trainer:
             trainer.publish_all()
         lag = service.get_json("/consumers/typo/lag")

@@ -175,7 +175,7 @@ def test_a_first_copy_is_written_as_it_arrives_and_read_once_it_is_whole(
     assert {rows.table.name for part in parts for rows in part.rows} == {USER.name}
     *refused, whole = watched.seen
     assert set(refused) == {
-        "the target holds some of a first copy, which is still arriving or was broken off: wait until "
+        "the target has part of a first copy, which is still arriving or was interrupted: wait until "
         "the subscriber is ready, or start another one"
     }
     assert (whole, last.version) == ("version 1", 1)

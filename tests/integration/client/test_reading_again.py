@@ -35,7 +35,7 @@ from deltasync.wire.messages import position_from_message
 pytestmark = pytest.mark.usefixtures("quick")
 POLICIES = {"top": Policy(top_k=0.5, value_type=ValueType.INT8)}
 CONSUMERS = ["top", "predictors"]
-NOT_KNOWN = "its checksum is another; which rows differ is not known"
+NOT_KNOWN = "its checksum differs; the rows that differ are unknown"
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_who_cannot_be_asked_is_an_error(service: RunningService) -> None:
         verified(service)
     with Trainer(service.grpc) as trainer, lost(follow(service, "predictors", "a", Recorder())):
         wait_for_lag(service, "predictors", lambda lag: bool(lag["replicas"]))
-        with pytest.raises(Contradiction, match="holds nothing yet"):
+        with pytest.raises(Contradiction, match="has no rows yet"):
             verified(service)
         wait_until_in_sync(service, "predictors", trainer.publish_all())
     wait_for_lag(service, "predictors", lambda lag: not lag["replicas"][0]["connected"])

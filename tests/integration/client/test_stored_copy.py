@@ -152,12 +152,12 @@ def test_rows_deleted_here_and_there_are_equal_and_a_table_that_is_not_there_is_
 def test_what_cannot_be_compared_is_an_error(service: RunningService, trainer: Trainer, tmp_path: Path) -> None:
     position, url = trainer.publish_all(), str(tmp_path / "checkpoints")
     copy = copy_of(trainer.rows, position)
-    with pytest.raises(Contradiction, match="'ranked' is given what a policy lets out"):
+    with pytest.raises(Contradiction, match="'ranked' has a policy"):
         compared(service, copy, "ranked")
     with pytest.raises(Contradiction, match="ids"):
         compared(service, copy, "ids")
     with pytest.raises(
-        Contradiction, match=f"rows of 3 float32 in table 'user', replicas hold {USER.dim} float32"
+        Contradiction, match=f"rows of 3 float32 in table 'user', replicas have {USER.dim} float32"
     ):
         compared(service, copy_of({"user": trainer.rows["user"][:, :3]}, position))
     with pytest.raises(Contradiction, match=f"row {USER.rows} of table 'user', which has {USER.rows} rows"):
@@ -240,7 +240,7 @@ def test_weights_of_another_type_are_an_error_of_one_line(
     torch.save({"user.weight": other}, tmp_path / "m.pt")
     error = error_of(service, tmp_path / "m.pt")
     assert f"has {'sparse ' * (kind == 'sparse')}rows of " in error
-    assert f"in table 'user', replicas hold {USER.dim} float32" in error
+    assert f"in table 'user', replicas have {USER.dim} float32" in error
     assert kind in error
 
 
@@ -271,7 +271,7 @@ def test_the_command_says_which_row_of_whom_differs(
         wait_until_in_sync(service, "predictors", position, replicas=2)
         code, shown, said = verify(service)
         assert (code, shown.count(" equal ")) == (0, 4)
-        assert said.splitlines() == ["replica bad reads its rows again", "replica good reads its rows again"]
+        assert said.splitlines() == [f"replica {name} is reading its rows again" for name in ("bad", "good")]
         bad.tables["user"][7, 0] += 1
         code, shown, _ = verify(service)
         assert (code, shown.count(" equal "), shown.count(" differs ")) == (BEHIND, 3, 1)
@@ -285,11 +285,11 @@ def test_the_command_says_which_row_of_whom_differs(
     trainer.set(USER, 7, 3.5)
     code, shown, said = verify(service, "--checkpoint", str(tmp_path / "checkpoints"))
     assert (code, "1 row changed since" in shown) == (0, True)
-    assert "the service's rows are fetched" in said
+    assert "fetching the service's rows" in said
     folder = write_checkpoint("folder", tmp_path / "c", weights_of(trainer), position)
     assert verify(service, "--torch-checkpoint", str(folder))[0] == 0
     code, _, said = verify(service, "--torch-checkpoint", str(folder), "--replica", "bad")
-    assert (code, "give one of them" in said) == (2, True)
+    assert (code, "give only one of" in said) == (2, True)
 
 
 @pytest.mark.usefixtures("quick")

@@ -132,7 +132,7 @@ def test_the_model_of_a_killed_process_is_taken_over(broker: str) -> None:
             other = next(each for each in running.values() if each is not first)
             first.process.send_signal(SIGKILL)
             line = await other.says("model taken over")
-            assert f"{first.name} had it, and was not heard of within the lease" in line
+            assert f"{first.name} owned it, and its lease has expired" in line
             assert (await owner_of(client, _escaped(MODEL))).process == other.name
         found = await records(client)
         check_fences(found)

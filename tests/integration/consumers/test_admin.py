@@ -42,7 +42,7 @@ def test_changes_need_the_token(running: RunningService) -> None:
         for change in changes:
             with pytest.raises(NotPermitted) as refused:
                 change(Admin(Endpoint(running.http, token)))
-            assert str(refused.value) == "no token and no certificate that the service knows: role admin is needed"
+            assert str(refused.value) == "no valid token or certificate: role admin is required"
     assert names(running) == ["predictors", "probes"]
 
 
@@ -50,7 +50,7 @@ def test_changes_need_the_token(running: RunningService) -> None:
 def test_a_service_without_a_token_takes_no_changes(tmp_path: Path, admin_token: str | None) -> None:
     with RunningService(tmp_path / "data", admin_token=admin_token) as service:
         for token in ("", "None", "secret"):
-            with pytest.raises(NotPermitted, match="role admin is needed"):
+            with pytest.raises(NotPermitted, match="role admin is required"):
                 Admin(Endpoint(service.http, token)).create_consumer("new", "clicks", Policy())
         assert names(service) == ["predictors", "probes"]
 
@@ -109,19 +109,19 @@ def test_bad_changes_change_nothing(
 @pytest.mark.parametrize(
     ("method", "path", "body", "said"),
     [
-        ("POST", "/consumers", {}, "body: expected name, as a text"),
+        ("POST", "/consumers", {}, "body: expected name as a string"),
         ("POST", "/consumers", {"name": "c"}, "model: expected the name of a model"),
         ("POST", "/consumers", {"name": "c", "model": "m", "policy": []}, "policy: expected an object"),
         ("POST", "/consumers", {"name": "c", "model": "m", "by": "me"}, "body: unknown key 'by'"),
         ("PUT", "/consumers/probes/policy", {"top": 3}, "body: unknown key 'top'"),
         ("PUT", "/consumers/probes/policy", {"top_k": 1.5}, "top_k 1.5: expected"),
-        ("PUT", "/consumers/probes/policy", None, "body: no JSON"),
+        ("PUT", "/consumers/probes/policy", None, "body: expected JSON"),
         ("PUT", "/consumers/probes/pause", [], "body: "),
         ("PUT", "/consumers/probes/pause", {"reason": 1}, "reason"),
         ("PUT", "/consumers/probes/pause", {"why": ""}, "body: unknown key 'why'"),
-        ("POST", "/backup", {}, "body: expected url, as a text"),
-        ("POST", "/drain", {"process": 1}, "body: expected process, as a text"),
-        ("POST", "/models/clicks/move", {}, "body: expected process, as a text"),
+        ("POST", "/backup", {}, "body: expected url as a string"),
+        ("POST", "/drain", {"process": 1}, "body: expected process as a string"),
+        ("POST", "/models/clicks/move", {}, "body: expected process as a string"),
     ],
 )
 def test_bodies_that_describe_nothing_are_refused(
@@ -249,7 +249,7 @@ def test_the_command_line_says_what_is_wrong(running: RunningService) -> None:
         ),
         (
             ("--service", f"http://{running.grpc}"),
-            "perhaps gRPC is answered there: give the service's HTTP address",
+            "perhaps this is a gRPC port: use the service's HTTP address",
         ),
     ):
         code, _, said = deltasync("lag", "predictors", *wrong)

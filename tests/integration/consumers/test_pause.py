@@ -175,7 +175,7 @@ def test_it_is_told_counted_and_shown(service: RunningService, monkeypatch: pyte
     monkeypatch.setenv("DELTASYNC_TOKEN", TOKEN)
     _, text, _ = deltasync("consumers", "pause", "probes", "--reason", "a bad eval", "--by", "anna", *options)
     at = f"--service {service.http}"
-    assert text == f"consumer probes is paused; go on with: deltasync consumers resume probes {at}\n"
+    assert text == f"consumer probes is paused; resume it with: deltasync consumers resume probes {at}\n"
     listed = deltasync("consumers", "list", "--service", service.http)[1]
     assert re.search(
         r"^probes +clicks +paused +0/0 +paused since \S+ by anna as admin token \(127.0.0.1:\d+\): a bad eval$",
@@ -187,7 +187,7 @@ def test_it_is_told_counted_and_shown(service: RunningService, monkeypatch: pyte
     samples = samples_of(service)
     assert samples["deltasync_consumer_paused", consumer] == 1
     assert samples["deltasync_events_total", (("event", "consumer_paused"),)] == 1
-    assert deltasync("consumers", "resume", "probes", *options)[1] == "consumer probes goes on\n"
+    assert deltasync("consumers", "resume", "probes", *options)[1] == "consumer probes is resumed\n"
     samples = samples_of(service)
     assert samples["deltasync_consumer_paused", consumer] == 0
     assert samples["deltasync_events_total", (("event", "consumer_resumed"),)] == 1

@@ -340,17 +340,16 @@ def test_what_answers_in_several_pods_keeps_one_while_a_node_is_drained(manifest
 
 def test_the_service_asks_for_the_memory_that_sizing_says(root: Path, manifests: list[Doc]) -> None:
     """With tables and views of 1 GB that change, as its comment says."""
-    sizing = (root / "sync_service/README.md").read_text().partition("## Sizing\n")[2].replace("\n", " ")
+    sizing = (root / "sync_service/docs/sizing.md").read_text()
 
-    def says(pattern: str) -> int:
-        (number,) = re.findall(pattern, sizing)
+    def says(row: str, unit: str) -> int:
+        (number,) = re.findall(rf"(?m)^\| {row}.*? \| (\d+) {unit}", sizing)
         return int(number)
 
     (job,) = _of_kind(manifests, "Job").values()
-    chunks = says(r"; (\d+) chunks of 1 MiB for each rank") * job["spec"]["completions"]
-    cuts = says(r"up to (\d+) MiB of a cut under way") + says(r"up to (\d+) MiB of its newest cut")
-    sent = says(r"up to (\d+) MiB, these among them, of what replicas")
-    needed = says(r"Memory of the service: \d+ to (\d+) MB") * 10**6 + (chunks + cuts + sent) * 2**20 + 10**9
+    ranks = says("each publishing rank", "MiB") * job["spec"]["completions"]
+    rows = says("each model", "MiB for the cut") + says("each model, and each consumer", "MiB for the rows")
+    needed = says("the process", "MB") * 10**6 + (ranks + rows) * 2**20 + 10**9
     container = _container(manifests, "StatefulSet")
     requested, limit = (
         container["resources"][kind]["memory"].removesuffix("Gi") for kind in ("requests", "limits")

@@ -4,34 +4,60 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support.documents import DOCUMENTS, README, document
 from tests.support.fleet import Trainer, as_sent
+from tests.support.ports import free_ports, is_free
 from tests.support.process import ADMIN_TOKEN, ServiceProcess
+from tests.support.programs import killed
 from tests.support.prompt import PythonPrompt
 from tests.support.redis_server import PROGRAM, RedisServer
+from tests.support.waiting import wait_for
 
-from deltasync.client import TableKind, TableSpec, ValueType
+from deltasync.client import NumpyTarget, Subscriber, SubscriberOptions, TableKind, TableSpec, ValueType
 
 TRAINER = "trainer_example.py"
-SERVICE, PROTOCOL = document("sync_service/README.md"), document("protos/README.md")
+PROTOCOL = document("protos/README.md")
+OPERATING = document("sync_service/docs/operating.md")
+SECURITY, CLUSTER = document("sync_service/docs/security.md"), document("sync_service/docs/cluster.md")
+PREDICTORS, POLICIES = document("sync_service/docs/predictors.md"), document("sync_service/docs/policies.md")
 # Blocks of each file, in their order.
 RUN = {
-    "README.md": ["serve", "publish", "subscribe", TRAINER, "train", "predict", "lag", "policy"],
-    "sync_service/README.md": [
-        *("serve", "publisher", "numpy", "torch", "quantised", "compiled", "keyed", "redis", "callback"),
-        *("policy", "admin", "access", "guarded", "status"),
+    "README.md": ["serve", TRAINER, "train", "predict", "lag", "policy"],
+    "sync_service/docs/predictors.md": [
+        *(
+            "serve",
+            "publisher",
+            "numpy",
+            "torch",
+            "consumer",
+            "quantised",
+            "compiled",
+            "keyed",
+            "redis",
+            "callback",
+        ),
+        "ready",
+    ],
+    "sync_service/docs/policies.md": ["serve", "policy", "admin"],
+    "sync_service/docs/security.md": ["access", "guarded", "client", "status"],
+    "sync_service/docs/cluster.md": ["broker", "processes", "publisher", "move"],
+    "sync_service/docs/operating.md": [
+        *("deltasync.toml", "serve", "token", "lag", "pause", "delete", "checkpoint", "backup", "fsck"),
     ],
     "protos/README.md": ["checksum", "replica"],
-    "trainer/README.md": ["step", "scalars", "checkpoint"],
+    "trainer/README.md": ["serve", "step", "scalars", "checkpoint", "publisher"],
     "trainer/deltasync/trainer/tracking/README.md": ["tracker"],
-    "trainer/deltasync/trainer/pipelines/README.md": ["model", "pipeline", "tensordicts"],
+    "trainer/deltasync/trainer/pipelines/README.md": ["serve", "model", "pipeline", "tensordicts"],
 }
 
 
@@ -62,6 +88,10 @@ class Visitor:
     def shell(self, code: str) -> list[str]:
         """What each line of a shell block prints."""
         return [self._line(line) for line in self.here(code).splitlines()]
+
+    def whole(self, code: str) -> str:
+        """What a shell block prints whose lines need each other."""
+        return self._line(self.here(code))
 
     def script(self, code: str) -> str:
         """What a block of Python prints that is run as a file."""
@@ -94,6 +124,16 @@ def _arguments(code: str) -> list[str]:
     return found
 
 
+def _own_ports(line: str) -> list[str]:
+    """The arguments of a `deltasync serve` line, but for its ports."""
+    words = _arguments(line)
+    for name in ("--grpc-port", "--http-port"):
+        if name in words:
+            at = words.index(name)
+            del words[at : at + 2]
+    return words
+
+
 @pytest.fixture
 def visitor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Visitor]:
     """A visitor of the README file that the test names, whose service is the one it starts."""
@@ -112,23 +152,14 @@ def needs_curl() -> None:
 
 
 @_visits("README.md")
-def test_rows_are_published_and_read_at_the_prompt(visitor: Visitor) -> None:
-    with PythonPrompt(visitor.folder) as prompt:
-        assert "number=2" in prompt.paste(visitor.here(README.block("publish")))
-        assert "[5. 5. 5. 5.]\n [1. 1. 1. 1.]" in prompt.paste(visitor.here(README.block("subscribe")))
-
-
-@_visits("README.md")
 def test_the_first_steps_can_be_pasted_in_their_order(visitor: Visitor) -> None:
     needs_curl()
-    with PythonPrompt(visitor.folder) as prompt, PythonPrompt(visitor.folder) as other:
-        prompt.paste(visitor.here(README.block("publish")))
-        prompt.paste(visitor.here(README.block("subscribe")))
+    with PythonPrompt(visitor.folder) as prompt:
         (visitor.folder / TRAINER).write_text(visitor.here(README.block(TRAINER)))
         alone, ranks = visitor.shell(README.block("train"))
         assert alone.count("number=") == 1
         assert ranks.count("number=") == 2
-        predicted = other.paste(visitor.here(README.block("predict")))
+        predicted = prompt.paste(visitor.here(README.block("predict")))
         assert "number=" in predicted
         assert "tensor([" in predicted
         answer, table = visitor.shell(README.block("lag"))
@@ -136,58 +167,161 @@ def test_the_first_steps_can_be_pasted_in_their_order(visitor: Visitor) -> None:
         assert "predictor-0" in table
     made, listed = visitor.shell(README.block("policy"))
     assert made == "consumer mobile follows model clicks: top_k=10 % of the changed rows, value_type=int8\n"
-    assert listed.count("\n") == 4  # With the titles.
+    assert listed.count("\n") == 3  # With the titles.
 
 
-@_visits("sync_service/README.md")
-def test_the_service_s_examples_run(visitor: Visitor) -> None:
-    needs_curl()
-    blocks = SERVICE.named("python")
+def _beginning(*names: str) -> str:
+    """What blocks of the page of predictors say before they make a target: later blocks use it."""
+    return "".join(PREDICTORS.block(name).partition("target = ")[0] for name in names)
+
+
+@_visits("sync_service/docs/predictors.md")
+def test_the_predictors_follow_what_is_published(visitor: Visitor) -> None:
+    blocks = PREDICTORS.named("python")
     printed = visitor.script(
         "".join(blocks[name] for name in ("publisher", "numpy", "torch", "keyed", "callback"))
     )
-    expected = ["number=1", "[1. 1. 1.", "tensor([1., 1.", "(3, 64) [ True False  True]", "1 user [  0   1   2"]
+    expected = ["number=1", "1 [[1. 1. 1.", "tensor([1., 1.", "(3, 64) [ True False  True]", "1 user [  0   1   2"]
     assert [each for each in expected if each in printed] == expected
-    _, updated, put = visitor.shell(SERVICE.block("policy"))
+
+
+_ASKED = """
+from fastapi.testclient import TestClient
+from predictor import app
+
+with TestClient(app) as client:
+    {wait}
+    answer = client.get("/ready")
+    print(answer.status_code, answer.json())
+"""
+
+
+@_visits("sync_service/docs/predictors.md")
+def test_a_load_balancer_is_told_when_a_predictor_is_ready(visitor: Visitor) -> None:
+    code = _beginning("numpy") + PREDICTORS.block("ready")
+    (visitor.folder / "predictor.py").write_text(visitor.here(code))
+    assert visitor.script(_ASKED.format(wait="")).startswith("503 ")
+    visitor.script(PREDICTORS.block("publisher"))
+    ready = visitor.script(_ASKED.format(wait="app.state.subscriber.wait_until_ready(60)"))
+    assert ready.startswith("200 ")
+
+
+@_visits("sync_service/docs/policies.md")
+def test_a_policy_can_be_set_in_each_of_the_ways(visitor: Visitor) -> None:
+    needs_curl()
+    created, updated, put = visitor.shell(POLICIES.block("policy"))
+    assert created.startswith("consumer mobile follows model clicks: top_k=10 % of the changed rows")
     assert "top_k=5 % of the changed rows, value_type=int8 (was" in updated
     assert '"top_k":0.05' in put
-    assert visitor.script(blocks["admin"]) == "['edge', 'mobile', 'predictors']\n"
+    assert visitor.script(POLICIES.block("admin")) == "['edge', 'mobile']\n"
 
 
 def test_a_service_with_tls_and_roles_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_curl()
     monkeypatch.chdir(tmp_path)  # Where the files are that the service is given.
-    arguments = shlex.split(SERVICE.block("guarded"))[2:]
+    arguments = shlex.split(SECURITY.block("guarded"))[2:]
     service = ServiceProcess(tmp_path / "data", *arguments)
     service.grpc, service.http = "localhost:50051", "http://localhost:8080"
-    Visitor(service, tmp_path).shell(SERVICE.block("access"))
+    visitor = Visitor(service, tmp_path)
+    visitor.shell(SECURITY.block("access"))
     with service:
         grpc, http = (each.rpartition(":")[2] for each in (service.grpc, service.http))
         service.grpc, service.http = f"localhost:{grpc}", f"https://localhost:{http}"
-        code = SERVICE.block("status").replace("https://localhost:8080", service.http)
-        answer, table, paused, revoked = Visitor(service, tmp_path).shell(code)
+        code = SECURITY.block("status").replace("https://localhost:8080", service.http)
+        assert visitor.script(SECURITY.block("client")).startswith("connected for")
+        answer, table, paused, revoked = visitor.shell(code)
     assert '"state":"empty"' in answer
     assert "consumer predictors" in table
     assert "paused" in paused
     assert revoked == "certificate trainer revoked\n"
 
 
+def test_a_cluster_on_one_machine_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = shlex.split(CLUSTER.block("broker"))
+    [port] = map(str, free_ports(1))
+    broker = [str(Path(sys.executable).with_name(program)), *arguments, "--port", port]
+    lines = CLUSTER.block("processes").replace("localhost:4222", f"localhost:{port}").splitlines()
+    with ExitStack() as stack:
+        stack.enter_context(killed(subprocess.Popen(broker, stderr=subprocess.DEVNULL)))
+        wait_for(lambda: not is_free(int(port)), "the broker did not listen in time")
+        services = [ServiceProcess(tmp_path / f"data-{n}", *_own_ports(line)) for n, line in enumerate(lines)]
+        for each in services:
+            stack.enter_context(each)
+        seen = "the processes did not see each other"
+        wait_for(lambda: all(len(each.get_json("/processes")) == len(lines) for each in services), seen)
+        addresses = zip(("localhost:50051", "localhost:50052"), [each.grpc for each in services], strict=True)
+        urls = zip(
+            ("http://localhost:8080", "http://localhost:8081"), [each.http for each in services], strict=True
+        )
+        blocks = [CLUSTER.block("publisher"), "set -e\n" + CLUSTER.block("move")]
+        for shown, here in [*addresses, *urls]:
+            blocks = [each.replace(shown, here) for each in blocks]
+        visitor = Visitor(services[0], tmp_path)
+        assert "number=1" in visitor.script(blocks[0])
+        printed = visitor.whole(blocks[1])
+    assert "model clicks moved to process sync-1" in printed
+    assert "sync-1 has handed over clicks" in printed
+
+
+def test_an_operator_s_commands_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    [variable, token] = OPERATING.block("token").removeprefix("export ").strip().split("=")
+    monkeypatch.setenv(variable, token)
+    settings = tmp_path / "deltasync.toml"
+    settings.write_text(OPERATING.block(settings.name))
+    data = tmp_path / tomllib.loads(settings.read_text())["data_dir"]
+    user = TableSpec("user", 10_000, 8)
+    with (
+        ServiceProcess(data, *_arguments(OPERATING.block("serve"))) as service,
+        Trainer(service.grpc, [user]) as trainer,
+        Subscriber(SubscriberOptions(service=service.grpc, consumer="predictors"), NumpyTarget()) as replica,
+    ):
+        trainer.publish_all()
+        replica.wait_until_ready(60)
+        visitor = Visitor(service, tmp_path)
+        wait_for(lambda: all(each["state"] == "in sync" for each in service.get_json("/lag")))
+        everything, each, one, late = visitor.shell(OPERATING.block("lag"))
+        assert "ready" in everything
+        assert "in sync" in each
+        assert "the only replica holds the newest version" in one
+        assert "a consumer is late" not in late
+        paused, resumed = visitor.shell(OPERATING.block("pause"))
+        assert "is paused" in paused
+        assert "goes on" in resumed
+        _, pending = visitor.shell(OPERATING.block("delete"))
+        assert "clicks" in pending
+        made, _, checked = visitor.shell(OPERATING.block("checkpoint"))
+        assert "of model clicks is complete" in made
+        assert "damaged" not in checked
+        backed_up, restored = visitor.shell(OPERATING.block("backup"))
+        assert "is complete" in backed_up
+        assert "clicks at version 1" in restored
+        assert "nothing is damaged" in visitor.shell(OPERATING.block("fsck"))[0]
+        settings.write_text(settings.read_text() + '[consumers.edge]\nmodel = "clicks"\ntop_k = 0.1\n')
+        service.send_signal(signal.SIGHUP)
+        wait_for(lambda: "edge" in {each["consumer"] for each in service.get_json("/lag")})
+    with ServiceProcess(tmp_path / "restored") as service:
+        assert [each["head"] for each in service.get_json("/models") if each["model"] == "clicks"] == [1]
+
+
 @pytest.mark.skipif(PROGRAM is None, reason="no redis-server or valkey-server is installed")
-@_visits("sync_service/README.md")
+@_visits("sync_service/docs/predictors.md")
 def test_the_store_s_example_runs(visitor: Visitor) -> None:
     (visitor.folder / "redis").mkdir()
     with RedisServer(visitor.folder / "redis") as server:
-        blocks, here = SERVICE.named("python"), f"unix_socket_path={server.socket!r}"
-        code = blocks["publisher"] + blocks["redis"].replace('host="localhost"', here)
+        blocks, here = PREDICTORS.named("python"), f"unix_socket_path={server.socket!r}"
+        code = blocks["publisher"] + _beginning("numpy") + blocks["redis"].replace('host="localhost"', here)
         assert "1 [ True False]" in visitor.script(code)
 
 
-@_visits("sync_service/README.md")
+@_visits("sync_service/docs/predictors.md")
 def test_the_quantised_model_follows_a_trainer(visitor: Visitor) -> None:
     table = TableSpec("sparse.embedding_bags.user", 1000, 64)
     with Trainer(visitor.service.grpc, [table]) as trainer:
         trainer.publish_all()
-        printed = visitor.script(SERVICE.block("quantised"))
+        visitor.shell(PREDICTORS.block("consumer"))
+        printed = visitor.script(_beginning("numpy", "torch") + PREDICTORS.block("quantised"))
     held = as_sent(table, trainer.rows[table.name][[3, 14]], ValueType.INT8_TBE)
     expected = ValueType.INT8_TBE.decode(held, table.dtype).sum(axis=0)
     [values] = re.findall(r"tensor\(\[\[(.*)\]\]\)", printed, re.DOTALL)
@@ -196,7 +330,7 @@ def test_the_quantised_model_follows_a_trainer(visitor: Visitor) -> None:
 
 
 @pytest.mark.nightly
-@_visits("sync_service/README.md")
+@_visits("sync_service/docs/predictors.md")
 def test_the_compiled_model_follows_a_trainer_of_its_dense_part(visitor: Visitor) -> None:
     if shutil.which("g++") is None:
         pytest.skip("AOTInductor needs a C++ compiler, g++")
@@ -208,26 +342,30 @@ def test_the_compiled_model_follows_a_trainer_of_its_dense_part(visitor: Visitor
         user, weight, bias, last, offset = (torch.from_numpy(trainer.rows[each.name]) for each in tables)
         hidden = (user[[3, 14, 159]].mean(0) @ weight.T + bias).relu()
         expected = (hidden @ last.T + offset).item()
-        printed = visitor.script(SERVICE.block("compiled"))
+        printed = visitor.script(_beginning("numpy", "torch") + PREDICTORS.block("compiled"))
     [value] = re.findall(r"tensor\(\[\[(.*)\]\]\)", printed)
     # As many digits as are printed.
     assert float(value) == pytest.approx(expected, abs=1e-3)
 
 
-@_visits("sync_service/README.md")
+@_visits("sync_service/docs/predictors.md")
 def test_the_protocol_s_replica_takes_what_is_published(visitor: Visitor) -> None:
-    visitor.script(SERVICE.block("publisher"))
+    visitor.script(PREDICTORS.block("publisher"))
     printed = visitor.script("".join(PROTOCOL.named("python").values()))
     assert printed == f"{1000 * (8 + 64 * 4)} bytes of rows taken\n"
 
 
-@_visits("README.md")
+@_visits("trainer/README.md")
 def test_the_examples_of_the_trainer_go_on_from_that_of_the_readme(visitor: Visitor) -> None:
     setup = README.block(TRAINER).partition("with DeltaSync(")[0]
-    trainer = document("trainer/README.md").named("python")
+    trainer = document("trainer/README.md")
     tracker = document("trainer/deltasync/trainer/tracking/README.md").named("python")
-    pipeline = document("trainer/deltasync/trainer/pipelines/README.md").named("python")
-    blocks = [setup, *trainer.values(), *tracker.values(), *pipeline.values(), "dist.destroy_process_group()\n"]
+    pipeline = document("trainer/deltasync/trainer/pipelines/README.md")
+    assert pipeline.block("serve") == trainer.block("serve")
+    first, last = trainer.named("python"), pipeline.named("python")
+    blocks = [setup, *first.values(), *tracker.values(), *last.values(), "dist.destroy_process_group()\n"]
     printed = visitor.script("\n".join(blocks))
     assert "sparse.embedding_bags.user" in printed
+    assert "lag/predictors_versions" in printed
+    assert "number=2" in printed
     assert "40 Position(" in printed

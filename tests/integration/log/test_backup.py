@@ -282,7 +282,7 @@ def test_no_service_starts_on_a_backup(backup: Path) -> None:
     """It would be one no more, and its histories no new epochs."""
     status, _, said = deltasync("serve", "--data-dir", str(backup))
     assert status == 1
-    assert f"{backup} is a backup: make a data directory of it with deltasync restore" in said
+    assert f"{backup} is a backup: make a data directory from it with deltasync restore" in said
 
 
 def test_what_cannot_be_a_backup_is_refused(running: RunningService, tmp_path: Path) -> None:
@@ -291,14 +291,14 @@ def test_what_cannot_be_a_backup_is_refused(running: RunningService, tmp_path: P
         Admin(Endpoint(running.http)).backup(str(tmp_path / "backup"))
     with pytest.raises(InvalidInput, match="expected an absolute path"):
         admin.backup("backup")
-    with pytest.raises(InvalidInput, match="inside of the data directory"):
+    with pytest.raises(InvalidInput, match="inside the data directory"):
         admin.backup(str(data / "backup"))
     (tmp_path / "file").touch()
     with pytest.raises(StorageFailed, match=r"file.* cannot be written"):
         admin.backup(str(tmp_path / "file"))
     with pytest.raises(StorageFailed, match="is in use by another service: stop it, or back it up while it runs"):
         back_up_offline(data, tmp_path / "backup")
-    with pytest.raises(InvalidInput, match="is no data directory"):
+    with pytest.raises(InvalidInput, match="is not a data directory"):
         back_up_offline(tmp_path, tmp_path / "backup")
     assert not (tmp_path / "backup").exists()
     assert not list(data.rglob("backup*"))
@@ -362,9 +362,9 @@ def test_the_commands(running: RunningService, tmp_path: Path) -> None:
     assert f"backup {tmp_path / 'b'} is complete: " in made[1]
     done = deltasync("restore", str(tmp_path / "b"), "--data-dir", str(tmp_path / "new"))
     assert done[0] == 0
-    assert f"{tmp_path / 'new'} has what {tmp_path / 'b'} has: clicks at version 1, " in done[1]
+    assert f"restored {tmp_path / 'new'} from {tmp_path / 'b'}: clicks at version 1, " in done[1]
     status, _, said = deltasync("restore", str(tmp_path / "b"), "--data-dir", str(tmp_path / "new"))
-    assert (status, "has something already" in said) == (1, True)
+    assert (status, "is not empty" in said) == (1, True)
     # The environment of a container names the data directory of its service, which is not stopped.
     made = deltasync(
         "backup", str(tmp_path / "c"), "--service", running.http,
@@ -395,7 +395,7 @@ def test_a_data_directory_is_made_of_the_newest_checkpoints(tmp_path: Path, sche
         expected = trainer.expected()
         trainer.change(7)
     status, said, _ = deltasync("restore", url, "--data-dir", str(tmp_path / "new"))
-    assert (status, f"has what {url} has: clicks at version {head.number}, " in said) == (0, True)
+    assert (status, f" from {url}: clicks at version {head.number}, " in said) == (0, True)
     _, (plain, _) = held_by_newcomers(tmp_path / "new", "predictors", "ranked")
     assert plain == expected
 
@@ -403,14 +403,14 @@ def test_a_data_directory_is_made_of_the_newest_checkpoints(tmp_path: Path, sche
 def test_what_is_no_backup_and_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for url in (str(tmp_path / "empty"), f"file://{tmp_path / 'empty'}"):
-        with pytest.raises(StorageFailed, match="has neither a backup nor a checkpoint of any model"):
+        with pytest.raises(StorageFailed, match="has neither a backup nor a checkpoint"):
             restore(url, tmp_path / "new")
     with pytest.raises(InvalidInput, match="nosuch"):
         restore("nosuch://bucket", tmp_path / "new")
     name = "00000000000000000001-0123abcd.json"
     (tmp_path / "checkpoints" / "clicks" / "manifests").mkdir(parents=True)
     (tmp_path / "checkpoints" / "clicks" / "manifests" / name).write_text("{")
-    with pytest.raises(StorageFailed, match=r"no checkpoint of model 'clicks' can be used: .* is damaged"):
+    with pytest.raises(StorageFailed, match=r"no usable checkpoint of model 'clicks': .* is damaged"):
         restore(tmp_path / "checkpoints", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -442,4 +442,4 @@ def test_checkpoints_are_listed_and_checked_without_a_service(tmp_path: Path) ->
     assert deltasync("checkpoints", "--at", url)[0] == 0
     status, _, said = deltasync("checkpoints", "--at", url, "--check")
     assert (status, damaged.name in said) == (1, True)
-    assert "--check reads the checkpoints at --at URL" in deltasync("checkpoints", "--check")[2]
+    assert "--check needs --at URL" in deltasync("checkpoints", "--check")[2]

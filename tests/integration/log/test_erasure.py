@@ -1,4 +1,4 @@
-"""Where the values of a deleted row are left, and what removes them: what sync_service/README.md says of it."""
+"""Where the values of a deleted row are left, and what removes them: what sync_service/docs/operating.md says."""
 
 import subprocess
 import sys

@@ -18,7 +18,7 @@ from deltasync.client import NumpyTarget, Position
 CONSUMER = ("--consumer", "predictors=clicks")
 HEADS = 2 * 4096  # Bytes of the two heads of LMDB's file.
 FAILED = "deltasync_volume_failed", (("volume", "log"),)
-MEND = "look for the device's errors in the system's log, and mend it; nothing that was acknowledged is lost"
+MEND = "look for errors of the device in the system log, and repair it; no acknowledged write is lost"
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_while_calls_fail_at_random_every_word_is_true_and_all_is_there_afterwar
         (errno.EDQUOT, "raise the quota of the service's user, or make room"),
         (errno.EACCES, "let the service's user write to it"),
         (errno.EROFS, "find out why it is mounted read-only, and mount it for writing"),
-        (errno.ENXIO, "look for its errors in the system's log"),
+        (errno.ENXIO, "look for its errors in the system log"),
     ],
 )
 def test_each_refusal_has_its_remedy_and_where_that_helps_the_service_goes_on(
@@ -183,7 +183,7 @@ def test_a_log_too_large_for_the_memory_of_the_process_is_made_smaller(tmp_path:
     most = ("prlimit", f"--as={16 << 30}")
     done = ServiceProcess(tmp_path / "data", *CONSUMER, started_by=most).run_to_end()
     assert done.returncode == 1
-    assert "lower --log-max-bytes, or see limits of its memory (ulimit -v" in done.stderr.splitlines()[-1]
+    assert "lower --log-max-bytes, or raise the memory limits (ulimit -v" in done.stderr.splitlines()[-1]
     smaller = ("--log-max-bytes", str(1 << 30))
     for arguments, started_by in ((smaller, most), ((), ())):
         with ServiceProcess(tmp_path / "data", *CONSUMER, *arguments, started_by=started_by) as service:

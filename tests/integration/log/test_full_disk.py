@@ -59,7 +59,9 @@ def test_a_full_volume_is_named_while_the_service_serves_and_what_waits_goes_thr
         assert re.search(r"data.mdb on volume 'log': .*No space left on device.* 0 are free\): make room", said)
         lag = service.get_json("/consumers/predictors/lag")
         assert lag["state"] == "failed"
-        assert lag["reason"].startswith("what there is goes on being served, and nothing new can be written: ")
+        assert lag["reason"].startswith(
+            "the service still serves its stored rows, but a volume refuses new ones: "
+        )
         samples = samples_of(service)
         assert samples["deltasync_volume_failed", (("volume", "log"),)] == 1
         assert samples["deltasync_volume_free_bytes", (("volume", "log"),)] == 0
@@ -143,7 +145,7 @@ def test_cuts_go_on_while_no_checkpoint_can_be_written(
         assert made["version"] == head.number
         assert service.get("/readyz") == (200, "ok\n")
     log = capfd.readouterr().err
-    assert "no checkpoint of it is written, which is tried again" in log
+    assert "its checkpoint could not be written and is tried again" in log
     assert "Traceback" not in log, log[log.find("Traceback") - 500 :][:3000]
 
 

@@ -120,5 +120,5 @@ def test_a_log_that_nobody_sends_whole_is_not_opened(
         return found
 
     monkeypatch.setattr(Subscription, "fetch", silent_at_the_end)
-    with pytest.raises(LogUnavailable, match="do not send what stream"):
+    with pytest.raises(LogUnavailable, match="do not send the messages of stream"):
         opened(options)

@@ -115,6 +115,23 @@ def test_each_owner_goes_on_with_what_the_one_before_has_written(two: tuple[Proc
         process.logs.close_log("clicks", written=True)
 
 
+def test_a_log_that_is_closed_while_it_is_looked_at_leaves_no_trouble(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process(options(brokers))
+    log = process.open()
+
+    def check() -> None:
+        process.logs.close_log("clicks", written=False)  # As another thread does, while brokers do not answer.
+        raise StorageFailed("no broker answers")
+
+    monkeypatch.setattr(log, "check", check)
+    monkeypatch.setattr(JetStreamStore, "trouble", "no broker answers")
+    process.logs.lost("clicks")
+    assert log.volume.trouble == ""
+    process.logs.close()
+
+
 def test_models_have_logs_of_their_own(two: tuple[Process, Process]) -> None:
     a, b = two
     names = ["m", "M", "m.x", "m-x", "m_x", "m.x.y"]
@@ -170,9 +187,7 @@ def test_a_stream_that_could_lose_something_is_refused_until_it_could_not(broker
     config = {"name": names.stream, "subjects": [names.subjects], "storage": "file", "max_msgs": 5}
     ask = process.logs._brokers.ask
     process.logs._brokers.run(ask(f"STREAM.CREATE.{names.stream}", config))
-    with pytest.raises(
-        StorageFailed, match="max_msgs 5: have it kept in files, by 1 brokers and without limits, or "
-    ):
+    with pytest.raises(StorageFailed, match="max_msgs 5: set it to file storage, 1 replicas and no limits, or "):
         process.open()
     other = Process(replace(wanted, prefix=next(PREFIXES)))
     other.open().put("n", b"1").result(TIMEOUT)
@@ -228,7 +243,8 @@ def test_brokers_that_are_not_there_are_an_error_that_names_them_and_once_they_r
         before.logs.close()
         brokers.kill(brokers.brokers[0])
         with pytest.raises(
-            StorageFailed, match=r"can be used: .*: see whether they run, and --log and its credentials"
+            StorageFailed,
+            match=r"cannot connect to any broker of .*: check that they run, and check --log and its credentials",
         ):
             Process(wanted)
         brokers.start(brokers.brokers[0])
@@ -369,7 +385,7 @@ def test_who_shows_the_password_has_a_log_and_nobody_else(
         log.append("cuts/clicks", 1, 0, 0, b"rows").result()
         assert [bytes(each.payload) for each in log.read("cuts/clicks")] == [b"rows"]
         logs.close()
-        with pytest.raises(StorageFailed, match=r"no broker of .* can be used") as refused:
+        with pytest.raises(StorageFailed, match=r"cannot connect to any broker of .*") as refused:
             JetStreamLogs(showing(brokers, "wr0ng"), "b")
     assert "wr0ng" not in str(refused.value)
     assert "s3cret" not in caplog.text

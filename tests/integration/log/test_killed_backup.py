@@ -115,10 +115,10 @@ def test_a_backup_that_was_killed_is_none_and_is_replaced(
             complete += 1
             continue
         if any(killed.iterdir()):
-            with pytest.raises(StorageFailed, match="make another one, which replaces it"):
+            with pytest.raises(StorageFailed, match="the backup is incomplete: wait if it is still being made"):
                 restore(killed, tmp_path / "new")
         if (killed / UNFINISHED_BACKUP).exists():
-            with pytest.raises(StorageFailed, match="is a backup that is not complete"):
+            with pytest.raises(StorageFailed, match="is an incomplete backup"):
                 lock_data_directory(killed)
         made = back_up_offline(data_dir, killed)
         assert BackupPlace(str(killed)).read() == made
@@ -139,7 +139,7 @@ def test_a_restore_that_was_killed_is_no_data_directory_and_is_replaced(
             complete += 1
             continue
         if {each.name for each in killed.iterdir()} - {"lock"}:
-            with pytest.raises(StorageFailed, match="was not restored to the end: run deltasync restore again"):
+            with pytest.raises(StorageFailed, match="is not completely restored: run deltasync restore again"):
                 lock_data_directory(killed)
         restore(backup, killed)
         assert {path.name for path in contents(killed)} == {path.name for path in expected}
@@ -157,9 +157,9 @@ def test_a_folder_with_anything_else_is_not_touched(data_dir: Path, tmp_path: Pa
         (folder / "log.restoring").mkdir()
     before = sorted(folder.rglob("*"))
     back_up_offline(data_dir, tmp_path / "backup")
-    with pytest.raises(InvalidInput, match="has something already"):
+    with pytest.raises(InvalidInput, match="is not empty"):
         back_up_offline(data_dir, folder)
-    with pytest.raises(InvalidInput, match="has something already"):
+    with pytest.raises(InvalidInput, match="is not empty"):
         restore(tmp_path / "backup", folder)
     assert sorted(folder.rglob("*")) == before
 

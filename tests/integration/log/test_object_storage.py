@@ -85,7 +85,7 @@ def test_a_backup_is_made_in_object_storage_and_restored(
     with RunningService(tmp_path / "data") as service, Trainer(service.grpc) as trainer:
         trainer.publish_all()
         admin_of(service).backup(url)
-        with pytest.raises(InvalidInput, match="s3://backups/monday has something already"):
+        with pytest.raises(InvalidInput, match="s3://backups/monday is not empty"):
             admin_of(service).backup(url)
         place.remove("backup.json")
         place.put("backup.json.new", b"of a backup that was broken off")

@@ -16,7 +16,7 @@ from tests.support.volumes import fill, small_volume
 from deltasync.log.data_directory import RESTORE
 
 CONSUMER = ("--consumer", "predictors=clicks")
-DAMAGED = f"(is damaged|is missing|cannot be understood).*: {RESTORE}$"
+DAMAGED = f"(is damaged|is missing|is invalid).*: {RESTORE}$"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def test_whatever_is_damaged_a_backup_is_restored(
     """Into another folder: what there is may still be looked at."""
     damage(left.data)
     assert re.search(DAMAGED, refused(left.data))
-    assert "has something already: name a new or an empty folder" in restored(left.backups[1], left.data)
+    assert "is not empty: choose a new or an empty folder" in restored(left.backups[1], left.data)
     assert not restored(left.backups[1], tmp_path / "new")
     if damage is lose_heads:
         check_serves(tmp_path / "new", left.rows)
@@ -100,7 +100,7 @@ def test_whatever_is_damaged_a_backup_is_restored(
 
 def test_of_a_directory_that_has_lost_its_log_the_checkpoints_are_restored(left: Left, tmp_path: Path) -> None:
     shutil.rmtree(left.data / "log")
-    assert "make a data directory of them with deltasync restore" in refused(left.data)
+    assert "make a data directory from it with deltasync restore" in refused(left.data)
     assert not restored(left.data / "checkpoints", tmp_path / "new")
     check_serves(tmp_path / "new", left.rows)
 
@@ -123,7 +123,7 @@ def test_or_an_empty_data_directory_is_filled_by_the_trainer(left: Left) -> None
 
 def test_a_service_starts_on_what_is_made_of_a_backup(left: Left, tmp_path: Path) -> None:
     said = refused(left.backups[1])
-    assert said.endswith("is a backup: make a data directory of it with deltasync restore")
+    assert said.endswith("is a backup: make a data directory from it with deltasync restore")
     assert not restored(left.backups[1], tmp_path / "new")
     check_serves(tmp_path / "new", left.rows)
 
@@ -132,7 +132,7 @@ def test_instead_of_a_damaged_backup_another_one_is_used(left: Left, tmp_path: P
     older, newer = left.backups
     for damaged in (newer / "backup.json", next((newer / "checkpoints").rglob("*.json"))):
         damaged.write_text("{")
-        assert "use another backup, or make one of the service if that still runs" in restored(
+        assert "use another backup, or make a new one if the service still runs" in restored(
             newer, tmp_path / "new"
         )
     assert not restored(older, tmp_path / "new")
@@ -148,7 +148,7 @@ def test_a_backup_that_cannot_be_read_now_is_not_called_damaged(left: Left, tmp_
     marker.mkdir()
     said = restored(left.backups[1], tmp_path / "new")
     assert f"{marker} cannot be read: Is a directory" in said
-    assert said.rstrip().endswith("move away the folder that has its name")
+    assert said.rstrip().endswith("move the folder of that name away")
     marker.rmdir()
     (left.backups[1] / "moved").rename(marker)
     assert not restored(left.backups[1], tmp_path / "new")
@@ -167,7 +167,9 @@ def test_before_a_damaged_checkpoint_there_is_another(tmp_path: Path) -> None:
     newest = max((url / "clicks" / "data").iterdir())
     newest.write_bytes(bytes(len(newest.read_bytes())))
     said = restored(url, tmp_path / "new")
-    found = re.search(r"is damaged at byte \d+: remove (\S+) there, and restore the checkpoint before it", said)
+    found = re.search(
+        r"is damaged at byte \d+: remove (\S+) there and restore again from the checkpoint before it", said
+    )
     assert found
     (url / found[1]).unlink()
     assert not restored(url, tmp_path / "new")

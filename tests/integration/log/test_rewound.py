@@ -221,11 +221,11 @@ def test_lag_says_what_a_rewound_replica_held_until_it_holds_something_else(runn
     with ReplicaStream(running.grpc, held=discarded) as replica:
         opened = replica.until("opened")
         assert opened.resync
-        assert "the newest one is only 2" in opened.reason
+        assert "but the newest is 2" in opened.reason
         lag = wait_for_lag(running, "predictors", lambda lag: lag["replicas"][0]["connected"])
         (line,) = lag["replicas"]
         assert lag["state"] == "behind"
-        assert "rows of a past that was discarded are being replaced in p0 (held 9)" in lag["reason"]
+        assert "rows of a discarded history are being replaced in p0 (had 9)" in lag["reason"]
         assert (line["offset"], line["rewound"]["held"], line["rewound"]["history"]) == (0, 9, head.history)
         assert line["rewound"]["seconds"] >= 0
         rows, end = replica.release()
@@ -234,7 +234,7 @@ def test_lag_says_what_a_rewound_replica_held_until_it_holds_something_else(runn
         wait_for_lag(running, "predictors", lambda lag: lag["replicas"][0]["rewound"] is None)
     other = Position(head.history, 1, 78)  # Of another past, at a version that there is.
     with ReplicaStream(running.grpc, held=other) as replica:
-        assert "of a past that this history does not have" in replica.until("opened").reason
+        assert "which is not in the service's history" in replica.until("opened").reason
     with ReplicaStream(running.grpc) as replica:  # A new process, which holds nothing.
         assert replica.until("opened").reason == "the replica holds nothing"
         assert lag_of(running)["replicas"][0]["rewound"] is None

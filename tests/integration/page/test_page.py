@@ -130,7 +130,7 @@ def test_it_says_when_the_connection_is_lost_and_comes_back(tmp_path: Path, open
         port = int(service.http.rpartition(":")[2])
         page = opened(service.http)
         live(page)
-    expect(page.locator("#connection.bad")).to_contain_text("Connection lost: trying again; what is shown is of")
+    expect(page.locator("#connection.bad")).to_contain_text("Connection lost: trying again; showing the state of")
     with RunningService(tmp_path / "data", http_port=port):
         live(page)
 
@@ -262,7 +262,7 @@ def test_it_shows_nothing_that_a_role_may_not_see(tmp_path: Path, opened: Open) 
     with guarded(tmp_path) as service:
         page = opened(service.http)
         unknown, known = (
-            "no token and no certificate that the service knows: role read",
+            "no valid token or certificate: role read",
             "'publisher' has no role read",
         )
         for token, refusal in (("", unknown), ("pub", known), ("wrong", unknown)):
@@ -372,7 +372,7 @@ def _expect_rate(page: Page, shown: str | None) -> None:
     else:
         expect(value).to_have_attribute("title", "measuring")
         expect(card.locator(".soft")).to_have_text("measuring")
-        expect(chart).to_contain_text("not known")
+        expect(chart).to_contain_text("unknown")
 
 
 def test_a_process_that_nobody_hears_leaves_a_rate_and_a_sum_open(in_sync: InSync, opened: Open) -> None:
@@ -382,10 +382,10 @@ def test_a_process_that_nobody_hears_leaves_a_rate_and_a_sum_open(in_sync: InSyn
     cards = page.locator(".cards")
     expect(cards).to_contain_text("at least 1.0 MB/s")
     expect(cards).to_contain_text("at least 1 consumer")
-    expect(page.locator(".flow")).to_contain_text("1 in all, others not known")
+    expect(page.locator(".flow")).to_contain_text("1 in all, others unknown")
 
 
-AWAY = [{"replica": "p", "reason": "away for 3 s: its connection is lost"}]
+AWAY = [{"replica": "p", "reason": "away for 3 s: its connection was lost"}]
 UNKNOWN = {"state": "waiting", "head": None, "versions": None, "seconds": None, "replicas": 0, "connected": 0}
 SYNC, STALE, TRAINERS = (f'li:has-text("{title}")' for title in ("In sync?", "How stale?", "Trainers"))
 SERVICE = '.flow > li:has(strong:text-is("Service"))'
@@ -402,10 +402,10 @@ WORDS: list[tuple[str, Status, dict[str, str]]] = [
         {SYNC: "In sync?all but 1 replica1 consumer, look at 1 of 1 replica", CONSUMER: "in sync"},
     ),
     ("consumers", {"wrong": AWAY, "state": "away"}, {SYNC: "1 of 1 not1 consumer, look at 1 of 1 replica"}),
-    ("consumers", {"state": "delivered"}, {SYNC: "In sync?all, as far as known"}),
-    ("consumers", {"state": "empty"}, {SYNC: "In sync?1 of 1 not", STALE: "How stale?not known"}),
+    ("consumers", {"state": "delivered"}, {SYNC: "In sync?all, but not verified"}),
+    ("consumers", {"state": "empty"}, {SYNC: "In sync?1 of 1 not", STALE: "How stale?unknown"}),
     ("consumers", UNKNOWN, {SYNC: "In sync?1 of 1 not", CONSUMER: "waiting"}),
-    ("processes", {"ready": False}, {SYNC: "In sync?not known of all", STALE: "How stale?at least 0 s"}),
+    ("processes", {"ready": False}, {SYNC: "In sync?unknown for some", STALE: "How stale?at least 0 s"}),
     (
         "models",
         {"trouble": "the last cut was refused"},
@@ -413,8 +413,8 @@ WORDS: list[tuple[str, Status, dict[str, str]]] = [
     ),
     (
         "models",
-        {"head": None, "trouble": "no process has it"},
-        {SYNC: "In sync?not known of all", SERVICE: "clicks: no process has it"},
+        {"head": None, "trouble": "no live process owns this model"},
+        {SYNC: "In sync?unknown for some", SERVICE: "clicks: no live process owns this model"},
     ),
     ("models", {"head": 0}, {SERVICE: "clicks: no version yet"}),
     ("models", {"ranks": 4}, {TRAINERS: "1 of 4 ranks connectedclicks rank 0: connected"}),
@@ -422,7 +422,7 @@ WORDS: list[tuple[str, Status, dict[str, str]]] = [
     ("models", {"connected": 0, "finished": 1}, {TRAINERS: "0 of 1 ranks connected, 1 finished"}),
     ("models", {"ranks": 0, "connected": 0}, {TRAINERS: "no trainer since the service started"}),
     ("trainers", {"connected": False, "finished": True}, {TRAINERS: "clicks rank 0: finished"}),
-    ("trainers", {"connected": False, "left": "its connection is lost"}, {TRAINERS: "away, its connection"}),
+    ("trainers", {"connected": False, "left": "its connection was lost"}, {TRAINERS: "away, its connection"}),
 ]
 
 
@@ -452,7 +452,7 @@ def test_what_is_not_known_is_a_dash(in_sync: InSync, opened: Open) -> None:
     cells = page.locator(CONSUMER).locator("td.number")
     expect(cells).to_have_text(["\N{EN DASH}"] * 6)
     for cell in cells.all():
-        expect(cell).to_have_attribute("title", "not known")
+        expect(cell).to_have_attribute("title", "unknown")
     expect(page.locator(CUT)).to_contain_text(re.compile(r"s so far"))
     expect(page.locator(STALE)).to_contain_text("freshness not measured yet")
 

@@ -31,9 +31,9 @@ model = "clicks"
 model = "other"
 """
 WRONG = {
-    "no-toml": ("[consumers", "configuration refused: nothing has changed: .*deltasync.toml: "),
+    "no-toml": ("[consumers", "configuration refused: nothing changed: .*deltasync.toml: "),
     "unknown-setting": ("colour = 1", "configuration refused: .*unknown setting 'colour'"),
-    "gone": (None, "configuration refused: nothing has changed: .*No such file"),
+    "gone": (None, "configuration refused: nothing changed: .*No such file"),
     "unknown-key": (FIRST + "colour = 1", r"configuration refused: .*\[consumers.two\]: .*'colour'"),
 }
 
@@ -54,8 +54,8 @@ def test_what_has_changed_is_taken_over_and_said(tmp_path: Path, config: Path) -
         config.write_text(SECOND)
         service.send_signal(signal.SIGHUP)
         line = service.wait_for_line("configuration reloaded: ")
-        assert "limit streams: 7, was 1000; limit message_bytes: 5000000 from the next start on; made" in line
-        assert "made: three; changed: two; refused: one; other settings are read at the next start" in line
+        assert "limit streams: 7, was 1000; limit message_bytes: 5000000 from the next start on; created" in line
+        assert "created: three; changed: two; refused: one; other settings apply at the next start" in line
         assert service.terminate() == 0
 
 
@@ -67,14 +67,14 @@ def test_an_error_in_the_file_changes_nothing(tmp_path: Path, config: Path, text
         service.wait_for_line(said)
         config.write_text(FIRST)
         service.send_signal(signal.SIGHUP)
-        assert "reloaded: as before: one, two;" in service.wait_for_line("configuration reloaded: ")
+        assert "reloaded: unchanged: one, two;" in service.wait_for_line("configuration reloaded: ")
         assert service.terminate() == 0
 
 
 def test_without_a_file_it_says_so(tmp_path: Path) -> None:
     with logged(tmp_path) as service:
         service.send_signal(signal.SIGHUP)
-        service.wait_for_line("configuration reloaded: there is no file: start the service with --config")
+        service.wait_for_line("configuration reloaded: no configuration file; start the service with --config")
         assert service.terminate() == 0
 
 
@@ -100,7 +100,7 @@ def ended(process: subprocess.Popen[bytes] | Fork) -> bool:
     ("changed", "said"),
     [
         ('[consumers.mobile]\nmodel = "other"\n', "consumer 'mobile' exists for model 'clicks': delete it first"),
-        ('[consumers.mobile]\nmodel = "clicks"\ntables = ["gone"]\n', "tables gone: no table of the model fits"),
+        ('[consumers.mobile]\nmodel = "clicks"\ntables = ["gone"]\n', "tables gone: no table of the model match"),
     ],
 )
 def test_a_consumer_that_cannot_be_as_configured_stays_as_it_is_and_says_so(
@@ -121,9 +121,9 @@ def test_a_consumer_that_cannot_be_as_configured_stays_as_it_is_and_says_so(
             assert {name: rows.tobytes() for name, rows in target.tables.items()} == held
         status, ready = service.get("/readyz")
         assert (status, ready.splitlines()[0]) == (200, "ok")
-        assert "consumer 'mobile': its configuration is refused" in ready
+        assert "consumer 'mobile': its configuration was refused" in ready
         assert said in ready
         assert said in service.get_json("/consumers/mobile/lag")["reason"]
         assert said not in service.get_json("/consumers/new/lag")["reason"]
         assert service.terminate() == 0
-    assert "failed: consumer=mobile its configuration is refused" in capfd.readouterr().err
+    assert "failed: consumer=mobile its configuration was refused" in capfd.readouterr().err

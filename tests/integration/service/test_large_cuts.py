@@ -26,8 +26,8 @@ def test_a_first_cut_that_cannot_fit_is_refused_at_the_open_and_fits_a_log_as_la
         with Trainer(service.grpc, [WIDE]) as trainer, pytest.raises(Contradiction) as refused:
             trainer.publish_all()
         found = re.fullmatch(
-            r"model 'clicks': every row of its tables takes (\d+) bytes in the log, which has room for 1835008: "
-            r"restart the service with --log-max-bytes (\d+) or more, if .*",
+            r"model 'clicks': all rows of its tables need (\d+) bytes in the log, which has room for 1835008: "
+            r"restart the service with --log-max-bytes (\d+) or more, and .*",
             str(refused.value),
         )
         assert found

@@ -102,7 +102,7 @@ def test_what_keeps_a_probe_from_its_consumer_ends_no_service(
 
     monkeypatch.setattr(Consumers, "ensure", full)
     with ProbedService(tmp_path / "data") as service:
-        found = service.wait_for(lambda probe: "cannot be made" in probe["trouble"])
+        found = service.wait_for(lambda probe: "cannot be created" in probe["trouble"])
         assert "at most 2 may be" in found["trouble"]
         assert service.get("/readyz")[0] == 200
         monkeypatch.undo()
@@ -111,11 +111,11 @@ def test_what_keeps_a_probe_from_its_consumer_ends_no_service(
 
 def test_no_row_for_long_is_trouble_whatever_was_before() -> None:
     status = ProbeStatus(every_seconds=5.0)
-    assert status.trouble == "no row has come back yet"
+    assert status.trouble == "no row has arrived yet"
     status.note(0.01)
     assert status.trouble == ""
     status.since_ns -= 16 * 10**9
-    assert status.trouble == "no row has come back for 16 s"
+    assert status.trouble == "no row has arrived for 16 s"
     status.note_failure("a row was not sealed in 10 s")
     assert status.trouble == "a row was not sealed in 10 s"
 

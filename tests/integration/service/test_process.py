@@ -63,7 +63,7 @@ def publish_wide(service: RunningService, model: str) -> None:
 
 def test_two_services_do_not_share_a_folder(running: RunningService) -> None:
     data_dir = running.options.service.data_dir
-    said = f"Error: {data_dir} is in use by another service: give this one a --data-dir of its own"
+    said = f"Error: {data_dir} is in use by another service: give this one its own --data-dir"
     assert refusal(data_dir) == said
     assert running.get("/readyz")[0] == 200
 
@@ -73,7 +73,7 @@ def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_
     address = running.grpc if option == "--grpc-port" else running.http
     port = address.rpartition(":")[2]
     said = refusal(tmp_path / "other", option, port)
-    assert said == f"Error: cannot listen on 127.0.0.1:{port}: choose another {option}, or 0 for any free one"
+    assert said == f"Error: cannot listen on 127.0.0.1:{port}; choose another {option}, or 0 for any free port"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_
         ),
         (
             ("--data-dir", "{}/file/data"),
-            r"{}/file/data cannot be made: Not a directory \(.*\): move away what has its name, or choose another "
+            r"{}/file/data cannot be made: Not a directory \(.*\): move the file of that name away, or choose "
             "--data-dir$",
         ),
         (("--consumer", "a/b=m"), "consumer name 'a/b'"),
@@ -121,7 +121,7 @@ def test_a_damaged_record_of_the_log_costs_the_versions_from_it_on(tmp_path: Pat
         change_value(log, "records", key, 100)
         process.start()
         said = f"the log's {name_of(*address_of(key))} is damaged"
-        process.wait_for_line(f"the log has nothing sound after version {damaged - 1}.*{said}")
+        process.wait_for_line(f"the log is damaged after version {damaged - 1}.*{said}")
         assert process.get_json("/consumers/probes/lag")["head"] == damaged - 1
         if damaged > 1:
             for step in range(2, damaged):

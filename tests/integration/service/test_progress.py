@@ -47,7 +47,7 @@ def test_checkpoints_and_what_is_compared_with_them(service: RunningService, tol
         admin_of(service).make_checkpoint("clicks")
         check(told, "copying a checkpoint")
         compare(service.grpc, "predictors", stored_checkpoint(str(tmp_path / "at"), "predictors"), 30)
-        check(told, "taking the service's rows")
+        check(told, "reading the service's rows")
         check(told, "reading table 'item'")
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 from tests.support.fleet import release_at_once
-from tests.support.local_service import opened, send
+from tests.support.local_service import opened, send, view_of
 from tests.support.mortal_place import PowerCuts
 from tests.support.wire import ITEM, TABLES, USER, block, part, publish_open
 
@@ -174,7 +174,7 @@ async def train(data_dir: Path, versions: Versions, camera: Camera) -> None:
 
 async def follow(service: Service, version: int, camera: Camera) -> None:
     """Be the replica of the view until it has a release of a version. The next one comes once it has this one."""
-    view, consumer = service.views.by_consumer()["top"], service.registry.get("top")
+    view, consumer = view_of(service, "top"), service.registry.get("top")
     while view.state.compared_version < version:
         service.registry.acknowledge(consumer, consumer.replicas["r"], view.position)
         await view.changed()
@@ -194,7 +194,7 @@ async def check(image: Image, versions: Versions, held: dict[Position, Held]) ->
         for table in model.tables:
             np.testing.assert_array_equal(table.rows, versions[head][table.spec.name])
             assert int(table.stamps.max()) == head
-        view = service.views.by_consumer()["top"]
+        view = view_of(service, "top")
         assert view.position.number >= image.released
         if image.released:
             assert await held_by_replicas(view) == held[view.position]

@@ -49,7 +49,7 @@ def test_a_row_that_flips_in_memory_reaches_no_replica_and_everybody_goes_on(ser
                     each.wait_for(head, WAIT)
                 lag = wait_until_in_sync(service, "plain", head, replicas=2)
                 assert [each["damages"] for each in lag["replicas"]] == [0, 0]
-        assert service.lines("rows damaged: model=clicks table 'user': other bits than were stored in row 7")
+        assert service.lines("rows damaged: model=clicks table 'user': bits have changed in row 7")
         for target in (old, new):
             assert {name: rows.tobytes() for name, rows in target.tables.items()} == trainer.expected()
 
@@ -61,7 +61,7 @@ def test_fsck_finds_a_row_that_nobody_reads(service: ServiceProcess, tmp_path: P
         assert status == 0, found
         assert flip_in_memory(service.pid, trainer.rows[USER.name][7].tobytes())
         status, found = run_fsck("--service", service.http)
-        assert (status, "row 7: the model is reloaded" in found[0]["problems"][0]) == (1, True)
+        assert (status, "row 7: the service reloads the model" in found[0]["problems"][0]) == (1, True)
         service.wait_for_line("model reloaded: model=clicks")
         assert run_fsck("--service", service.http)[0] == 0
         assert run_fsck("--data-dir", str(tmp_path / "data"))[0] == 2, "a service uses it"

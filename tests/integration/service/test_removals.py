@@ -304,7 +304,7 @@ def test_a_model_is_deleted_whole(tmp_path: Path, service: RunningService) -> No
     admin.make_checkpoint("clicks")
     assert checkpoint_files(tmp_path / "data")
     _wait_until_nobody_publishes(service)
-    with pytest.raises(Contradiction, match="consumers follow model 'clicks': predictors, probes, top: delete"):
+    with pytest.raises(Contradiction, match=r"model 'clicks' has consumers \(predictors, probes, top\): delete"):
         admin.delete_model("clicks")
     for name in ("predictors", "probes", "top"):
         admin.delete_consumer(name)

@@ -125,12 +125,12 @@ def test_a_replica_that_takes_nothing_holds_up_nobody_and_is_given_up(
                 new.wait_for(head, WAIT)
             assert target.bytes() == trainer.expected()
         assert frozen.made == made + 3, "they keep a block each, and nothing that is frozen"
-        monkeypatch.setattr("deltasync.api.subscribe.QUIET_SECONDS", 0.05)
+        monkeypatch.setattr("deltasync.api.acks.QUIET_SECONDS", 0.05)
         lag = wait_for_lag(
             running, "predictors", lambda lag: not any(each["connected"] for each in lag["replicas"])
         )
         assert [each["replica"] for each in lag["replicas"]] == ["s0", "s1", "s2"]
-        assert all(re.match("it has taken nothing of its release for", each["left"]) for each in lag["replicas"])
+        assert all(re.match("it has received nothing of its", each["left"]) for each in lag["replicas"])
 
 
 def test_who_says_goodbye_in_the_middle_of_a_release_is_forgotten(
@@ -158,7 +158,7 @@ def test_a_pause_breaks_off_what_a_replica_is_sent_from_far_behind(
         slow.send(ack(received))
         code, text = slow.refusal()
         assert code is grpc.StatusCode.ABORTED
-        said = r"consumer 'predictors' is paused: reconnect \(paused since \S+ by admin token \(\S+\): nonsense\)"
+        said = r"consumer 'predictors' is paused; reconnect \(paused since \S+ by admin token \(\S+\): nonsense\)"
         assert re.fullmatch(said, text)
         with follow(running, "predictors", "slow", target) as replica:
             lag = wait_for_lag(running, "predictors", lambda lag: lag["replicas"][0]["connected"])

@@ -151,7 +151,7 @@ def test_a_client_without_a_certificate_is_refused_by_grpc_and_not_by_http(
     service: RunningService, pki: Pki
 ) -> None:
     nobody = Endpoint(service.grpc, ca=pki.path("services-ca"))
-    with pytest.raises(ServiceUnavailable, match="may want a certificate of this client: give cert and key"):
+    with pytest.raises(ServiceUnavailable, match="may need a client certificate: set cert and key"):
         checked(nobody)
     assert fetch_lag(replace(nobody, http=service.http), "predictors")["state"]
 
@@ -166,7 +166,7 @@ def test_a_foreign_certificate_is_refused(service: RunningService, pki: Pki) -> 
 def test_another_ca_is_not_believed(service: RunningService, pki: Pki) -> None:
     pki.path("services-ca").write_bytes(trustme.CA().cert_pem.bytes())
     for address in (service.grpc, service.http):
-        with pytest.raises(ServiceUnavailable, match="its certificate is not from the CA that was given"):
+        with pytest.raises(ServiceUnavailable, match="its certificate is not from a CA that this client trusts"):
             ask(pki.endpoint(address))
 
 
@@ -214,13 +214,13 @@ def test_an_expired_certificate_is_said_to_be_on_both_sides(tmp_path: Path, pki:
 
 
 def test_plain_text_and_tls_find_each_other_out(tmp_path: Path, service: RunningService, pki: Pki) -> None:
-    with pytest.raises(ServiceUnavailable, match="it may speak TLS there: give its CA"):
+    with pytest.raises(ServiceUnavailable, match="this port may need TLS: set ca"):
         checked(Endpoint(service.grpc))
-    with pytest.raises(ServiceUnavailable, match="it may speak TLS there"):
+    with pytest.raises(ServiceUnavailable, match="this port may need TLS"):
         fetch_lag(service.http.replace("https", "http"), "predictors")
     with RunningService(tmp_path / "plain") as plain:
         for address in (plain.grpc, plain.http.replace("http", "https")):
-            with pytest.raises(ServiceUnavailable, match="it does not speak TLS there"):
+            with pytest.raises(ServiceUnavailable, match="this port does not use TLS"):
                 ask(pki.endpoint(address))
 
 
@@ -244,7 +244,7 @@ def test_the_ca_of_the_service_is_renewed_on_both_sides(service: RunningService,
         pki.services = trustme.CA()
         pki.issue_service()
         for address in (service.grpc, service.http):
-            until("not from the CA that was given", partial(asked, pki, address))
+            until("not from a CA that this client trusts", partial(asked, pki, address))
         before = service.grpc, service.http
         service.stop()
         service.options = replace(
@@ -253,7 +253,7 @@ def test_the_ca_of_the_service_is_renewed_on_both_sides(service: RunningService,
             http_port=int(before[1].rpartition(":")[2]),
         )
         service.start()
-        until("not from the CA that was given", lambda: replica.connection)
+        until("not from a CA that this client trusts", lambda: replica.connection)
         pki.write_cas()
         replica.wait_for(trainer.change(3), WAIT)
         ask_both(service, pki)
@@ -316,7 +316,7 @@ def test_when_certificates_expire_is_a_metric_and_an_open_key_a_warning(
     [
         ("service", "service.pem: No such file or directory"),
         ("client", "is not the key of the certificate"),
-        ("text", "no certificates in PEM"),
+        ("text", "expected certificates in PEM"),
     ],
 )
 def test_files_that_are_not_sound_at_the_start_are_one_clear_error(
@@ -394,7 +394,7 @@ def test_tls_of_before_1_2_is_not_spoken(service: RunningService, pki: Pki) -> N
 
 def test_files_of_a_client_that_cannot_be_used_are_refused_at_once(pki: Pki) -> None:
     pki.path("client-key").write_bytes(pki.path("service-key").read_bytes())
-    with pytest.raises(InvalidInput, match="the key is not that of the certificate"):
+    with pytest.raises(InvalidInput, match="the key does not belong to the certificate"):
         Admin(pki.endpoint("https://localhost:1"))
     with pytest.raises(InvalidInput, match="No such file"):
         Admin(Endpoint("https://localhost:1", ca=pki.path("none")))
@@ -438,7 +438,7 @@ def test_a_certificate_has_its_roles_on_both_ports(tmp_path: Path, pki: Pki) -> 
             Admin(reader).pause_consumer("probes")
         pki.issue_client("stranger.example")
         for ask in (lambda: Admin(reader).consumers(), lambda: fetch_lag(reader, "predictors")):
-            with pytest.raises(NotPermitted, match="role read is needed"):
+            with pytest.raises(NotPermitted, match="role read is required"):
                 ask()
-        with pytest.raises(NotPermitted, match="role read is needed"):
+        with pytest.raises(NotPermitted, match="role read is required"):
             fetch_lag(Endpoint(service.http, ca=pki.path("services-ca")), "predictors")

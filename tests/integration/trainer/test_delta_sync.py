@@ -20,7 +20,6 @@ from deltasync.client import Admin, CallbackTarget, Endpoint, NumpyTarget, Relea
 from deltasync.core.position import Position
 from deltasync.core.tables import FREE_ID
 from deltasync.trainer.sync import DeltaSync, SyncOptions
-from deltasync.trainer.tracking import Tracker
 from deltasync.trainer.tracking.update_gate import UpdateGate
 
 
@@ -78,9 +77,9 @@ def test_rows_on_their_way_from_a_gpu_are_published_once_they_have_arrived(
     service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, target, over = linear(), NumpyTarget(), threading.Event()
-    monkeypatch.setattr(Tracker, "on_gpu", True)
     monkeypatch.setattr(UpdateGate, "arrival", lambda _: Arrival(over))
     with delta_sync(service, model) as sync, subscriber(service, target) as replica:
+        sync.tracker.on_gpu = True
         sealed, absorbed = counted_ahead(sync, model), sync.stats.absorbed
         change(model)
         launched = copy.deepcopy(model)
@@ -100,9 +99,9 @@ def test_what_is_on_its_way_when_publishing_is_given_up_is_dropped(
     service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, over = linear(), threading.Event()
-    monkeypatch.setattr(Tracker, "on_gpu", True)
     monkeypatch.setattr(UpdateGate, "arrival", lambda _: Arrival(over))
     sync = delta_sync(service, model)
+    sync.tracker.on_gpu = True
     sealed = counted_ahead(sync, model)
     change(model)
     sync.step()

@@ -26,7 +26,7 @@ from deltasync.client import NumpyTarget
 from deltasync.trainer.prometheus import TrainerCollector, serve_metrics
 from deltasync.trainer.scalars import SUMS, ScalarOptions, Scalars, TensorBoard
 from deltasync.trainer.sync import DeltaSync, SyncOptions
-from deltasync.trainer.sync_metrics import COUNTERS, GAUGES
+from deltasync.trainer.sync_options import COUNTERS, GAUGES
 
 WAIT = 20.0
 
@@ -129,7 +129,7 @@ def test_a_number_that_is_none_is_logged_once_and_the_others_are_told(
             step(sync, scalars, told, loss=loss, learning_rate=0.1)
     assert [numbers.get("loss") for _, numbers in told.calls] == [None, None, 1.0]
     assert all(numbers["learning_rate"] == 0.1 and "version" in numbers for _, numbers in told.calls)
-    assert caplog.text.count("number 'loss' has failed: only one element tensors") == 1
+    assert caplog.text.count("number 'loss' failed: only one element tensors") == 1
 
 
 def test_what_is_told_is_what_a_tensor_held_then(sync: DeltaSync) -> None:
@@ -159,7 +159,7 @@ def test_a_callback_that_hangs_is_waited_for_no_longer_than_asked_and_what_is_le
     began = time.monotonic()
     scalars.close()
     assert time.monotonic() - began < WAIT / 2
-    assert caplog.messages == ["scalars: callback 1 (Told) takes more than 0.1 s: 2 steps are left untold: 1, 2"]
+    assert caplog.messages == ["scalars: callback 1 (Told) takes more than 0.1 s: 2 steps are not reported: 1, 2"]
     assert not told.closed, "it is still in use"
     told.goes_on.set()
 

@@ -17,7 +17,7 @@ def service(
         yield running
     said = [record.getMessage() for record in caplog.get_records("call")]
     assert not [each for each in said if "holds other rows" in each]
-    assert not [each for each in said if "has stopped" in each]
+    assert not [each for each in said if "stopped: " in each]
 
 
 @pytest.fixture

@@ -179,7 +179,7 @@ def test_who_waits_for_a_version_is_told_of_one_that_changed_nothing_it_follows(
             assert replica.version == head
         assert len(target.releases) == 2
         assert replica.wait_for(head.number, WAIT) == target.releases[-1].position == replica.held
-        with pytest.raises(TimeoutError, match=f"holds version {head.number}, not"):
+        with pytest.raises(TimeoutError, match=f"is at version {head.number}, not"):
             replica.wait_for(Position(head.history, head.number + 1), 0)
 
 

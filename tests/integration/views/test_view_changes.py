@@ -164,7 +164,7 @@ def test_a_table_that_comes_later_and_cannot_be_sent_keeps_no_other_table_back(
     service: RunningService, admin: Admin
 ) -> None:
     """Nor another consumer, nor a replica that joins; the lag says which table it is, and what to do."""
-    tables, why = [*TABLES, TableSpec("odd", 10, 5)], "table 'odd' has dim 5, and value type int8-tbe takes"
+    tables, why = [*TABLES, TableSpec("odd", 10, 5)], "table 'odd' has dim 5, value type int8-tbe needs"
     admin.create_consumer("tbe", "clicks", Policy(value_type=ValueType.INT8_TBE))
     target, joining, other = Recorder(), Recorder(), Recorder()
     with follow(service, "tbe", "a", target), follow(service, "predictors", "b", other):

@@ -51,7 +51,7 @@ def test_what_comes_in_is_bounded_by_streams_and_messages() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"streams": 0}, "limit streams: 0, expected a whole number from 1 on"),
+        ({"streams": 0}, "limit streams: 0, expected a whole number of at least 1"),
         ({"streams": True}, "limit streams: True, expected"),
         ({"streams": "3"}, "limit streams: '3', expected"),
         ({"colours": 3}, "unknown limit 'colours'; limits: models, "),

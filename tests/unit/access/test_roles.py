@@ -70,7 +70,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_file_that_is_not_there_is_one_to_be_made(tmp_path: Path) -> None:
-    said = r"roles\.toml: there is no such roles file: `deltasync tokens` makes one"
+    said = r"roles\.toml: no such roles file; create one with `deltasync tokens`"
     with pytest.raises(InvalidInput, match=said):
         read_roles(tmp_path / "roles.toml")
 

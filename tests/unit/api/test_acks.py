@@ -8,8 +8,7 @@ import pytest
 from tests.support.local_model import LocalModel
 from tests.support.view_scenarios import USER, changed, run
 
-from deltasync.api.sent_releases import AHEAD, Acked, SentRelease, SentReleases, check_ack
-from deltasync.api.subscribe import DeliveryTimes
+from deltasync.api.acks import AHEAD, Acked, DeliveryTimes, SentRelease, SentReleases, check_ack
 from deltasync.base.clock import steady_ns
 from deltasync.base.errors import InvalidInput
 from deltasync.consumers.consumer import Consumer, Replica

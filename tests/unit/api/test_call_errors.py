@@ -42,7 +42,7 @@ def test_details_and_folders_are_told_to_those_who_may_read() -> None:
     errors = [NotFound("no model 'x'", detail="; models: a, b"), StorageFailed("/data/log: 5 bytes free")]
     assert [message_of(each) for each in errors] == [
         "no model 'x'",
-        "the service cannot keep this now; its log says why",
+        "the service cannot store this; see its log",
     ]
     before = CALL.set(READER)
     try:

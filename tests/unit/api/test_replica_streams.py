@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.local_service import join, publish, run, send
-from tests.support.wire import USER, WHOLE, ack, full_part, part, random_rows, subscribe_open
+from tests.support.wire import USER, WHOLE, ack, decoded, full_part, part, random_rows, subscribe_open
 
-from deltasync.api import subscribe
+from deltasync.api import acks
+from deltasync.api.process import streams_of
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.base.errors import DeltasyncError, NotFound, ServiceUnavailable, Superseded
 from deltasync.core.policy import Policy
@@ -19,7 +20,7 @@ from deltasync.model import releases
 from deltasync.model.releases import copied
 from deltasync.service.service import Service
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.row_messages import decode_rows, serialized
+from deltasync.wire.row_messages import serialized
 
 
 async def nothing() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
@@ -33,7 +34,7 @@ def test_one_that_was_replaced_or_deleted_says_nothing_more_and_moves_no_offset(
 ) -> None:
     async def scenario(service: Service) -> None:
         registry, consumer = service.registry, await service.consumers.create("predictors", "clicks", Policy())
-        responses = ReplicaStream(service, subscribe_open().open).run(nothing())
+        responses = ReplicaStream(streams_of(service), subscribe_open().open).run(nothing())
         await anext(responses)  # Progress, which is still being sent.
         await publish(service)
         if now == "replaced":
@@ -56,7 +57,7 @@ FLOOD = 10_000
 
 def test_a_flood_of_acks_stays_with_who_sends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not read, gRPC does not take from the peer either."""
-    monkeypatch.setattr(subscribe, "_PACE_SECONDS", 3600.0)
+    monkeypatch.setattr(acks, "_PACE_SECONDS", 3600.0)
     read = 0
 
     async def flood() -> AsyncIterator[subscribe_pb2.SubscribeRequest]:
@@ -69,7 +70,7 @@ def test_a_flood_of_acks_stays_with_who_sends_it(tmp_path: Path, monkeypatch: py
     async def scenario(service: Service) -> None:
         await send(await join(service), full_part(1, random_rows(0), WHOLE))
         await service.consumers.create("predictors", "clicks", Policy())
-        responses = ReplicaStream(service, subscribe_open().open).run(flood())
+        responses = ReplicaStream(streams_of(service), subscribe_open().open).run(flood())
         for _ in range(2):  # That it is opened, and the release.
             await anext(responses)
         for _ in range(100):
@@ -104,11 +105,11 @@ def test_rows_of_a_large_release_are_read_as_the_replica_takes_them(
         session = await publish(service)
         await service.consumers.create("predictors", "clicks", Policy())
         requests = asyncio.Queue[subscribe_pb2.SubscribeRequest]()
-        responses = ReplicaStream(service, subscribe_open(budget=1).open).run(acks_of(requests))
+        responses = ReplicaStream(streams_of(service), subscribe_open(budget=1).open).run(acks_of(requests))
         assert message_of(await anext(responses)).HasField("opened")
         rows, received, taken = np.zeros((USER.rows, USER.dim), "<f4"), 0, 0
         while not (message := message_of(await anext(responses))).HasField("release_end"):
-            some = decode_rows(message.chunk.rows, WHOLE)
+            some = decoded(message.chunk.rows)
             if message.chunk.rows.slot == 0:
                 rows[some.ids] = some.values
             received += some.nbytes
@@ -138,17 +139,17 @@ def test_a_stream_ends_with_the_reason_where_rows_do_not_fit_their_digests(
         await service.consumers.create("predictors", "clicks", Policy())
         model = service.models["clicks"]
         model.tables[0].rows.view(np.uint8)[15, 0] ^= 1
-        responses = ReplicaStream(service, subscribe_open().open).run(nothing())
+        responses = ReplicaStream(streams_of(service), subscribe_open().open).run(nothing())
         sent = list[int]()
 
         async def take_all() -> None:
             async for response in responses:
-                sent.extend(decode_rows(message_of(response).chunk.rows, WHOLE).ids.tolist())
+                sent.extend(decoded(message_of(response).chunk.rows).ids.tolist())
 
         with pytest.raises(ServiceUnavailable, match=r"model 'clicks' .* reloaded.* in row 15\)") as refused:
             await take_all()
         assert "row 15" not in refused.value.text, "who may not read is not told"
         assert 15 not in sent
-        assert "row 15" in model.failed
+        assert "row 15" in model.tables.failed
 
     run(tmp_path, scenario, release_memory_bytes=0 if large else 1 << 20)

@@ -47,7 +47,7 @@ class Work:
             raise
 
 
-@pytest.mark.parametrize(("end", "said"), [("client", "has hung up"), ("service", "is shutting down; ask again")])
+@pytest.mark.parametrize(("end", "said"), [("client", "hung up"), ("service", "is shutting down; ask again")])
 def test_work_is_cancelled_with_its_client_and_with_the_service(end: str, said: str) -> None:
     async def main() -> None:
         client, draining, work = Client(), asyncio.Event(), Work()

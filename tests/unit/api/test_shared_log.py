@@ -15,5 +15,5 @@ async def test_it_does_not_start_on_the_data_directory_of_a_service_with_a_log_o
     async with opened(tmp_path):
         pass
     options = SharedLogOptions(brokers=BrokerOptions(urls=("nats://127.0.0.1:1",)), process="a")
-    with pytest.raises(InvalidInput, match=r"log/data\.mdb: .* give it another --data-dir"):
+    with pytest.raises(InvalidInput, match=r"log/data\.mdb; .* give another --data-dir"):
         await open_logs(options, tmp_path)

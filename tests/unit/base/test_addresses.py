@@ -35,11 +35,11 @@ def test_what_an_address_says(address: str, host: str, port: int) -> None:
         ("localhost:port", "a port from 1 to 65535"),
         ("localhost:\u0661", "a port from 1 to 65535"),
         ("::1:50051", "IPv6 in brackets"),
-        ("[localhost]:50051", "no name and no address"),
-        ("[::1:50051", "no name and no address"),
-        ("local host:50051", "no name and no address"),
-        ("a/b:50051", "no name and no address"),
-        ("user@host:50051", "no name and no address"),
+        ("[localhost]:50051", "neither a name nor an IP address"),
+        ("[::1:50051", "neither a name nor an IP address"),
+        ("local host:50051", "neither a name nor an IP address"),
+        ("a/b:50051", "neither a name nor an IP address"),
+        ("user@host:50051", "neither a name nor an IP address"),
     ],
 )
 def test_what_is_no_address_is_refused_with_what_it_should_be(address: str, said: str) -> None:

@@ -104,8 +104,8 @@ def test_what_is_no_level_is_refused(wrong: str) -> None:
         parse_levels(wrong)
 
 
-def test_the_readme_lists_all_keys() -> None:
-    section = (SERVICE / "README.md").read_text().partition("### What is logged")[2].partition("\n## ")[0]
+def test_the_page_of_operators_lists_all_keys() -> None:
+    section = (SERVICE / "docs/operating.md").read_text().partition("\n## Logs\n")[2].partition("\n## ")[0]
     listed = {name for line in re.findall(r"(?m)^\| (`.*?) \|", section) for name in re.findall(r"`(\w+)`", line)}
     subjects = {
         keyword.arg

@@ -64,7 +64,7 @@ def test_only_its_owner_touches_an_attribute(
     owner(lambda: setattr(guarded, name, 10))
     assert owner(lambda: getattr(guarded, name)) == 10
     for other in others:
-        with pytest.raises(WrongThread, match=f"Guarded.{name} belongs to the .*, touched by thread"):
+        with pytest.raises(WrongThread, match=f"Guarded.{name} belongs to the .*, but thread .* used it"):
             other(lambda: getattr(guarded, name))
         with pytest.raises(WrongThread):
             other(lambda: setattr(guarded, name, 11))

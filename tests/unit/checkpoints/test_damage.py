@@ -80,9 +80,9 @@ def _regions(path: Path) -> Iterator[int]:
         yield from (0, 20, 22, 30, 53, 54, 55, size // 2, size - 1)
         return
     for start in _chunk_starts(path):
-        header = range(start, start + 32)
-        yield from (*header, start + 33, start + 41, start + 60)
-    # Digests, values, zeros and the checksum, wherever they begin.
+        header = range(start, start + 24)
+        yield from (*header, start + 25, start + 33, start + 60)
+    # The message with the rows and the checksum, wherever they begin.
     yield from range(70, size, 37)
     yield from range(size - 12, size)
 
@@ -184,7 +184,7 @@ def test_rows_that_do_not_fit_their_digests_are_not_loaded(
 
     monkeypatch.setattr(StampedTable, "read", read_unchecked)
     made = world.write()
-    with pytest.raises(CheckpointDamaged, match=f"row {row} of table 'user' does not fit its digest"):
+    with pytest.raises(CheckpointDamaged, match=f"row {row} of table 'user' does not match its digest"):
         loaded(world.store, made)
 
 

@@ -126,10 +126,10 @@ def _rounds_have_different_rows(folder: Path, manifest: Manifest) -> None:
 def _rows_are_those(world: Checkpointed, manifest: Manifest) -> None:
     """What a client reads has the same rows."""
     held = {key: np.zeros_like(rows) for key, (rows, *_) in world.held[manifest.id].items()}
-    for entry, ids, stamps, values in world.store.rows_of(manifest):
-        rows = held[entry.key]
-        rows[ids] = 0 if values is None else values.view(rows.dtype)
-        assert np.all(stamps < 0) == (values is None)
+    for entry, chunk in world.store.rows_of(manifest):
+        rows = chunk.rows(spec_of_record(entry.record))
+        held[entry.key][rows.ids] = rows.values
+        assert np.all(chunk.stamps < 0) == rows.deleted
     assert all(held[key].tobytes() == rows.tobytes() for key, (rows, *_) in world.held[manifest.id].items())
 
 
@@ -157,7 +157,7 @@ def test_only_what_has_changed_is_written_after_the_base(world: Checkpointed) ->
     assert [each.version for each in second.layers] == [base.version, second.version]
     _, table = world.model.tables["user"]
     layer = replace(second, layers=second.layers[1:])
-    written = [row for entry, ids, *_ in world.store.rows_of(layer) for row in ids.tolist()]
+    written = [row for _, chunk in world.store.rows_of(layer) for row in chunk.ids.tolist()]
     assert written == table.changed_since(base.version).tolist()
 
 
@@ -303,7 +303,9 @@ def _last_turn_bytes(world: Checkpointed, made: Manifest) -> int:
     """Bytes of the last round's rows, as the limit counts them."""
     layer = made.layers[-1]
     last = replace(made, layers=[replace(layer, rounds=layer.rounds[-1:])])
-    return sum(len(ids) * spec_of_record(entry.record).row_bytes for entry, ids, *_ in world.store.rows_of(last))
+    return sum(
+        len(chunk.ids) * spec_of_record(entry.record).row_bytes for entry, chunk in world.store.rows_of(last)
+    )
 
 
 def test_memory_is_taken_on_the_thread_that_writes(

@@ -321,7 +321,7 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(
 ) -> None:
     made = world.write()
     unreadable.add(tmp_path / "checkpoints" / made.files[0].name)
-    with pytest.raises(PlaceFailed, match=f"{made.files[0].name} cannot be read: .*system's log"):
+    with pytest.raises(PlaceFailed, match=f"{made.files[0].name} cannot be read: .*system log"):
         loaded(world.store, made)
     ((problem),) = world.store.verify()
     assert "cannot be read now" in problem
@@ -409,7 +409,7 @@ def test_a_model_that_is_removed_leaves_nothing(
         (errno.ENOSPC, "make room"),
         (errno.EROFS, "read-only"),
         (errno.EACCES, "access"),
-        (errno.EIO, "system's log"),
+        (errno.EIO, "system log"),
     ],
 )
 def test_a_disk_that_refuses_is_named_with_the_remedy(
@@ -438,7 +438,7 @@ def _files(folder: Path) -> set[Path]:
 
 def test_a_folder_that_is_a_file_is_named(world: Checkpointed, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(PlaceFailed, match="move away the file"):
+    with pytest.raises(PlaceFailed, match="move the file away"):
         world.write()
 
 

@@ -18,7 +18,7 @@ def test_what_is_made_is_what_both_sides_take(tmp_path: Path) -> None:
     assert done.exit_code == 2, "an address of mail is no name of a file"
     done = CliRunner().invoke(certs, [str(folder), "--host", "db", "--client", "trainer", "--days", "3"])
     assert done.exit_code == 0, done.output
-    assert "for a try-out, until 2" in done.output
+    assert "for a trial, until 2" in done.output
     pair = {"cert": folder / "service.pem", "key": folder / "service-key.pem"}
     Certificates.read(TlsOptions(**pair, client_ca=folder / "ca.pem"))
     TlsFiles(folder / "ca.pem", folder / "trainer.pem", folder / "trainer-key.pem").credentials()
@@ -45,7 +45,7 @@ def test_nothing_is_written_over(tmp_path: Path, there: str) -> None:
     (tmp_path / there).write_text("mine")
     done = CliRunner().invoke(certs, [str(tmp_path), "--client", "a"])
     assert done.exit_code == 2
-    assert f"{there} is there already" in done.output
+    assert f"{there} exists" in done.output
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(there, "mine")]
 
 
@@ -53,9 +53,9 @@ def test_nothing_is_written_over(tmp_path: Path, there: str) -> None:
     ("arguments", "said"),
     [
         (("--client", "../evil"), "client name '../evil'"),
-        (("--client", "service"), "expected names other than"),
-        (("--client", "a", "--client", "a"), "expected names other than"),
-        (("--host", "not a host\n"), "a name cannot be in a certificate"),
+        (("--client", "service"), "expected distinct names other than"),
+        (("--client", "a", "--client", "a"), "expected distinct names other than"),
+        (("--host", "not a host\n"), "a name is not allowed in a certificate"),
     ],
 )
 def test_names_that_cannot_be_are_refused(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:

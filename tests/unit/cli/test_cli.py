@@ -12,7 +12,7 @@ from deltasync.api.process import ServerOptions, SharedLogOptions
 from deltasync.cli.endpoint_options import operator_options, service_options, suggested
 from deltasync.cli.main import cli
 from deltasync.client import Endpoint
-from deltasync.cluster.member import OwnershipOptions
+from deltasync.cluster.member import ClusterOptions
 from deltasync.consumers.consumer import ConsumerOptions
 from deltasync.cuts.norm_guard import NormLimit
 from deltasync.log.brokers import BrokerOptions
@@ -126,7 +126,7 @@ def test_every_setting_may_be_in_the_file(served: list[ServerOptions], tmp_path:
             max_bytes=8_000_000,
         ),
         process="sync-0", grpc="sync-0:1", http="http://sync-0:2",
-        ownership=OwnershipOptions(lease_seconds=9), accept_risk=True,
+        ownership=ClusterOptions(lease_seconds=9), accept_risk=True,
     )  # fmt: skip
     assert (kept.checkpoints, kept.checkpoint_seconds) == ("s3://bucket/models", 60)
     assert (kept.keep_checkpoints, kept.keep_checkpoints_seconds) == (5, 86400)
@@ -178,7 +178,7 @@ def test_a_wrong_file_is_an_error_that_says_what(
         (["--consumer", "predictors"], "'predictors': expected NAME=MODEL"),
         (["--limit", "streams"], "'streams': expected NAME=NUMBER"),
         (["--limit", "streams=-1"], "'streams=-1': expected NAME=NUMBER"),
-        (["--limit", "streams=0"], "limit streams: 0, expected a whole number from 1 on"),
+        (["--limit", "streams=0"], "limit streams: 0, expected a whole number of at least 1"),
         (["--limit", "colours=1"], "unknown limit 'colours'; limits: models"),
         (["--checkpoint-bytes", "0"], "--checkpoint-bytes"),
         (
@@ -280,7 +280,7 @@ def test_with_tls_the_default_address_is_of_tls(
 
 def test_an_address_of_plain_text_that_is_given_stays_one(ca: str) -> None:
     done = CliRunner().invoke(cli, ["lag", "--ca", ca, "--service", "http://127.0.0.1:8080"])
-    assert (done.exit_code, "ca is for TLS: say https://" in done.output) == (2, True)
+    assert (done.exit_code, "ca needs TLS: use https://" in done.output) == (2, True)
 
 
 def test_a_command_that_is_suggested_has_the_options_in_use(ca: str, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_backup_by_the_service_needs_an_absolute_path_and_says_so_at_once(
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, ["backup", "monday", "--service", "http://127.0.0.1:1"])
     assert (done.exit_code, f"on this machine it would be {tmp_path}/monday" in done.output) == (2, True)
-    assert "absolute path on the service's machine" in " ".join(
+    assert "absolute path of a folder on the service's machine" in " ".join(
         CliRunner().invoke(cli, ["backup", "--help"]).output.split()
     )
     done = CliRunner().invoke(cli, ["backup", "monday", "--data-dir", "none"])  # Which is of this machine.

@@ -91,7 +91,7 @@ def test_an_update_replaces_the_policy_whole_and_says_so(calls: list[tuple[Any, 
     said = "policy of consumer c: every changed row, in its own type (was top_k=5 rows)\n"
     assert run("consumers", "update", "c") == (0, said)
     assert [call[-1] for call in calls] == [Policy(top_k=5), Policy()]
-    assert "replaces the one it has as a whole" in " ".join(run("consumers", "update", "--help")[1].split())
+    assert "Replace the whole policy of consumer NAME" in " ".join(run("consumers", "update", "--help")[1].split())
 
 
 def test_settings_of_a_policy_may_be_in_the_environment(calls: list[tuple[Any, ...]]) -> None:
@@ -169,7 +169,7 @@ def test_a_consumer_of_flag_and_file_has_the_policy_of_the_file(
     assert served[0].consumers == (ConsumerOptions("d", "m"), ConsumerOptions("c", "m", Policy(top_k=3)))
     code, output = serve_with(tmp_path / "c.toml", content, "--consumer", "c=other")
     assert code == 2
-    assert "consumer 'c' follows model 'other' by --consumer, but 'm' by [consumers.c] of the --config file" in (
+    assert "consumer 'c': model 'other' in --consumer, but 'm' in [consumers.c] of the --config file" in (
         " ".join(output.split())
     )
     assert len(served) == 1
@@ -265,11 +265,11 @@ RANKED = ConsumerLag(
 )
 
 
-@pytest.mark.parametrize(("held", "shown"), [(8.25, "8.25 seconds ago"), (None, "is not known")])
+@pytest.mark.parametrize(("held", "shown"), [(8.25, "8.25 seconds ago"), (None, "unknown")])
 def test_the_lag_says_how_old_the_newest_event_is(held: float | None, shown: str) -> None:
     lag = replace(RANKED, lag=replace(KNOWN, seconds_behind_events=held), head_seconds_behind_events=2.5)
     lines = [" ".join(line.split()) for line in lag_lines(asdict(lag))]
-    newest = "events newest in the newest version: 2.5 seconds ago; in what the last replica holds: "
+    newest = "events newest event in the newest version: 2.5 seconds ago; in the slowest replica: "
     assert newest + shown in lines
 
 
@@ -315,10 +315,10 @@ def test_columns_of_a_lag_stand_under_their_titles() -> None:
 
 def test_what_is_unsent_and_not_known_is_not_told_as_nothing() -> None:
     text = lag_lines(asdict(replace(RANKED, lag=UNKNOWN, offset=8)))
-    assert "unsent      not known before the newest release is applied" in text
+    assert "unsent      unknown until the newest release is applied" in text
     # After a restart, or while no replica is connected.
     text = lag_lines(asdict(replace(RANKED, lag=UNKNOWN, offset=9)))
-    assert "unsent      not known before the next release is made" in text
+    assert "unsent      unknown until the next release is made" in text
 
 
 def test_the_lag_of_a_consumer_without_a_policy_has_nothing_of_releases() -> None:

@@ -101,8 +101,8 @@ def test_a_process_that_has_not_answered_is_named(
     code, out, err = service.run(*command, *form)
     assert (code, out) == (0, before)
     assert [line.partition(",")[0] for line in err.splitlines()] == [
-        "process sync-1 has not answered",
-        "process sync-2 has not answered",
+        "process sync-1 did not answer",
+        "process sync-2 did not answer",
     ]
     service.gone = {0, 1, 2}
     assert service.run(*command, *form)[0] == 1
@@ -172,7 +172,7 @@ def test_a_script_is_told_that_lag_is_not_known_of_all(service: Processes) -> No
     assert service.run(*script)[0] == 0
     service.unowned = ["clicks"]
     code, _, err = service.run(*script)
-    assert (code, err) == (BEHIND, "model clicks is missing: no process that is alive has it\n")
+    assert (code, err) == (BEHIND, "model clicks is missing: no running process owns it\n")
     service.unowned, service.gone = [], {1}
     code, out, err = service.run(*script)
     assert (code, "predictors" in out, "sync-1" in err) == (BEHIND, True, True)
@@ -205,4 +205,4 @@ def test_what_is_watched_says_it_too(service: Processes, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("deltasync.cli.output.time.sleep", sleep)
     code, _, err = service.run("lag", "--watch")
-    assert (code, err.count("process sync-1 has not answered")) == (0, 1)
+    assert (code, err.count("process sync-1 did not answer")) == (0, 1)

@@ -84,11 +84,11 @@ def test_a_file_behind_a_link_is_changed_where_it_is(roles: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "kind", "said"),
     [
-        (("create", "old", "--role", "read"), Contradiction, "there is a token 'old'"),
+        (("create", "old", "--role", "read"), Contradiction, "token 'old' exists"),
         (("create", "new", "--role", "write"), InvalidInput, "role 'write': expected one of publish"),
         (("create", "a b", "--role", "read"), InvalidInput, "token name 'a b'"),
         (("allow", "x\n", "--role", "read"), InvalidInput, "printable"),
-        (("revoke", "nobody"), NotFound, "no token and no certificate 'nobody'; there are: a.example.org, old"),
+        (("revoke", "nobody"), NotFound, "no token and no certificate 'nobody'; existing names: a.example.org"),
     ],
 )
 def test_a_wrong_wish_changes_nothing(
@@ -112,6 +112,6 @@ def test_a_file_that_is_wrong_already_is_not_changed(roles: Path) -> None:
 
 def test_two_changes_at_once_do_not_undo_each_other(roles: Path) -> None:
     roles.with_name("roles.toml.new").write_text("")
-    with pytest.raises(Contradiction, match="somebody else"):
+    with pytest.raises(Contradiction, match="another process"):
         run("create", "new", "--role", "read", "--roles", roles)
     assert not roles.exists()

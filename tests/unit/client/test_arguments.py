@@ -40,7 +40,7 @@ def replace(options: Any, name: str, value: object) -> Any:
 
 SUBSCRIBER, PUBLISHER = "Subscriber(options, target): ", "Publisher(options, tables, shards): "
 TARGETS = (
-    "expected an object that takes releases: NumpyTarget(), KeyedTarget(), TorchTarget(model) for a torch module, "
+    "expected a target: NumpyTarget(), KeyedTarget(), TorchTarget(model) for a torch module, "
     "CallbackTarget(function) for a function"
 )
 SYNC = "DeltaSync(model, options): "

@@ -222,7 +222,7 @@ def test_rows_that_do_not_fit_their_digests_are_damage_until_they_come_again(
 
     expected = {"user": checksum_of(right.ids, values)}
     assert told(damaged) != expected
-    assert "table 'user': row 5 came damaged" in caplog.text
+    assert "table 'user': damaged on the way, or written incorrectly by the target: row 5" in caplog.text
     assert told(replace(release, resync=False, rows=[right])) == expected
 
 
@@ -283,7 +283,9 @@ def test_rows_that_a_table_does_not_have_are_refused(ids: list[int]) -> None:
             return np.ones((len(ids), table.dim), table.dtype)
 
     checksums = TargetChecksums(Anything())
-    with pytest.raises(Contradiction, match=f"table 'user' has 9 rows, and was sent rows {ids[0]} to {ids[-1]}"):
+    with pytest.raises(
+        Contradiction, match=f"table 'user' has 9 rows, the release has rows {ids[0]} to {ids[-1]}"
+    ):
         checksums.after(release_of(np.ones((len(ids), 2), "<f4"), ids))
 
 

@@ -55,9 +55,7 @@ def test_an_hour_without_a_service_has_few_lines(clock: Clock, caplog: pytest.Lo
     failed(link, clock, times=720)
     lines = [each.getMessage() for each in caplog.records]
     assert len(lines) == 6
-    assert lines[0].startswith(
-        "rank 0 has not been connected for 0.0 s, 1 attempt failed; the next one is in 5.00"
-    )
+    assert lines[0].startswith("rank 0 has been disconnected for 0.0 s, 1 attempt failed, next attempt in 5.00")
     assert "for 3000.0 s, 601 attempts" in lines[-1]
     link.note_connected()
     assert caplog.records[-1].getMessage() == "rank 0 is connected again, after 3600.0 s and 720 failed attempts"
@@ -89,8 +87,8 @@ CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.
 @pytest.mark.parametrize(
     ("details", "tls", "certificate", "said"),
     [
-        (CLOSED, False, False, "it may speak TLS there"),
-        (CLOSED, True, False, "it may want a certificate of this client"),
+        (CLOSED, False, False, "this port may need TLS"),
+        (CLOSED, True, False, "it may need a client certificate"),
         (CLOSED, True, True, "it may refuse this client's certificate"),
         ("Socket closed", True, True, ""),
         (
@@ -100,17 +98,17 @@ CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.
             "nothing listens there",
         ),
         ("[Errno 111] Connection refused", False, False, "nothing listens there"),
-        ("[Errno -3] Temporary failure in name resolution", False, False, "is the name of its host right"),
-        ("[Errno -2] Name or service not known", False, False, "is the name of its host right"),
+        ("[Errno -3] Temporary failure in name resolution", False, False, "is its host name right"),
+        ("[Errno -2] Name or service not known", False, False, "is its host name right"),
         (
             "errors resolving a:1: address lookup failed for a:1: Domain name not found",
             False,
             False,
-            "is the name",
+            "is its host name",
         ),
         ("[SSL: TLSV1_ALERT_UNKNOWN_CA] tlsv1 alert unknown ca", True, True, "it may refuse this client's"),
         ("CERTIFICATE_VERIFY_FAILED: certificate has expired", True, False, "has expired"),
-        ("CERTIFICATE_VERIFY_FAILED: self signed certificate", True, False, "give its ca"),
+        ("CERTIFICATE_VERIFY_FAILED: self signed certificate", True, False, "set ca to the file"),
     ],
 )
 def test_what_is_known_is_said(details: str, tls: bool, certificate: bool, said: str) -> None:

@@ -263,7 +263,7 @@ def test_a_writer_that_waits_for_long_says_for_whom(
             gate.until_waiting()
     assert seen == ["writer"]
     (said,) = [each.message for each in caplog.records]
-    assert said.endswith(f"and waits on: they came in from a thread that has ended, {name}")
+    assert said.endswith(f"and still waits; their threads: a thread that has ended, {name}")
 
 
 @pytest.mark.parametrize("kind", ["reading", "writing"])

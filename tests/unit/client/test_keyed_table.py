@@ -9,8 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.support.examples import stateful
 
 from deltasync.base.errors import InvalidInput
-from deltasync.client.targets.key_index import KeyIndex
-from deltasync.client.targets.keyed_table import KeyedTable
+from deltasync.client.targets.keyed_table import KeyedTable, KeyIndex
 from deltasync.core.rows import Ids, Values
 from deltasync.kernels import keys as key_kernels
 from deltasync.kernels.compiled import Kernel
@@ -125,9 +124,9 @@ def test_what_is_read_is_a_copy() -> None:
         (
             ids([1]),
             np.zeros((1, 3), np.float32),
-            "values of shape [1, 3] and type float32 for 1 keys of a table of 2",
+            "values of shape [1, 3] and type float32: expected [1, 2]",
         ),
-        (ids([1, 2]), np.zeros((1, 2), np.float32), "for 2 keys"),
+        (ids([1, 2]), np.zeros((1, 2), np.float32), "expected [2, 2]"),
         (ids([1]), np.zeros((1, 2), "U1"), "type <U1"),
     ],
 )

@@ -10,7 +10,7 @@ from tests.support.keyed_model import BIAS, CHANGES, ITEM, RAW_IDS, ROWS, TABLES
 from deltasync.base.errors import Contradiction
 from deltasync.client import NumpyTarget, Position, RowBatch, Shard
 from deltasync.client.targets.checksums import TargetChecksums
-from deltasync.client.targets.key_index import KeyIndex
+from deltasync.client.targets.keyed_table import KeyIndex
 from deltasync.client.targets.keyed_target import KeyedTarget, _KeyedCopy
 from deltasync.client.targets.redis_layout import Meta
 from deltasync.client.targets.target import Reads, Release

@@ -18,13 +18,14 @@ from deltasync.client.assembler import ReleaseAssembler, latest_rows
 from deltasync.client.stored_copy import _Seen
 from deltasync.client.targets.checksums import TargetChecksums
 from deltasync.client.targets.keyed_target import KeyedTarget
-from deltasync.core.delivery import Delivery
+from deltasync.core.delivery import Delivery, Mode
 from deltasync.core.digests import row_digests
+from deltasync.core.value_types import ValueType
 from deltasync.model import releases
 from deltasync.model.releases import FrozenRelease, ReleaseChunk
 from deltasync.v1 import subscribe_pb2, tables_pb2
 from deltasync.wire.messages import delivery_to_message
-from deltasync.wire.row_messages import release_chunk
+from deltasync.wire.row_messages import Columns, ReceivedRows, read_response, rows_pieces
 
 BUDGET = 1 << 20
 
@@ -54,7 +55,10 @@ class Replica:
 
     def take(self, chunks: list[ReleaseChunk]) -> None:
         for chunk in chunks:
-            self._assembler.add(subscribe_pb2.SubscribeResponse.FromString(chunk.message).chunk.rows)
+            received = read_response(chunk.message)
+            assert isinstance(received, ReceivedRows)
+            for slot, columns in received.rows:
+                self._assembler.add(slot, columns)
             if part := self._assembler.part():
                 self.parts += 1
                 self._apply(part)
@@ -229,12 +233,26 @@ def test_rows_are_checked_against_the_digests_that_they_came_with() -> None:
     message = delivery_to_message(Delivery.unchanged(table))
     assembler.begin(subscribe_pb2.SubscribeOpened(model="clicks", tables=[message]))
     rows = RowBatch.of_table(table, np.arange(9), np.ones((9, 3), "<f4")).digested()
-    sent = subscribe_pb2.SubscribeResponse.FromString(release_chunk(0, rows)).chunk.rows
-    assembler.add(sent)
+    sent = b"".join(rows_pieces(rows))
+    assembler.add(0, Columns.read(memoryview(sent)))
     (found,) = assembler.end(subscribe_pb2.ReleaseEnd(rows=9)).rows
     assert found.digests is not None
     assert rows.digests is not None
     assert found.digests.tolist() == rows.digests.tolist()
-    sent.rows.values = sent.rows.values[:-1] + b"\0"
-    with pytest.raises(Damaged, match="1 of 9 rows do not fit their digests, the first of them row id 8"):
-        assembler.add(sent)
+    with pytest.raises(Damaged, match="1 of 9 rows do not match their digests, first row id 8"):
+        assembler.add(0, Columns.read(memoryview(sent[:-1] + b"\0")))
+
+
+def test_decoded_rows_keep_no_message_in_memory() -> None:
+    table = TableSpec("a", 9, 4)
+    for value_type in ValueType:
+        delivery = Delivery(table, value_type, Mode.EMBEDDINGS)
+        assembler = ReleaseAssembler(BUDGET, set())
+        opened = subscribe_pb2.SubscribeOpened(model="clicks", tables=[delivery_to_message(delivery)])
+        assembler.begin(opened)
+        encoded = delivery.encode(np.ones((9, 4), "<f4"))
+        sent = b"".join(rows_pieces(RowBatch.of_table(delivery.wire_spec, np.arange(9), encoded).digested()))
+        assembler.add(0, Columns.read(memoryview(sent)))
+        (rows,) = assembler.end(subscribe_pb2.ReleaseEnd(rows=9)).rows
+        views = [np.may_share_memory(each, np.frombuffer(sent, np.uint8)) for each in (rows.ids, rows.values)]
+        assert views[0] == views[1], value_type

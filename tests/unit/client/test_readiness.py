@@ -151,23 +151,23 @@ def fresh(seconds_ago: float, limit: float | None, now: int = 100 * SECOND) -> D
 
 
 def test_a_replica_is_ready_within_its_limit_and_not_beyond() -> None:
-    assert fresh(10, 10) == Decision(True, "what it holds was the newest 10.0 s ago, the limit is 10 s")
-    assert fresh(10.1, 10) == Decision(False, "what it holds was the newest 10.1 s ago, the limit is 10 s")
+    assert fresh(10, 10) == Decision(True, "its rows were the newest 10.0 s ago, the limit is 10 s")
+    assert fresh(10.1, 10) == Decision(False, "its rows were the newest 10.1 s ago, the limit is 10 s")
     assert fresh(50, 60).yes, "what it held when it started is young enough"
 
 
 def test_without_a_limit_it_has_to_hold_the_newest_once() -> None:
-    assert fresh(9, None) == Decision(True, "it has held the newest since it was started")
+    assert fresh(9, None) == Decision(True, "it has caught up since it started")
     assert not fresh(11, None).yes
 
 
 def test_what_keeps_it_from_being_ready_is_said() -> None:
     new = Evidence(started_ns=0)
-    assert decide(new, 1) == Decision(False, "it has not reached the service yet")
+    assert decide(new, 1) == Decision(False, "it has not yet connected to the service")
     ready = new.holding(0)
     assert decide(ready, 1).yes
     assert decide(replace(ready, wrong=("user", "item")), 1) == Decision(
-        False, "its rows are not those that it was sent in item, user"
+        False, "its rows differ from the service's in item, user"
     )
     assert decide(replace(ready, ended="its subscriber was closed"), 1) == Decision(
         False, "its subscriber was closed"
@@ -219,7 +219,7 @@ def test_each_change_is_told_once_and_the_end_too() -> None:
         readiness.holds(clock())
     assert told.next().yes
     readiness.differs(["user"])
-    assert told.next().reason == "its rows are not those that it was sent in user"
+    assert told.next().reason == "its rows differ from the service's in user"
     readiness.differs([])
     assert told.next().yes
     readiness.end("it has failed")
@@ -277,7 +277,7 @@ def test_what_a_callback_raises_is_logged_and_the_next_change_is_told(caplog: py
     assert not told.next().yes
     readiness.close()
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert [record.getMessage() for record in errors] == ["replica a: on_readiness has failed"] * 2
+    assert [record.getMessage() for record in errors] == ["replica a: on_readiness failed"] * 2
     assert "no room in the load balancer" in caplog.text
 
 
@@ -301,7 +301,7 @@ def test_a_callback_may_ask_and_end_it() -> None:
 
 def test_waiting_ends_when_it_is_ready_has_ended_or_lasts_too_long() -> None:
     readiness = Readiness("a", None, Clock())
-    assert readiness.wait(0) == Decision(False, "it has not reached the service yet")
+    assert readiness.wait(0) == Decision(False, "it has not yet connected to the service")
     threading.Thread(target=lambda: readiness.holds(100 * SECOND)).start()
     assert readiness.wait(WAIT).yes
     readiness.differs(["user"])

@@ -73,7 +73,7 @@ def test_a_callback_is_given_the_release() -> None:
 def test_ids_without_values_are_refused(target: NumpyTarget | TorchTarget) -> None:
     norms = RowBatch.of_table(USER, np.array([1]), np.empty((1, 0), "<f4"), np.ones(1, np.float32))
     release = dataclasses.replace(release_of(1, resync=True), rows=[norms])
-    with pytest.raises(Contradiction, match="take them with a CallbackTarget"):
+    with pytest.raises(Contradiction, match="use a CallbackTarget"):
         target.apply(release)
 
 

@@ -77,7 +77,7 @@ def test_a_table_without_a_place_is_an_error_that_names_it_and_what_to_do() -> N
     names = ", ".join(repr(table.name) for table in more)
     assert f"tables {names}: the module has no parameter or buffer of that name." in str(refused.value)
     assert all(str(refused.value).count(table.name) == 1 for table in more)
-    assert "leave them out by their names: TorchTarget(module, leave_out=[...])" in str(refused.value)
+    assert "leave them out: TorchTarget(module, leave_out=[...])" in str(refused.value)
     assert USER.name not in str(refused.value)
     assert (model.state(), target.bound()) == (before, frozenset())
 
@@ -135,7 +135,7 @@ def test_a_module_around_the_model_is_told_to_pass_the_model(
 def test_a_part_that_lacks_a_table_is_not_recommended() -> None:
     shop = dataclasses.replace(USER, name="sparse.embedding_bags.shop")
     release = release_of(1, *(rows_of(each, 2) for each in (USER, ITEM, shop)), resync=True)
-    with pytest.raises(NotFound, match="give the target a module with places for them"):
+    with pytest.raises(NotFound, match="use a module with places for them"):
         TorchTarget(Wrapper(Model())).apply(release)
 
 
@@ -161,7 +161,7 @@ def test_what_is_left_out_by_name_stays_as_it_is() -> None:
 def test_a_pattern_that_no_table_fits_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     TorchTarget(Model(), leave_out=["*.usre", "*.user"]).apply(release_of(1, rows_of(USER, 2), resync=True))
     assert [record.message for record in caplog.records if "leave_out" in record.message] == [
-        "leave_out: no table fits *.usre"
+        "leave_out: no table matches *.usre"
     ]
 
 
@@ -196,7 +196,7 @@ def test_a_module_without_memory_of_its_own_is_an_error() -> None:
     with pytest.raises(Contradiction, match="on the meta device"):
         TorchTarget(Model().to("meta")).apply(release_of(1, rows_of(USER, 2), resync=True))
     strided = nn.ParameterDict({"user": nn.Parameter(torch.zeros(8, 5).t())})
-    with pytest.raises(Contradiction, match="does not lie in memory row by row"):
+    with pytest.raises(Contradiction, match="that is not contiguous"):
         TorchTarget(strided).apply(release_of(1, rows_of(USER, 2), resync=True))
 
 
@@ -265,10 +265,10 @@ def test_training_mode_is_warned_of_where_a_forward_would_change_state(
     """Again with every repair: what something else has changed is often this."""
     model = Model()
     mean = TableSpec("norm.running_mean", 1, 3, kind=TableKind.BUFFER)
-    target, said = TorchTarget(model), "in training mode, in which a forward may change"
+    target, said = TorchTarget(model), "in training mode, where a forward may change"
     release = release_of(1, rows_of(USER, 1), rows_of(mean, 1), resync=True)
     target.apply(release)
-    assert f"{said} what follows the trainer: norm; call eval()" in caplog.text
+    assert f"{said} synchronised values: norm; call eval()" in caplog.text
     caplog.clear()
     target.apply(release_of(2, rows_of(mean, 2), tables=[USER, mean]))
     assert caplog.records == []
@@ -288,8 +288,7 @@ def test_state_that_no_table_brings_is_warned_of_by_name_once(caplog: pytest.Log
     target.apply(release_of(1, *(rows_of(table, 1) for table in tables), resync=True))
     target.apply(release_of(2, rows_of(USER, 2)))
     assert [record.message for record in caplog.records] == [
-        "no table brings these of the module, which stay as they are: "
-        "norm.running_mean, norm.running_var, norm.num_batches_tracked"
+        "no table updates these parts of the module: norm.running_mean, norm.running_var, norm.num_batches_tracked"
     ]
 
 
@@ -308,8 +307,8 @@ def test_tables_that_come_later_and_have_no_place_leave_the_rest_going(caplog: p
     assert set(target.tables()[USER.name].flatten().tolist()) == {3}
     assert (target.read(shop, np.arange(1)), target.read(grown, np.arange(1))) == (None, None)
     assert [record.levelno for record in caplog.records] == 2 * [logging.WARNING]
-    assert f"not followed: table {grown.name!r} is 9 x 8" in caplog.text
-    assert f"not followed: table {shop.name!r}: the module has no" in caplog.text
+    assert f"not updated: table {grown.name!r} is 9 x 8" in caplog.text
+    assert f"not updated: table {shop.name!r}: the module has no" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -325,12 +324,12 @@ def test_a_later_table_takes_nobodys_place(first: str, later: str, caplog: pytes
     target.apply(release_of(2, rows_of(bias, 2), rows_of(other, 9)))
     assert target.bound() == {first}
     assert model.norm.bias.tolist() == [2, 2, 2]
-    assert f"not followed: tables {first}, {later} fit one place, norm.bias" in caplog.text
+    assert f"not updated: tables {first}, {later} all fit norm.bias" in caplog.text
 
 
 def test_tables_that_end_alike_are_refused_where_none_has_the_very_name() -> None:
     both = [TableSpec(f"{name}.norm.bias", 1, 3, kind=TableKind.PARAMETER) for name in ("tower", "other")]
-    with pytest.raises(Contradiction, match=r"fit one place, norm\.bias"):
+    with pytest.raises(Contradiction, match=r"all fit norm\.bias"):
         TorchTarget(Model()).apply(release_of(1, *(rows_of(each, 1) for each in both), resync=True))
 
 

@@ -149,7 +149,7 @@ def test_rounding_that_no_policy_asks_for_is_refused(dtype: torch.dtype, sent: V
         has = f"the module has {name}{'.weight' * (name == 'user')} of shape"
         assert f"table {name!r} is" in str(refused.value)
         assert has in str(refused.value)
-    assert f"type {dtype}: let the consumer's policy say value_type {advised}" in str(refused.value)
+    assert f"type {dtype}: set value_type {advised} in the consumer's policy" in str(refused.value)
     assert all(torch.equal(bits(tensor), bits(before[name])) for name, tensor in model.state_dict().items())
 
 

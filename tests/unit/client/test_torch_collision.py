@@ -368,12 +368,12 @@ WITHOUT_ITS_TABLE = [dataclasses.replace(USER, dim=9), MAP]
         (
             lambda: model_of(hashing()),
             lambda: {"ranges": ranges_of(2, 100)},
-            f"unknown ids take rows [5, 11] in the trainer, in module {MODULE} those that they hash to",
+            f"unknown ids get rows [5, 11] in the trainer, but rows by hash in module {MODULE}",
         ),
         (sorted_model, lambda: {"ranges": {5: (0, 50, 0), 11: (60, 99, 6)}}, "unknown ids from 60 to 99"),
         (sorted_model, lambda: {"ranges": {5: (0, 60, 0), 11: (50, 99, 6)}}, "unknown ids from 50 to 99"),
         (sorted_model, lambda: {"ranges": {5: (0, 60, 6)}}, "of a shard from row 6 on"),
-        (sorted_model, lambda: {"ids": {3: 9}, "tables": WITHOUT_ITS_TABLE}, "is of no use without"),
+        (sorted_model, lambda: {"ids": {3: 9}, "tables": WITHOUT_ITS_TABLE}, "which has no place"),
         (lambda: sorted_model().train(), lambda: {"ids": {3: 9}}, "is in training mode"),
         (
             lambda: model_of(sorting(rows=ROWS + 1), rows=ROWS + 1),
@@ -458,7 +458,7 @@ def test_a_map_without_its_module_is_an_error_that_names_those_there_are() -> No
 def test_a_module_whose_map_no_table_brings_is_an_error_unless_it_is_left_out() -> None:
     """A trainer from before maps were published."""
     release = release_of(1, resync=True, rows={3: 1.0}, tables=[USER])
-    with pytest.raises(NotFound, match=f"no table brings the map {MAP.name}: update the trainer"):
+    with pytest.raises(NotFound, match=f"no table has the map {MAP.name}: update the trainer"):
         TorchTarget(model_of(sorting())).apply(release)
     target = TorchTarget(model_of(sorting()), leave_out=["*.raw_ids"])
     target.apply(release)

@@ -108,7 +108,7 @@ def test_any_releases_give_the_bytes_and_outputs_of_quantising_anew(
 @pytest.mark.usefixtures("among_cpus")
 def test_columns_that_were_quantised_apart_are_refused() -> None:
     module = sharded(quantised(Model()), "column_wise")
-    with pytest.raises(Contradiction, match="is sharded by column in the module, each piece quantised apart"):
+    with pytest.raises(Contradiction, match="so each piece is quantised separately"):
         TorchTarget(module).apply(whole(Model()))
 
 
@@ -150,7 +150,7 @@ def test_a_collection_that_is_replaced_is_not_taken_for_the_one_before() -> None
     target.apply(whole(model))
     before, module.sparse = module.sparse, quantised(with_other_rows(model)).sparse
     table, _ = rows_of(model, ValueType.INT8_TBE)["user"]
-    said = f"table '{table.name}': what was {table.name}.weight has been replaced in the module"
+    said = f"table '{table.name}': {table.name}.weight was replaced in the module"
     with pytest.raises(Contradiction, match=said):
         target.read(table, np.arange(5))
     with pytest.raises(Contradiction, match=said):
@@ -230,13 +230,13 @@ BOTH = "tables 'sparse.embedding_bags.user', 'sparse.embedding_bags.item':"
     ],
 )
 def test_rows_of_another_type_are_refused(bits: int, sent: ValueType, name: str) -> None:
-    said = f"the module's TBE holds int{bits}: let the consumer's policy say value_type int{bits}-tbe"
-    assert refused(quantised(Model(), bits), Model(), sent) == f"{BOTH} rows come as {name}, {said}"
+    said = f"the module's TBE has int{bits}: set value_type int{bits}-tbe in the consumer's policy"
+    assert refused(quantised(Model(), bits), Model(), sent) == f"{BOTH} rows are sent as {name}, {said}"
 
 
 def test_a_tbe_of_other_types_is_refused() -> None:
     module = quantize_embeddings(Model(), dtype=torch.float16, inplace=True)
-    said = "rows come as int8-tbe, the module's TBE holds fp16: quantise the module to int8 or int4"
+    said = "rows are sent as int8-tbe, the module's TBE has fp16: quantise the module to int8 or int4"
     assert refused(module, Model()) == f"{BOTH} {said}"
 
 
@@ -246,14 +246,14 @@ def test_rows_for_a_tbe_are_refused_by_a_float_module() -> None:
     assert (
         "'sparse.embedding_bags.user' is 5 x 16 int8-tbe, the module has sparse.embedding_bags.user.weight" in said
     )
-    assert "torch.float32: quantise the module, or let the consumer's policy say another value_type" in said
+    assert "torch.float32: quantise the module, or set another value_type in the consumer's policy" in said
 
 
 def test_what_only_looks_quantised_is_refused() -> None:
     """The buffers of a collection without the collection: what they are, only the TBE could say."""
     module = quantised(Model()).get_submodule("sparse.embedding_bags")
     for value_type in (ValueType.INT8_TBE, ValueType.FP32):
-        with pytest.raises(Contradiction, match="give the target the whole collection, as it was before"):
+        with pytest.raises(Contradiction, match="pass the whole collection to the target"):
             TorchTarget(module).apply(whole(Model(), value_type))
 
 
@@ -286,15 +286,15 @@ def cached(tbe: Any) -> Any:
     [
         ("weight_initialized", lambda _: False, " has no memory yet: call its initialize_weights()"),
         ("scale_bias_size_in_bytes", lambda _: 8, " has 8 bytes of scale and bias in a row, expected 4"),
-        ("embedding_specs", cached, " keeps rows in MANAGED_CACHING memory; expected HOST or DEVICE"),
-        ("weights_host", lambda tbe: tbe.weights_host[:-200], ": its memory is not as long as its tables"),
-        ("weights_physical_offsets", lambda _: [0, 32, 64], ": its tables lie in one another's memory"),
+        ("embedding_specs", cached, " has rows in MANAGED_CACHING memory; expected HOST or DEVICE"),
+        ("weights_host", lambda tbe: tbe.weights_host[:-200], ": its memory is shorter than its tables"),
+        ("weights_physical_offsets", lambda _: [0, 32, 64], ": its tables overlap in memory"),
         (
             "split_embedding_weights_with_scale_bias",
             columns,
-            " holds rows as torch.uint8 [5, 32], (64, 2) apart; expected bytes [5, 32]: 20 aligned to 16",
+            " has rows as torch.uint8 [5, 32] with strides (64, 2); expected bytes [5, 32]: 20 aligned to 16",
         ),
-        ("kv_embedding_cache", lambda _: object(), " keeps rows by key"),
+        ("kv_embedding_cache", lambda _: object(), " has rows by key"),
         ("weights_host", lambda tbe: tbe.weights_host.to("meta"), " is on the meta device, which cannot be wri"),
         (None, None, " is pruned"),
     ],
@@ -320,7 +320,7 @@ def test_memory_that_is_lost_later_is_not_written() -> None:
     (tbe,) = tbes_of(module)
     before, tbe.weights_host = tbe.weights_host, tbe.weights_host[:-200]
     held = before.clone()
-    with pytest.raises(Contradiction, match="its memory is not as long as its tables"):
+    with pytest.raises(Contradiction, match="its memory is shorter than its tables"):
         target.apply(release_of(2, with_other_rows(model), {"item": np.array([1])}, ValueType.INT8_TBE))
     assert torch.equal(before, held)
 
@@ -414,7 +414,7 @@ def test_rows_that_come_in_another_form_than_before_are_refused() -> None:
     target = TorchTarget(module)
     target.apply(whole(Model(), ValueType.INT8_TBE))
     before, other = tbe_bytes(module), whole(Model(), ValueType.FP32)
-    with pytest.raises(Contradiction, match="let the consumer's policy say value_type int8-tbe"):
+    with pytest.raises(Contradiction, match="set value_type int8-tbe"):
         target.apply(dataclasses.replace(other, position=Position("other", 2)))
     assert tbe_bytes(module) == before
     with target.reading() as reading:

@@ -314,7 +314,7 @@ def training(collection: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (without_preparation, "does not prepare raw ids, which is where they are looked up: make it with"),
+        (without_preparation, "so raw ids are not looked up: construct it with"),
         (dropping, "drops unknown ids .*, and its collection is sharded for inference: serve it unsharded"),
         (training, "is in training mode"),
     ],
@@ -341,12 +341,12 @@ def test_nothing_of_it_stays_as_it_is_nor_is_in_training(form: Any, caplog: pyte
         module.train()
         target.apply(encoded(release_of(2, resync=True)))
     (said,) = warnings_in(caplog)
-    assert said.endswith(f"follows the trainer: {MODULE}; call eval()")
+    assert said.endswith(f"synchronised values: {MODULE}; call eval()")
 
 
 @each_form
 def test_without_the_map_it_is_refused(form: Any) -> None:
-    with pytest.raises(NotFound, match=f"no table brings the map {MAP.name}: update"):
+    with pytest.raises(NotFound, match=f"no table has the map {MAP.name}: update"):
         TorchTarget(form(model_of(sorting()))).apply(encoded(release_of(1, resync=True, tables=[USER])))
 
 
@@ -354,5 +354,5 @@ def test_without_the_map_it_is_refused(form: Any) -> None:
 def test_a_policy_that_comes_to_send_another_type_is_told_what_it_should_say(form: Any) -> None:
     target = TorchTarget(form(model_of(sorting())))
     target.apply(encoded(release_of(1, resync=True, ids={1: 40}, rows={1: 1.0})))
-    with pytest.raises(Contradiction, match="let the consumer's policy say value_type int8-tbe"):
+    with pytest.raises(Contradiction, match="set value_type int8-tbe"):
         target.apply(release_of(2, resync=True, ids={1: 40}, rows={1: 1.0}))

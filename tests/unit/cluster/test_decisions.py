@@ -8,6 +8,7 @@ from deltasync.cluster.bucket import (
     CONSUMER,
     MODEL,
     PROCESS,
+    ClusterState,
     key_of,
     name_of,
     of_claim,
@@ -17,9 +18,8 @@ from deltasync.cluster.bucket import (
     to_consumer,
     to_member,
 )
-from deltasync.cluster.bucket_copy import ClusterState
 from deltasync.cluster.heirs import heir_of, next_after, next_steps, ranked, responsibility_for
-from deltasync.cluster.member import Claim, Member, OwnershipOptions
+from deltasync.cluster.member import Claim, ClusterOptions, Member
 
 names = st.from_regex(NAME_PATTERN, fullmatch=True)
 processes = st.sets(st.sampled_from("abcdefgh"), min_size=1)
@@ -44,13 +44,15 @@ def states(draw: st.DrawFn) -> ClusterState:
         st.sampled_from(["", *"abc"]),
         st.integers(1, 4),
     )
+    own = draw(st.dictionaries(models, st.builds(lambda epoch: claim("a", epoch), st.integers(1, 4))))
     return ClusterState(
         me="a",
         confirmed=draw(st.booleans()),
         members=members(of | {"a"}, draw(st.sets(st.sampled_from("abc")))),
         claims=draw(st.dictionaries(models, some)),
         stored=draw(st.dictionaries(models, some)),
-        own=draw(st.dictionaries(models, st.builds(lambda epoch: claim("a", epoch), st.integers(1, 4)))),
+        own=own,
+        open=[model for model in own if draw(st.booleans())],
         with_log=draw(st.sets(models)),
         waiting=draw(st.sets(models)),
     )
@@ -127,10 +129,10 @@ def test_steps_contradict_neither_each_other_nor_what_is_answered(state: Cluster
     steps = next_steps(state)
     assert not steps.claim.keys() & state.own.keys()
     assert steps.give_up.keys() <= state.own.keys()
-    assert not steps.give_up.keys() & steps.say_again.keys()
-    assert all([*steps.claim.values(), *steps.give_up.values(), *steps.say_again.values()])
+    assert not steps.give_up.keys() & steps.write_again.keys()
+    assert all([*steps.claim.values(), *steps.give_up.values(), *steps.write_again.values()])
     for model in steps.claim:
-        answer = responsibility_for(model, state, is_open=False)
+        answer = responsibility_for(model, state)
         assert not answer.here
         assert answer.owner is None
         assert not state.members["a"].draining
@@ -139,18 +141,16 @@ def test_steps_contradict_neither_each_other_nor_what_is_answered(state: Cluster
         assert not steps.claim
 
 
-@given(states(), st.sampled_from(["m", "n", "o"]), st.booleans())
-def test_what_is_answered_names_another_process_that_is_alive(
-    state: ClusterState, model: str, is_open: bool
-) -> None:
-    answer = responsibility_for(model, state, is_open=is_open)
+@given(states(), st.sampled_from(["m", "n", "o"]))
+def test_what_is_answered_names_another_process_that_is_alive(state: ClusterState, model: str) -> None:
+    answer = responsibility_for(model, state)
     assert answer.reason
     if answer.owner:
         assert not answer.here
         assert answer.owner.process in state.members.keys() - {"a"}
     if answer.here:
         assert state.confirmed
-        assert (model in state.own and is_open) or model not in {*state.own, *state.claims, *state.with_log}
+        assert model in state.open or model not in {*state.own, *state.claims, *state.with_log}
 
 
 @given(claims, claims)
@@ -162,4 +162,4 @@ def test_of_two_claims_all_take_the_same_one_for_the_later(one: Claim, other: Cl
 @pytest.mark.parametrize("wrong", [{"lease_seconds": 0.0}, {"lease_seconds": 1e9}, {"taking_at_once": 0}])
 def test_options_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InvalidInput, match=next(iter(wrong))):
-        OwnershipOptions(**wrong)  # type: ignore[arg-type]
+        ClusterOptions(**wrong)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 from tests.support.owning_process import LEASE_SECONDS, SECOND, Process, World, idle, pass_time
 from tests.unit.support.async_tests import as_test
 
-from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, NotOwner
-from deltasync.base.events import EventKind
+from deltasync.base.errors import Contradiction, DeltasyncError, NotFound, NotOwner, StorageFailed
+from deltasync.base.events import Event, EventKind, EventLog, event_text
 from deltasync.cluster.heirs import heir_of
 from deltasync.cluster.member import Member
 from deltasync.cluster.owners import Alone, Owners
@@ -80,7 +81,7 @@ async def test_two_that_claim_at_once_are_told_who_was_first(world: World) -> No
         await b.ownership.claim(MODEL)
     await a.ownership.claim(MODEL)
     b.bucket.cut = False
-    await b.ownership._ledger.read()
+    await b.beat()
     with pytest.raises(NotOwner):
         await b.ownership.claim(MODEL)
     assert world.log(MODEL).records == [("a", "fence")]
@@ -185,6 +186,28 @@ async def test_one_that_cannot_take_a_model_gives_it_back_and_another_tries(worl
     assert EventKind.MODEL_NOT_TAKEN in kinds(owner)
     await pass_time(world, processes, 4)
     assert sum(each.answers(MODEL) for each in others) == 1
+
+
+@in_world()
+async def test_a_model_that_nobody_can_take_is_logged_once_for_each_reason(world: World) -> None:
+    (process,) = await started(world, "a")
+    process.models.refuses = True
+    lines = list[str]()
+
+    def note(event: Event, _repeats: int) -> None:
+        if event.kind is EventKind.MODEL_NOT_TAKEN:
+            lines.append(event_text(event))
+
+    log = EventLog(lambda: 0.0, note)
+    world.log(MODEL)
+    await pass_time(world, [process], 60)
+    tries = [each for each in process.events if each.kind is EventKind.MODEL_NOT_TAKEN]
+    assert len(tries) > 2
+    for each in tries:
+        log(each)
+    assert lines == ["its takeover failed and is tried again: no space"]
+    log(replace(tries[0], error=StorageFailed("no brokers")))
+    assert lines[1:] == ["its takeover failed and is tried again: no brokers"]
 
 
 @in_world()
@@ -297,6 +320,16 @@ async def test_a_deleted_model_is_taken_by_nobody(world: World) -> None:
 
 
 @in_world()
+async def test_a_process_that_slept_deletes_no_log_of_another_one(world: World) -> None:
+    owner, others = await owned(world)
+    await pass_time(world, others, 3 * LEASE_SECONDS)
+    with pytest.raises(NotOwner):
+        await owner.ownership.forget(MODEL)
+    assert ("forget", MODEL) not in owner.models.said
+    assert any(each.answers(MODEL) for each in others)
+
+
+@in_world()
 async def test_an_entry_that_is_not_understood_is_said_and_hinders_nothing(world: World) -> None:
     owner, others = await owned(world)
     await others[0].bucket.put("model.other", b"{", 0)
@@ -348,7 +381,7 @@ def test_whoever_is_alone_owns_everything_and_can_give_nothing_away() -> None:
         assert list(owners.processes()) == [ME]
         assert not owners.gone()
         await owners.reserve_consumer("fleet", "ads")
-        with pytest.raises(NotFound, match="no other process 'b'"):
+        with pytest.raises(NotFound, match="this process is not in a cluster"):
             await owners.move("ads", "b")
         await owners.drain()
         owners.check("ads")

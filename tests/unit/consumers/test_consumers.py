@@ -63,31 +63,31 @@ def test_there_is_no_lag_before_the_first_cut_and_none_below_zero_by_a_clock_tha
 @pytest.mark.parametrize(
     ("replicas", "lag", "standing", "expected", "said"),
     [
-        ([], NONE, {}, "empty", "no replica subscribes, or is expected back"),
+        ([], NONE, {}, "empty", "no replica has subscribed, and none is expected to return"),
         ([], NONE, {"unpublished": "nothing is published"}, "empty", "nothing is published"),
-        ([replica("a", away=1), replica("b", away=1)], SOME, {}, "away", "none of 2 replicas is connected"),
-        ([replica("a", checked=True)], NONE, {}, "in sync", "the one replica holds the newest version"),
+        ([replica("a", away=1), replica("b", away=1)], SOME, {}, "away", "none of the 2 replicas is connected"),
+        ([replica("a", checked=True)], NONE, {}, "in sync", "the only replica holds the newest version"),
         (
             [replica("a", checked=True), replica("b")],
             NONE,
             {},
             "delivered",
-            "no checksums show yet what is held by b",
+            "not confirmed by checksums yet: b",
         ),
         (
             [replica("a", checked=True, unbound=("t", "u")), replica("b")],
             NONE,
             {},
             "partial",
-            "of the newest version some replicas follow only a part: a lacks t, u",
+            "some replicas hold only some tables of the newest version: a lacks t, u",
         ),
-        ([replica("a", unbound=("t",))], SOME, {"newest_release": 3}, "partial", "; 7 rows are left for later"),
-        ([replica("a")], SOME, {"newest_release": 3}, "delivered", "; 7 rows are left for later"),
+        ([replica("a", unbound=("t",))], SOME, {"newest_release": 3}, "partial", "; 7 rows are postponed"),
+        ([replica("a")], SOME, {"newest_release": 3}, "delivered", "; 7 rows are postponed"),
         ([replica("a", unbound=("t",))], SOME, {}, "behind", "7 rows of 2 versions"),
         ([replica("a")], NONE, {"unpublished": "nothing is published"}, "empty", "nothing is published"),
         ([replica("a", away=1)], NONE, {"unpublished": "nothing is published"}, "empty", "nothing is published"),
         ([replica("a")], NONE, {"unfit": "no table fits"}, "waiting", "no table fits"),
-        ([replica("a", away=1), replica("b", checked=True)], NONE, {}, "delivered", "held by a; away: a"),
+        ([replica("a", away=1), replica("b", checked=True)], NONE, {}, "delivered", "checksums yet: a; away: a"),
         ([replica("a")], NONE, {"failure": "no luck"}, "failed", "no luck"),
         ([replica("a", away=1)], NONE, {"failure": "no luck"}, "failed", "no luck"),
         (
@@ -95,19 +95,19 @@ def test_there_is_no_lag_before_the_first_cut_and_none_below_zero_by_a_clock_tha
             ONE,
             {"newest_release": 3},
             "current",
-            "one replica holds the newest release; 1 row is left",
+            "only replica holds the newest release; 1 row is postponed",
         ),
-        ([replica("a")], ONE, {}, "behind", "still to be applied by a: 1 row of 1 version"),
-        ([replica("a", checked=True)], SOME, {"newest_release": 3}, "current", "7 rows are left for later"),
+        ([replica("a")], ONE, {}, "behind", "1 row of 1 version not applied yet by a"),
+        ([replica("a", checked=True)], SOME, {"newest_release": 3}, "current", "7 rows are postponed"),
         ([replica("a")], SOME, {}, "behind", "7 rows of 2 versions"),
-        ([replica("a")], replace(SOME, versions=0), {}, "behind", "still to be applied by a: 7 rows of a release"),
+        ([replica("a")], replace(SOME, versions=0), {}, "behind", "7 rows of a release not applied yet by a"),
         ([replica("a"), replica("b", away=1)], SOME, {}, "behind", "away: b"),
         (
             [replica("b", 5, "h"), replica("c", 3, "h"), replica("a", 3, "h")],
             SOME,
             {},
             "behind",
-            "still to be applied by a, c: 7 rows of 2 versions",
+            "7 rows of 2 versions not applied yet by a, c",
         ),
     ],
 )
@@ -244,24 +244,24 @@ def test_it_says_what_has_changed_and_what_has_not() -> None:
     wanted = [ConsumerOptions(name, "m", TOP) for name in ("new", "other", "same", "wrong")]
     wanted.append(ConsumerOptions("kept", "m"))
     assert outcome(before, after, wanted, {"wrong": "another model"}) == (
-        "made: new; changed: other; as before: same, kept; refused: wrong; not in it, and left as they are: gone; "
-        "other settings are read at the next start"
+        "created: new; changed: other; unchanged: same, kept; refused: wrong; not in it and unchanged: gone; "
+        "other settings apply at the next start"
     )
-    assert outcome({}, {}, [], {}) == "no consumers; other settings are read at the next start"
+    assert outcome({}, {}, [], {}) == "no consumers; other settings apply at the next start"
 
 
 @pytest.mark.parametrize(
     ("error", "goodbye", "instance", "replaced", "kind", "reason"),
     [
-        (StreamEnded(), True, "a", False, EventKind.REPLICA_LEFT, "it has said goodbye"),
-        (asyncio.CancelledError(), True, "a", False, EventKind.REPLICA_LEFT, "it has said goodbye"),
-        (StreamEnded(), False, "", False, EventKind.REPLICA_LEFT, "its stream has ended"),
-        (StreamEnded(), False, "a", False, EventKind.REPLICA_LOST, "its stream has ended without a goodbye"),
-        (asyncio.CancelledError(), False, "a", False, EventKind.REPLICA_LOST, "its connection is lost"),
-        (GeneratorExit(), False, "", False, EventKind.REPLICA_LOST, "its connection is lost"),
+        (StreamEnded(), True, "a", False, EventKind.REPLICA_LEFT, "it said goodbye"),
+        (asyncio.CancelledError(), True, "a", False, EventKind.REPLICA_LEFT, "it said goodbye"),
+        (StreamEnded(), False, "", False, EventKind.REPLICA_LEFT, "its stream ended"),
+        (StreamEnded(), False, "a", False, EventKind.REPLICA_LOST, "its stream ended without a goodbye"),
+        (asyncio.CancelledError(), False, "a", False, EventKind.REPLICA_LOST, "its connection was lost"),
+        (GeneratorExit(), False, "", False, EventKind.REPLICA_LOST, "its connection was lost"),
         (Superseded("newer"), False, "a", True, EventKind.REPLICA_REPLACED, "newer"),
-        (StreamEnded(), False, "a", True, EventKind.REPLICA_REPLACED, "a newer stream has taken over"),
-        (asyncio.CancelledError(), False, "", True, EventKind.REPLICA_REPLACED, "a newer stream has taken over"),
+        (StreamEnded(), False, "a", True, EventKind.REPLICA_REPLACED, "a newer stream took over"),
+        (asyncio.CancelledError(), False, "", True, EventKind.REPLICA_REPLACED, "a newer stream took over"),
         (InvalidInput("acked"), False, "a", False, EventKind.REPLICA_LEFT, "acked"),
         (KeyError("x"), False, "a", False, EventKind.REPLICA_LEFT, "KeyError: 'x'"),
     ],

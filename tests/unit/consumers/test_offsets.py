@@ -183,7 +183,7 @@ def test_offsets_that_could_not_be_written_are_told_once() -> None:
     asyncio.run(main())
     assert [each.kind for each in told] == 2 * [EventKind.FAILED]
     assert told[0].text.startswith("could not be written;")
-    assert told[1].text.startswith("could not be written, nor could 49 others;")
+    assert told[1].text.startswith("could not be written with 49 others;")
 
 
 class Steps:

@@ -46,7 +46,7 @@ def test_it_says_since_when_by_whom_and_why() -> None:
 
 @pytest.mark.parametrize("reason", ["x" * 401, "two\nlines", "\x1b[2J"])
 def test_a_reason_is_one_line_of_bounded_length(reason: str) -> None:
-    with pytest.raises(InvalidInput, match="reason: expected at most 400 printable"):
+    with pytest.raises(InvalidInput, match="reason: use at most 400 printable"):
         Pause(0, "anna", reason)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.stamped import stamped_table
-from tests.support.wire import rows_message
+from tests.support.wire import decoded, rows_message
 
 from deltasync.base.errors import InvalidInput
 from deltasync.core.digests import checksum_of
@@ -14,7 +14,7 @@ from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.log import records
 from deltasync.v1 import subscribe_pb2
-from deltasync.wire.row_messages import chunked, decode_rows, release_chunk
+from deltasync.wire.row_messages import chunked, release_chunk
 
 TABLE = TableSpec("user", 12, 3)
 WHOLE = Shard.whole(TABLE)
@@ -59,7 +59,7 @@ def test_deletes_travel_and_are_logged_as_ids_alone(count: int) -> None:
     record = b"".join(records.pack_rows(0, rows))
     logged = records.unpack_rows(memoryview(record), lambda _: [WHOLE])
     assert len(record) < records.packed_bytes(live(np.arange(count)))
-    for found in (decode_rows(message, [WHOLE]), logged, *chunked(rows)):
+    for found in (decoded(message, [WHOLE]), logged, *chunked(rows)):
         assert found.deleted
         assert found.ids.tolist() == list(range(count))
         assert found.values.tolist() == [[0.0] * TABLE.dim] * count
@@ -68,7 +68,7 @@ def test_deletes_travel_and_are_logged_as_ids_alone(count: int) -> None:
 def test_deletes_with_values_are_refused() -> None:
     message = rows_message(0, np.arange(2), np.zeros(6, "<f4"), deleted=True)
     with pytest.raises(InvalidInput, match=r"24 bytes of values for 2 rows .* expected 0"):
-        decode_rows(message, [WHOLE])
+        decoded(message, [WHOLE])
 
 
 def test_only_rows_of_embeddings_inside_of_the_table_are_deleted() -> None:

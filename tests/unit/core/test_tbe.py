@@ -136,6 +136,6 @@ def test_what_fp16_cannot_hold_is_served_as_the_largest_number_it_has(bits: int)
 
 @pytest.mark.parametrize(("value_type", "dim"), [(ValueType.INT8_TBE, 5), (ValueType.INT4_TBE, 6)])
 def test_a_table_whose_rows_fbgemm_cannot_quantise_is_refused(value_type: ValueType, dim: int) -> None:
-    with pytest.raises(InvalidInput, match=rf"table 't' has dim {dim}.*{value_type.value} takes multiples of"):
+    with pytest.raises(InvalidInput, match=rf"table 't' has dim {dim}.*{value_type.value} needs a multiple of"):
         Policy(value_type=value_type).check([TableSpec("t", 3, dim)])
     Policy(value_type=value_type).check([TableSpec("t", 3, 8), TableSpec("bias", 1, 3, kind=TableKind.PARAMETER)])

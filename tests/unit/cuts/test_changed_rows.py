@@ -17,7 +17,7 @@ from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.stamped_table import StampedTable
 from deltasync.core.tables import Shard, TableSpec
-from deltasync.cuts.part import ChangedRows, MissingRows
+from deltasync.cuts.cut import ChangedRows, MissingRows
 from deltasync.cuts.session import PublishSession
 from deltasync.service.service import Service
 from deltasync.wire.messages import MOST_IDS, changed_from_message, changed_to_messages, joined
@@ -105,7 +105,7 @@ async def test_who_is_told_while_a_version_is_sealed_is_told_of_that_too(
     assert new.changed is None, "it is the newest yet"
     sealing.let_go()
     await last
-    with pytest.raises(Superseded, match="version 2 was sealed since this stream was opened: open it again"):
+    with pytest.raises(Superseded, match="version 2 was sealed after this stream was opened: open it again"):
         await send(new, part(5, []))
     again = await join(service, continues=first, **AGAIN)
     assert told(again) == {USER.name: [3]}

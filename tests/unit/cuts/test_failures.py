@@ -15,7 +15,7 @@ from deltasync.base.events import EventKind
 from deltasync.core.position import Position
 from deltasync.core.rows import RowBatch
 from deltasync.core.seal import Seal
-from deltasync.model.applied import AppliedTables
+from deltasync.model.tables import AppliedTables
 from deltasync.service.service import Service
 
 
@@ -42,12 +42,12 @@ async def test_a_cut_that_cannot_be_sealed_is_sent_again(
     with monkeypatch.context() as patch:
         patch.setattr("deltasync.cuts.sealing._seal_of", broken)
         with pytest.raises(
-            ServiceUnavailable, match=r"step 1 could not be sealed, and is to be sent again: ZeroDivisionError"
+            ServiceUnavailable, match=r"step 1 could not be sealed; send it again: ZeroDivisionError"
         ):
             await send(session, full_part(1, random_rows(0), WHOLE))
     model = session.coordinator.model
     assert model.failure == (
-        "the cut of step 1 could not be sealed, and is to be sent again: ZeroDivisionError: a mistake of ours"
+        "the cut of step 1 could not be sealed; send it again: ZeroDivisionError: a mistake of ours"
     )
     assert service.event_counts[EventKind.FAILED] == 1
     again = await join(service)
@@ -68,7 +68,7 @@ async def test_a_version_that_cannot_be_applied_is_applied_later_and_before_the_
         next_cut = asyncio.create_task(send(session, part(3, [(0, [4], np.full((1, 4), 8, "<f4"))])))
         await becomes(lambda: service.event_counts[EventKind.FAILED] > 2)
         assert model.failure == (
-            "version 2 could not be applied, which is tried again: ZeroDivisionError: a mistake of ours"
+            "version 2 could not be applied; the service retries: ZeroDivisionError: a mistake of ours"
         )
         assert model.position.number == 1
         other = await join(service, model="other")

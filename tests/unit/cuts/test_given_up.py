@@ -108,7 +108,7 @@ async def test_all_ranks_of_a_cut_that_cannot_fit_are_told_so_and_the_log_is_not
     await asyncio.sleep(0)
     log_of(service).capacity = 600_000
     later = [(0, range(first, first + (1 << 14)), rows) for first in (1 << 15, 3 << 14)]
-    with pytest.raises(Contradiction, match=r"takes 104[0-9]{4} bytes in the log, which has room for 600000"):
+    with pytest.raises(Contradiction, match=r"needs 104[0-9]{4} bytes in the log, which has room for 600000"):
         await send(ranks[1], part(2, later))
     with pytest.raises(Contradiction, match="which has room for 600000"):
         await waiting

@@ -1,8 +1,11 @@
 """Deletes that operators ask for: written down, handed to ranks, and forgotten with the cut that carries them."""
 
 import asyncio
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from deltasync.core.position import Position
 from deltasync.core.tables import Shard, TableKind, TableSpec
 from deltasync.cuts import deletes
 from deltasync.cuts.session import PublishSession
+from deltasync.log.lmdb_store import LmdbStore
 from deltasync.log.log_store import LogFull
 from deltasync.service.service import Service
 
@@ -36,6 +40,17 @@ def numbers(session: PublishSession) -> list[int]:
 
 async def ask(service: Service, ids: list[int], table: TableSpec = USER) -> int:
     return (await service.removals.delete_rows("clicks", table.name, ids)).request.number
+
+
+@in_service()
+async def test_rows_of_a_table_that_changes_while_they_are_checked_are_not_asked_for(service: Service) -> None:
+    await publish(service, takes_deletes=True)
+    deletes = service.models.coordinators["clicks"].deletes
+    for later, error in (([ITEM], NotFound), ([replace(USER, rows=999), ITEM], Contradiction)):
+        seen = iter([[USER, ITEM], later])
+        with pytest.raises(error):
+            await deletes.ask(USER.name, [3], seen.__next__, "somebody")
+        assert deletes.requests == {}
 
 
 @in_service()
@@ -64,9 +79,44 @@ async def test_a_request_outlives_the_service(tmp_path: Path) -> None:
     async with opened(tmp_path) as service:
         (pending,) = service.removals.pending_deletes()
         assert (pending.model, pending.request.table, pending.request.ids.tolist()) == ("clicks", USER.name, [4])
-        assert pending.reason == "no run is publishing: the next one is asked"
+        assert pending.reason == "no run is publishing; the next run deletes them"
         rank = await join(service, run="run-2", started=2, takes_deletes=True)
         assert numbers(rank) == asked[1:]
+
+
+class Watched(list[int]):
+    """Ids that note the threads that read them one by one."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__(ids)
+        self.readers = set[int]()
+
+    def __iter__(self) -> Iterator[int]:
+        self.readers.add(threading.get_ident())
+        return super().__iter__()
+
+
+async def test_ids_are_read_in_other_threads_than_the_event_loops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be millions: as they are asked for, and as the log is read at a start."""
+    items, readers, here = LmdbStore.items, dict[str, int](), threading.get_ident()
+
+    def noted(log: LmdbStore, prefix: str) -> dict[str, bytes]:
+        readers[prefix] = threading.get_ident()
+        return items(log, prefix)
+
+    async with opened(tmp_path) as service:
+        rank, ids = await publish(service, takes_deletes=True), Watched([3])
+        await send(rank, meeting(part(2, []), await ask(service, ids)))
+        await ask(service, [4])
+        assert ids.readers.isdisjoint({here})
+        assert ids.readers
+    monkeypatch.setattr(LmdbStore, "items", noted)
+    async with opened(tmp_path) as service:
+        assert len(service.removals.pending_deletes()) == 1
+        read = {readers[prefix] for prefix in ("delete/clicks/", "deleted/clicks/")}
+        assert read.isdisjoint({here})
 
 
 def deleting(step: int, ids: list[int], number: int) -> list[Any]:
@@ -120,7 +170,7 @@ async def test_a_delete_that_is_asked_for_again_is_forgotten_only_once_that_is_w
     caplog.set_level("INFO")
     rank = await join(service, run="back", started=2, **back)
     assert [each.ids.tolist() for each in rank.deletes] == [[3, 5]]
-    assert "2 rows are to be deleted again: a run goes on from version 1, which has them" in caplog.text
+    assert "2 rows are to be deleted again: a run continues from version 1, which has them" in caplog.text
     await asyncio.to_thread(put("x", None).result)
     assert (done.after(1), log_of(service).items("deleted/clicks/")) == ([], {})
 
@@ -175,16 +225,16 @@ async def test_what_a_request_waits_for_is_said(service: Service) -> None:
 
     rank = await publish(service, run="old", takes_deletes=False)
     pending = await service.removals.delete_rows("clicks", USER.name, [1])
-    assert pending.reason == "the trainer of run old does not know of deletes: update it"
+    assert pending.reason == "the trainer of run old does not support deletes: update it"
     assert rank.deletes == []
     partly = [Shard.whole(ITEM)]
     new = await join(service, run="new", started=2, tables=[ITEM], shards=partly, takes_deletes=True)
     assert new.deletes == []
-    assert waits(service) == "run new publishes no embedding table of that name: the next run that does is asked"
+    assert waits(service) == "run new publishes no embedding table of that name; the next such run deletes them"
     await ask(service, [1], ITEM)
-    assert "asked, and deletes them" in waits(service, 1)
+    assert "new deletes them with one" in waits(service, 1)
     new.end("")
-    assert waits(service, 1) == "no run is publishing: the next one is asked"
+    assert waits(service, 1) == "no run is publishing; the next run deletes them"
 
 
 @pytest.mark.parametrize(
@@ -203,11 +253,11 @@ async def test_what_a_request_waits_for_is_said(service: Service) -> None:
             USER.name,
             [0, 40],
             InvalidInput,
-            f"row 40 is outside of table '{USER.name}' of model 'clicks'",
+            f"row 40 is outside table '{USER.name}' of model 'clicks'",
         ),
         ("clicks", USER.name, [2**63, 1], InvalidInput, "which has rows 0 to 39"),
-        ("clicks", USER.name, [], InvalidInput, "0 ids: name 1 to 100000 rows"),
-        ("clicks", USER.name, [1] * 100_001, InvalidInput, "100001 ids: name 1 to 100000 rows"),
+        ("clicks", USER.name, [], InvalidInput, "0 ids: use 1 to 100000"),
+        ("clicks", USER.name, [1] * 100_001, InvalidInput, "100001 ids: use 1 to 100000"),
         ("clicks", "bias", [0], InvalidInput, "table 'bias' of model 'clicks' is of kind 'parameter'"),
     ],
 )
@@ -241,7 +291,9 @@ async def test_requests_that_pile_up_are_refused(service: Service, monkeypatch: 
     monkeypatch.setattr(deletes, "_MOST_PENDING_IDS", 3)
     await publish(service)
     await ask(service, [1, 2])
-    with pytest.raises(Contradiction, match="2 rows of model 'clicks' wait to be deleted, 2 more would be over 3"):
+    with pytest.raises(
+        Contradiction, match="2 rows of model 'clicks' wait to be deleted, and 2 more exceed the limit of 3"
+    ):
         await ask(service, [1, 2])
 
 

@@ -33,7 +33,7 @@ async def test_a_run_that_takes_over_while_a_cut_is_sealed_is_not_taken_for_its_
     await sealing.begun.wait()
     new = await join(service, run="run-2", started=2)
     delta = part(5, [(0, [1], np.ones((1, 4), "<f4"))])
-    with pytest.raises(Superseded, match="step 5 is just being sealed"):
+    with pytest.raises(Superseded, match="step 5 is being sealed"):
         await send(new, delta)
     sealing.let_go()
     await last

@@ -23,12 +23,17 @@ LATER = NOW + MAX_AHEAD_NS + 7 * 10**9
     [
         (Run("a", 1, 2), None, True, "run a is the first"),
         (Run("a", 1, 2), Run("a", 1, 2), True, "run a is publishing"),
-        (Run("a", 1, 2), Run("a", 1, 4), False, "run a has 4 ranks, this one says 2"),
+        (Run("a", 1, 2), Run("a", 1, 4), False, "run a has 4 ranks, this rank says 2"),
         (Run("b", 2, 2), Run("a", 1, 4), True, "run b takes over from run a"),
         (Run("b", 1, 2), Run("a", 1, 2), False, "run b began before run a"),
         (Run("b", 1, 2), Run("a", 2, 2), False, "which has taken over: stop it"),
         (Run("b", NOW + MAX_AHEAD_NS, 2), Run("a", 2, 2), True, "run b takes over from run a"),
-        (Run("b", LATER, 2), None, False, "run b began 307 s ahead of the service's clock: set the clocks right"),
+        (
+            Run("b", LATER, 2),
+            None,
+            False,
+            "run b began 307 s ahead of the service's clock: synchronise the clocks",
+        ),
         (Run("b", LATER, 2), Run("a", 2, 2), False, "run b began 307 s ahead"),
         # The service's own clock has been set back.
         (Run("a", LATER, 2), Run("a", LATER, 2), True, "run a is publishing"),
@@ -45,7 +50,7 @@ def test_who_may_publish(run: Run, current: Run | None, yes: bool, said: str) ->
     ("gone", "earlier", "yes", "later", "said"),
     [
         (None, (), False, False, "run b began before run a, which has taken over: stop it"),
-        (59.0, (), False, True, "once all ranks of that have been gone for 60 s, by now 59"),
+        (59.0, (), False, True, "once its ranks have been gone for 60 s, so far 59 s"),
         (60.0, (), True, False, "run b follows run a, whose ranks have been gone for 60 s"),
         (60.0, ("b",), False, False, "run b began before run a, which has taken over: stop it ("),
     ],
@@ -112,8 +117,8 @@ def test_whether_a_run_continues(run: str, claim: Position, head: Seal | None, y
 @pytest.mark.parametrize(
     ("run", "claim", "seal", "since", "said"),
     [
-        ("c", Position("h", 3, seal=7), 7, 3, "holds version 3, and learns what came after"),
-        ("c", Position("before the restore", 3, seal=7), 7, 3, "holds version 3, and learns what came after"),
+        ("c", Position("h", 3, seal=7), 7, 3, "holds version 3, and gets the ids of later rows"),
+        ("c", Position("before the restore", 3, seal=7), 7, 3, "holds version 3, and gets the ids of later rows"),
         ("c", Position("before the restore", 5, seal=7), 7, None, "the run holds version 5, the newest one"),
         ("b", Position("h", 3, seal=7), 7, None, "run b published version 5 itself"),
         ("c", Position("h", 3, seal=7), 8, False, "version 3 of a past that this history does not have"),
@@ -141,7 +146,7 @@ def test_who_is_refused_learns_of_whom_and_what_of_itself() -> None:
     said = may_publish(ours, theirs, NOW).reason
     assert "run a: process 12 of box-1, begun 2001-09-09T01:46:40Z" in said
     assert "run b: process 7 of box-2, begun 2001-09-09T01:46:41Z" in said
-    assert "run a: a process not known" in may_publish(theirs, Run("a", 1, 1), NOW).reason
+    assert "run a: unknown process" in may_publish(theirs, Run("a", 1, 1), NOW).reason
 
 
 HOUR = 3600 * 10**9
@@ -162,10 +167,10 @@ async def test_a_trainer_that_comes_back_on_a_machine_an_hour_behind(
         behind = await join(service, run="behind", started=HOUR)
         await send(behind, full_part(1, random_rows(1), WHOLE))
         behind.end("it has gone")
-        with pytest.raises(Contradiction, match="run crashed was there before run behind"):
+        with pytest.raises(Contradiction, match="run crashed published before run behind"):
             await join(service, run="crashed", started=2 * HOUR)
     async with opened(tmp_path) as service:
-        with pytest.raises(Contradiction, match="run crashed was there before run behind"):
+        with pytest.raises(Contradiction, match="run crashed published before run behind"):
             await join(service, run="crashed", started=2 * HOUR)
         await join(service, run="later", started=2 * HOUR)
 
@@ -174,7 +179,7 @@ async def test_after_a_restart_the_run_that_published_has_time_to_come_back(tmp_
     async with opened(tmp_path) as service:
         await publish(service, run="here", started=2 * HOUR)
     async with opened(tmp_path) as service:
-        with pytest.raises(ServiceUnavailable, match="by now 0"):
+        with pytest.raises(ServiceUnavailable, match="so far 0"):
             await join(service, run="behind", started=HOUR)
         await join(service, run="here", started=2 * HOUR)
         with pytest.raises(Contradiction, match="run behind began before run here"):

@@ -1,25 +1,24 @@
-"""The README files say what is true: every command, setting, route, metric and public name is in them."""
+"""The documents say what is true: the reference is that of the code, and links, options and blocks exist."""
 
 import importlib
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterator
 from unittest.mock import Mock
 
 import click
 import pytest
 from click.testing import CliRunner
 from starlette.routing import Route
+from tests.attacks.families import ATTACKS
 from tests.support.documents import DOCUMENTS, EVERYTHING, README, ROOT, Document
 from tests.support.metrics import METRICS
+from tests.support.reference import FOLDER, PAGES, page
 
-from deltasync.access.limits import LimitOptions
 from deltasync.api.application import create_app
 from deltasync.base import errors
 from deltasync.cli.main import cli
-from deltasync.cli.serve import serve
 from deltasync.wire.errors import grpc_code, http_errors
 
 VOCABULARY = (
@@ -27,41 +26,16 @@ VOCABULARY = (
     *("consumer", "policy", "view", "release", "replica", "offset", "lag"),
 )
 PUBLIC = ("client", "trainer.sync", "trainer.tracking", "trainer.pipelines")
-SERVICE = (ROOT / "sync_service" / "README.md").read_text()
 # Others than these have no blocks that a test could not run.
-SHOWN_ONLY = {"console", "json", "mermaid", "toml", "sh"}
+SHOWN_ONLY = {"console", "json", "mermaid", "text", "toml", "sh"}
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-
-
-def test_every_command_is_documented() -> None:
-    context = click.Context(cli)
-    for name in cli.list_commands(context):
-        assert f"`deltasync {name}" in EVERYTHING, name
-
-
-def test_the_table_of_limits_is_that_of_the_code() -> None:
-    section = SERVICE.partition("\n### What peers may take\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `.*$", section, re.MULTILINE) == [
-        f"| `{each.name}` | {each.default:,} | {each.metadata['what']} | {_read_at(each.metadata)} |"
-        for each in fields(LimitOptions)
-    ]
-
-
-def _read_at(metadata: Mapping[str, object]) -> str:
-    return "start" if metadata["fixed"] else "SIGHUP"
 
 
 def _flags(command: click.Command) -> set[str]:
     with command.make_context(command.name, [], resilient_parsing=True) as context:
         params = context.command.get_params(context)
     return {flag for option in params if isinstance(option, click.Option) for flag in option.opts}
-
-
-def test_every_setting_of_serve_is_documented_and_no_other() -> None:
-    settings = SERVICE.partition("\n## Settings\n")[2].partition("\n## ")[0]
-    documented = set(re.findall(r"^\| `(--[a-z-]+)", settings, re.MULTILINE))
-    assert documented == _flags(serve) - {"--config", "--help", "-h"}
 
 
 def _command_lines(text: str) -> Iterator[tuple[str, str]]:
@@ -80,6 +54,20 @@ def test_options_of_commands_exist(document: Document) -> None:
                     f for sub in getattr(command, "commands", {}).values() for f in _flags(sub)
                 }
                 assert flag in known, f"deltasync {name} {flag}"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_reference_is_that_of_the_code(name: str) -> None:
+    assert (FOLDER / f"{name}.md").read_text() == page(name), "run `make docs`"
+
+
+def test_the_reference_has_every_route_and_every_metric() -> None:
+    """What dashboards, alerts and programs are built on is listed apart in `METRICS`, and in the routes."""
+    app = create_app(Mock(), Mock(), Mock())  # Its routes are not called.
+    routes = {*app.openapi()["paths"], *(each.path for each in app.routes if type(each) is Route)}
+    assert set(re.findall(r"`(?:GET|PUT|POST|DELETE) (/[^`]*)`", page("http"))) == routes
+    listed = set(re.findall(r"`(deltasync_\w+)`", page("metrics")))
+    assert {re.sub("_(bucket|count|sum)$", "", name) for name in METRICS} == listed
 
 
 def test_options_of_the_torchrun_entry_exist() -> None:
@@ -118,6 +106,11 @@ def _targets() -> list[str]:
     return phony[1].split()
 
 
+def test_the_page_about_security_names_every_attack() -> None:
+    section = (ROOT / "sync_service/docs/security.md").read_text().partition("\n## Attacks\n")[2]
+    assert [each.name for each in ATTACKS.values() if each.says not in section] == []
+
+
 def test_the_vocabulary_is_defined() -> None:
     assert [word for word in VOCABULARY if f"**{word}** " not in EVERYTHING] == []
 
@@ -128,19 +121,6 @@ def test_the_table_of_errors_is_that_of_the_code() -> None:
     known = {(grpc_code(kind()).name, str(status), kind.__name__) for kind, status in kinds}
     documented = set(re.findall(r"^\| `([A-Z_]+)` \| (\d+) \| `(\w+)` \|", section, re.MULTILINE))
     assert documented == known | {("INTERNAL", "500", "DeltasyncError")}
-
-
-def test_every_route_is_documented() -> None:
-    documented = set(re.findall(r"`(?:GET|PUT|POST|DELETE) (/[^`]*)`", SERVICE))
-    app = create_app(Mock(), Mock(), Mock())  # its routes are not called
-    paths = {*app.openapi()["paths"], *(each.path for each in app.routes if type(each) is Route)}
-    routes = {path.replace("{", "<").replace("}", ">") for path in paths}
-    assert documented == routes
-
-
-def test_every_metric_is_documented_and_no_other() -> None:
-    assert [metric for metric in METRICS if f"`{metric}`" not in EVERYTHING] == []
-    assert set(re.findall(r"`(deltasync_[a-z_]+[a-z])`", SERVICE)) == set(METRICS)
 
 
 @pytest.mark.parametrize("module", PUBLIC)

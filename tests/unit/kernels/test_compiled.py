@@ -17,10 +17,9 @@ from deltasync.kernels.compiled import keep_in
 from deltasync.log.data_directory import for_owner_only
 
 SOURCE = """
-from deltasync.kernels import types
-from deltasync.kernels.compiled import kernel
+from deltasync.kernels.compiled import float64, int64, kernel
 
-@kernel(types.int64(types.int64))
+@kernel(int64(int64))
 def double(number):
     return number * 2
 """
@@ -59,7 +58,7 @@ def test_what_was_compiled_is_kept(file: Path) -> None:
 def test_code_of_another_signature_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Two processes that save at once may leave an index that names the other's file."""
     several = tmp_path / "several.py"
-    several.write_text(SOURCE.replace("@kernel(", "@kernel(types.float64(types.float64), "))
+    several.write_text(SOURCE.replace("@kernel(", "@kernel(float64(float64), "))
     compile_anew(several)
     first, second = sorted(tmp_path.rglob("*.nbc"))
     second.write_bytes(first.read_bytes())
@@ -105,7 +104,7 @@ def test_that_nothing_can_be_kept_is_said_once(
     for _ in range(2):
         assert compile_anew(file)(21) == 42
     (said,) = caplog.messages
-    assert said.endswith("set NUMBA_CACHE_DIR to an empty folder that can be written to")
+    assert said.endswith("set NUMBA_CACHE_DIR to an empty, writable folder")
 
 
 def test_only_what_is_named_is_compiled(file: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from deltasync.kernels import changes, id_maps, marks
+from deltasync.kernels import tracking
 
 FREE = 2**63 - 1
 
@@ -14,25 +14,25 @@ FREE = 2**63 - 1
 def test_ids_and_tables_that_are_not_there_are_left_alone() -> None:
     bits, counts = np.zeros(1, np.uint64), np.zeros((1, 1), np.int64)
     places = np.array([(0, 0, 1, 0, 64)])
-    assert marks.mark_looked_up(np.array([1, 2]), np.array([0, 5]), 1, places, bits, counts) == 2
-    assert marks.mark_looked_up(np.array([3]), np.array([-1, 1]), 1, places, bits, counts) == 1
-    assert marks.mark_looked_up(np.array([4]), np.array([1, 0]), 1, places, bits, counts) == 0
-    assert marks.mark_looked_up(np.array([5]), np.array([], np.int64), 1, places, bits, counts) == 0
+    assert tracking.mark_looked_up(np.array([1, 2]), np.array([0, 5]), 1, places, bits, counts) == 2
+    assert tracking.mark_looked_up(np.array([3]), np.array([-1, 1]), 1, places, bits, counts) == 1
+    assert tracking.mark_looked_up(np.array([4]), np.array([1, 0]), 1, places, bits, counts) == 0
+    assert tracking.mark_looked_up(np.array([5]), np.array([], np.int64), 1, places, bits, counts) == 0
     without_rows = np.array([(0, 0, 1, 1, 0)])
-    assert marks.mark_looked_up(np.array([1, 2]), np.array([0, 2]), 1, without_rows, bits, counts) == 0
+    assert tracking.mark_looked_up(np.array([1, 2]), np.array([0, 2]), 1, without_rows, bits, counts) == 0
     assert bits.tolist() == [0b1110]
 
 
 def test_words_without_a_later_stamp_are_not_looked_at() -> None:
     stamps, newest = np.full(130, 5, np.int32), np.array([0, 5, 0], np.int32)
     ids = np.empty(64, np.int64)
-    assert marks.list_later(stamps, newest, 4, 1, ids) == 64
+    assert tracking.list_later(stamps, newest, 4, 1, ids) == 64
     assert ids.tolist() == list(range(64, 128))
 
 
 def test_ids_of_another_type_are_refused() -> None:
     with pytest.raises(TypeError):
-        marks.mark(np.zeros(1, np.uint8), 1, np.zeros(1, np.uint64))
+        tracking.mark(np.zeros(1, np.uint8), 1, np.zeros(1, np.uint64))
 
 
 # Copies that follow what they are of, compared with NumPy.
@@ -53,7 +53,7 @@ def test_rows_that_differ_are_copied(
         copy[row, column] ^= word(1 << flip)
     expected = np.flatnonzero((rows != copy).any(axis=1)).tolist()
     ids = np.full(len(rows) + 1, -1)
-    count = changes.follow_rows(rows.reshape(-1), shape[1], copy.reshape(-1), ids)
+    count = tracking.follow_rows(rows.reshape(-1), shape[1], copy.reshape(-1), ids)
     assert ids[:count].tolist() == expected
     assert (ids[count:] == -1).all()
     assert np.array_equal(copy, rows)
@@ -74,7 +74,7 @@ def test_numbers_that_differ_are_copied(numbers: np.ndarray, flip: int, none: in
     changed = sorted({index for index in others if index < len(numbers)})
     copy[changed] += 1
     ids = np.full(len(numbers) + 1, -1)
-    count = changes.follow_numbers(numbers, flip, none, copy, ids)
+    count = tracking.follow_numbers(numbers, flip, none, copy, ids)
     assert ids[:count].tolist() == changed
     assert (ids[count:] == -1).all()
     assert np.array_equal(copy, expected)
@@ -90,7 +90,7 @@ ENTRIES = st.lists(st.tuples(RAW, st.integers(OFFSET - 1, OFFSET + ROWS)), max_s
 def read(entries: list[tuple[int, int]], first: int, end: int) -> tuple[int, list[int]]:
     raw, rows = (np.array([entry[side] for entry in entries], np.int64) for side in (0, 1))
     column = np.zeros(ROWS, np.int64)
-    return id_maps.read_sorted(raw, rows, OFFSET, first, end, column), column.tolist()
+    return tracking.read_sorted(raw, rows, OFFSET, first, end, column), column.tolist()
 
 
 @given(st.dictionaries(RAW, st.integers(OFFSET, OFFSET + ROWS - 1), max_size=ROWS), st.integers(-5, 5))
@@ -114,4 +114,4 @@ def test_what_is_no_map_is_found(entries: list[tuple[int, int]]) -> None:
         and all(OFFSET <= row < OFFSET + ROWS for row in rows)
     )
     outside, _ = read(entries, -(2**63), 2**63 - 1)
-    assert outside == (0 if sound else id_maps.UNSOUND)
+    assert outside == (0 if sound else tracking.UNSOUND)

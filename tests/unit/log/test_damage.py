@@ -115,8 +115,8 @@ def put(log: Path, name: str, value: bytes) -> None:
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (b"6", "the log is of format 6, this version reads 1: update deltasync, or give it another --data-dir"),
-        (b"three", "the log's record data-format cannot be understood"),
+        (b"6", "the log has format 6, this version reads 1: update deltasync, or give it another --data-dir"),
+        (b"three", "the log's record data-format is invalid"),
     ],
 )
 def test_a_later_format_is_refused_with_both_numbers(written: Written, number: bytes, said: str) -> None:
@@ -130,7 +130,7 @@ def test_a_record_that_says_something_else_is_named(written: Written, name: str,
     put(written.lay_out(), name, record)
     found = started(written.copy)
     said = found["said"] if name.startswith("view/") else [found["refused"]]
-    assert any(f"the log's record {name} cannot be understood" in each for each in said)
+    assert any(f"the log's record {name} is invalid" in each for each in said)
 
 
 @pytest.mark.parametrize("gone", ["log", "log/data.mdb"])

@@ -303,7 +303,7 @@ def test_after_a_head_was_refused_what_there_was_can_be_read_and_the_next_write_
             with held_up(log):
                 writes = [log.append("m", 2, 0, number, b"y") for number in range(5)]
             assert [type(each.exception(TIMEOUT)) for each in writes] == [VolumeFailed] * 5
-            assert "look for the device's errors" in log.volume.trouble
+            assert "look for errors of the device" in log.volume.trouble
             assert (numbers(log, "m"), log.items("")) == ([(1, 0)], {})
         heads.refused = False
         log.append("m", 2, 0, 0, b"y").result(TIMEOUT)
@@ -316,7 +316,7 @@ def test_a_log_that_cannot_be_opened_again_is_tried_with_each_write(heads: Heads
         used = log.used_bytes()
         heads.refused, heads.opened = True, False
         for _ in range(3):
-            with pytest.raises(VolumeFailed, match="look for the device's errors"):
+            with pytest.raises(VolumeFailed, match="look for errors of the device"):
                 log.put("n", b"").result(TIMEOUT)
             for read in (lambda: list(log.read("m")), lambda: log.items(""), log.streams):
                 with pytest.raises(LogUnavailable, match=r"cannot be read: .*cannot be opened: .*look for"):

@@ -190,7 +190,7 @@ async def test_of_a_table_that_was_never_published_another_may_come(
         assert [table.spec for table in model.tables] == [*TABLES, NEW]
         await publish_later(service, wanted, 3)
         assert [table.spec for table in model.tables] == wanted
-        assert service.limits.number("bytes_in_all") == model.table_bytes
+        assert service.limits.number("bytes_in_all") == model.tables.nbytes
     async with opened(tmp_path) as service:
         for table, rows in zip(service.models["clicks"].tables, random_rows(3, wanted), strict=True):
             np.testing.assert_array_equal(table.rows, rows)

@@ -129,7 +129,7 @@ async def test_no_table_is_made_once_the_service_ends(service: Service) -> None:
     model = service.models["clicks"]
     closing = asyncio.create_task(model.stop())
     with pytest.raises(ServiceUnavailable, match="shutting down"):
-        await model.add_tables([TableSpec("another", 2, 2)])
+        await model.tables.add([TableSpec("another", 2, 2)])
     await closing
     assert "another" not in model.store.specs
 

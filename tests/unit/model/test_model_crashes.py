@@ -71,7 +71,7 @@ class Play:
         seal = seal.after(self.model.seals.newest)
         self.model.store.seal(seal).result(20)
         self.model.seals.append(seal)
-        self.model.published |= {name: plain.spec.rows for name, plain in self.plain.items()}
+        self.model.tables.published |= {name: plain.spec.rows for name, plain in self.plain.items()}
         await self.model.apply_cut(seal, batches if seed % 2 else None)
         self._expect(batches, version, names)
 
@@ -111,19 +111,19 @@ class Play:
         specs = [
             replace(self.plain[name].spec, rows=self.plain[name].spec.rows + MORE)
             for name in names
-            if self.model.published.get(name)
+            if self.model.tables.published.get(name)
         ]
-        await self.model.add_tables(specs, later_run=True)
+        await self.model.tables.add(specs, later_run=True)
         for spec in specs:
             self.plain[spec.name].grown(spec)()
 
     async def remove(self, seed: int) -> None:
         """A table goes, and sometimes another of its name comes."""
-        if self.model.published.get("short"):
-            await self.model.remove_table("short")
+        if self.model.tables.published.get("short"):
+            await self.model.tables.remove("short")
             del self.plain["short"]
         if seed % 2 and "short" not in self.plain:
-            await self.model.add_tables([TABLES[1]], later_run=True)
+            await self.model.tables.add([TABLES[1]], later_run=True)
             self.plain["short"] = StampedTable(TABLES[1])
 
     async def crash(self, _: int) -> None:
@@ -175,7 +175,7 @@ def test_a_model_comes_back_whenever_it_ends(history: list[tuple[str, int]]) -> 
     async def main(folder: Path) -> None:
         play = Play(folder)
         try:
-            await play.model.add_tables(TABLES)
+            await play.model.tables.add(TABLES)
             for call, seed in [*history, ("crash", 0)]:
                 await getattr(play, call)(seed)
                 await play.check()
@@ -188,7 +188,7 @@ def test_a_model_comes_back_whenever_it_ends(history: list[tuple[str, int]]) -> 
 
 async def test_a_damaged_seal_from_before_the_checkpoint_costs_no_version(tmp_path: Path) -> None:
     play = Play(tmp_path)
-    await play.model.add_tables(TABLES)
+    await play.model.tables.add(TABLES)
     for seed in range(3):
         await play.cut(seed)
     await play.checkpoint(0)

@@ -193,6 +193,7 @@ def test_a_cut_that_there_is_no_memory_for_is_read_from_the_tables() -> None:
     made = ChangingTables(TABLES, memory_bytes=A_BYTES)
     rows = RowBatch.of_table(TABLES[0], [3, 4], np.ones((2, 3), "<f4"))
     assert made.releases.prepared([(0, rows)]) is None
+    assert made.releases.prepared([(0, rows[:1].digested())]) is None, "digests take memory, too"
     assert made.releases.prepared([(0, rows[:1])])
 
 
@@ -411,7 +412,7 @@ def test_no_release_goes_on_with_other_tables(change: str) -> None:
             made.tables = [*made.tables, StampedTable(TABLES[1])]
         else:
             made.tables[0].grown(TableSpec("a", 50, 3))()
-        with pytest.raises(Superseded, match="the tables have changed"):
+        with pytest.raises(Superseded, match="the tables changed"):
             await copying.next()
 
     played(scenario, block_bytes=10 * A_BYTES)

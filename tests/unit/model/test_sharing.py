@@ -16,6 +16,7 @@ from tests.support.releases import frozen, live_rows
 from tests.support.wire import USER, WHOLE, close, full_part, part, random_rows
 from tests.unit.support.async_tests import in_service
 
+from deltasync.api.process import streams_of
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.core.policy import Policy
 from deltasync.core.rows import RowBatch
@@ -24,9 +25,9 @@ from deltasync.core.tables import Shard
 from deltasync.cuts.session import PublishSession
 from deltasync.log.lmdb_store import LmdbStore
 from deltasync.model import releases
-from deltasync.model.applied import AppliedTables
 from deltasync.model.model import Model
 from deltasync.model.releases import FrozenRelease, freeze
+from deltasync.model.tables import AppliedTables
 from deltasync.service.service import Service
 from deltasync.v1 import publish_pb2, subscribe_pb2
 from deltasync.wire.row_messages import part_chunk, release_chunk, serialized
@@ -85,7 +86,7 @@ def test_forty_replicas_cost_one_freeze_and_one_message(tmp_path: Path, monkeypa
         session = await join(service)
         await published(session, service, full_part(1, random_rows(0), WHOLE))
         openings = [subscribe_pb2.SubscribeOpen(consumer="plain", replica=str(each)) for each in range(REPLICAS)]
-        streams = [ReplicaStream(service, opening).run(silence()) for opening in openings]
+        streams = [ReplicaStream(streams_of(service), opening).run(silence()) for opening in openings]
         for step, chunks, encoded in ((1, 2, 2), (2, 1, 0), (3, 1, 0)):  # Later cuts are sent as they came.
             if step > 1:
                 await published(session, service, changed(step, step))

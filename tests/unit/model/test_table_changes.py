@@ -1,5 +1,7 @@
 """What becomes of a model's tables when a run announces its own, and which of them policies follow."""
 
+import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,10 @@ from hypothesis import strategies as st
 
 from deltasync.base.errors import Contradiction
 from deltasync.core.policy import Policy
+from deltasync.core.seal import SealHistory
+from deltasync.core.table_memory import RAM
 from deltasync.core.tables import TableKind, TableSpec
-from deltasync.model.tables import FollowedTables, changes
+from deltasync.model.tables import AppliedTables, changes
 
 USER = TableSpec("user", 40, 4)
 DENSE = TableSpec("over.weight", 3, 4)
@@ -39,9 +43,9 @@ def test_a_refusal_says_both_and_what_to_do() -> None:
     with pytest.raises(Contradiction) as refused:
         changed(USER, TableSpec("user", 39, 4))
     assert str(refused.value) == (
-        "table 'user' of model 'clicks' is 40 x 4 float32, the run has 39 x 4 float32: a table can get more rows "
-        "in a later run, and change in nothing else; publish it under another model (SyncOptions(model=...), "
-        "--model NAME), or under another table name"
+        "table 'user' of model 'clicks' is 40 x 4 float32, the run has 39 x 4 float32: a later run may only add "
+        "rows to a table; publish it under another model (SyncOptions(model=...), "
+        "--model NAME) or another table name"
     )
 
 
@@ -111,12 +115,20 @@ STEPS = st.lists(st.tuples(st.sampled_from(["add", "remove"]), st.sampled_from(N
 
 @given(STEPS)
 def test_what_is_followed_is_what_the_patterns_say(steps: list[tuple[str, str, list[str]]]) -> None:
-    followed, tables = FollowedTables(), list[Any]()
-    for step, name, patterns in steps:
-        if step == "add":
-            tables.append(SimpleNamespace(spec=TableSpec(name, 1, 2)))
-        else:
-            tables = [each for each in tables if each.spec.name != name]
-        for _ in range(2):
-            policy = Policy(tables=tuple(patterns))
-            assert followed.of(policy, tables) == tuple(each for each in tables if policy.follows(each.spec))
+    store: Any = SimpleNamespace(removed={}, describe=lambda *_: None)
+
+    async def run(function: Callable[..., object], *args: object) -> object:
+        return function(*args)
+
+    async def play() -> None:
+        tables = AppliedTables("clicks", store, RAM, SealHistory(), run, lambda: None)
+        for step, name, patterns in steps:
+            if step == "add":
+                await tables.add([TableSpec(name, 1, 2)])
+            elif name in {each.spec.name for each in tables}:
+                await tables.remove(name)
+            for _ in range(2):
+                policy = Policy(tables=tuple(patterns))
+                assert tables.followed(policy) == tuple(each for each in tables if policy.follows(each.spec))
+
+    asyncio.run(play())

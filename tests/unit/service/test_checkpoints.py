@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support import local_service
-from tests.support.local_service import publish, send
+from tests.support.local_service import HeldWrites, join, publish, send, view_of
 from tests.support.log import log_of
 from tests.support.many_logs import ManyLogs
-from tests.support.wire import part
+from tests.support.wire import WHOLE, full_part, part, random_rows
 from tests.unit.support.async_tests import as_test, in_service
 
 from deltasync.base.errors import NotFound, NotOwner, Owner, ServiceUnavailable, StorageFailed
@@ -427,7 +427,7 @@ async def test_replicas_of_a_consumer_with_a_policy_go_on_from_what_they_hold(
     session = await publish(a.service)
     consumer = await a.service.consumers.create("top", MODEL, Policy(top_k=2))
     replica = a.service.registry.connect(consumer, "r", asyncio.Event())
-    view = a.service.views.by_consumer()["top"]
+    view = view_of(a.service, "top")
 
     async def released(before: Position) -> None:
         while view.position == before:
@@ -447,7 +447,7 @@ async def test_replicas_of_a_consumer_with_a_policy_go_on_from_what_they_hold(
     history, position = view.history, view.position
     await a.give_up()
     await b.take()
-    after = b.service.views.by_consumer()["top"]
+    after = view_of(b.service, "top")
     assert (after.history, after.position) == (history, position)
     assert same({each.name: np.array(each.held.rows) for each in after.state.tables}, held)
 
@@ -688,7 +688,7 @@ async def test_who_has_given_a_model_up_has_nothing_of_it(a: Process, b: Process
     assert ended.is_set()
     assert consumer.moved
     assert not [*a.service.models, *a.service.models.coordinators, *a.service.registry.consumers]
-    assert a.service.views.by_consumer() == {}
+    assert a.service.views.get(consumer) is None
     assert a.service.limits.number("bytes_in_all") == 0
     with pytest.raises(NotOwner):
         await send(session, part(2, []))
@@ -705,6 +705,35 @@ async def test_a_model_of_which_nothing_is_published_is_given_up_with_its_ranks(
         coordinator.cut_of(None, 1)  # type: ignore[arg-type]  # Refused before it is looked at.
     await b.take()
     await publish(b.service)
+
+
+@in_processes()
+async def test_a_first_cut_is_sealed_while_its_model_is_given_up_and_another_operation_ends(
+    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To add its model, the cut waits for the lock of that operation, and so does who gives the model up."""
+    await a.take()
+    rows, session = random_rows(1), await join(a.service)
+    sealing, giving_up, give_up = HeldWrites(monkeypatch, "seal"), asyncio.Event(), a.service.reloading.give_up
+
+    async def noted(model: str) -> None:
+        await give_up(model)
+        giving_up.set()
+
+    monkeypatch.setattr(a.service.reloading, "give_up", noted)
+    async with a.service.models.changing:
+        cut = asyncio.create_task(send(session, full_part(1, rows, WHOLE)))
+        await sealing.begun.wait()
+        given_up = asyncio.create_task(a.give_up())
+        await giving_up.wait()
+        sealing.let_go()
+        await until(lambda: session.coordinator.model.seals.newest is not None)
+    await asyncio.wait_for(asyncio.wait([cut, given_up]), 10)
+    assert cut.result()
+    given_up.result()
+    assert not [*a.service.models, *a.service.models.opened]
+    await b.take()
+    assert all(np.array_equal(*each) for each in zip(b.rows.values(), rows, strict=True))
 
 
 @in_processes()

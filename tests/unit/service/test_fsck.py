@@ -130,8 +130,8 @@ def _lose_checkpoints(copy: Path) -> None:
     shutil.rmtree(copy / "checkpoints")
 
 
-SAVED = "unless a running service writes a checkpoint, versions from 5 on have to come from the trainer"
-PASSED_OVER = "of version 4, cannot be loaded: that of version 2 is used, and more of the log"
+SAVED = "without another checkpoint, after the next load, the trainer has to send the rows of version 5"
+PASSED_OVER = "of model 'clicks' cannot be loaded: that of version 2 and more of the log are used"
 
 
 @pytest.mark.parametrize(
@@ -140,22 +140,22 @@ PASSED_OVER = "of version 4, cannot be loaded: that of version 2 is used, and mo
         (_change_newest_data, PASSED_OVER),
         (_cut_off_data, PASSED_OVER),
         (_lose_data, PASSED_OVER),
-        (_change_base, "of version 4, cannot be loaded: nor can an older one"),
+        (_change_base, "of version 4 of model 'clicks' cannot be loaded: nor can an older one"),
         (_change_manifest, "checkpoint clicks/manifests/"),
         (_change_record, "record consumer/plain is damaged"),
         (_change_model, "record model/clicks is damaged"),
         (_change_seal, "seal of version 3 of model 'clicks' is damaged"),
         (
             _lose_seal,
-            "the seal of version 4 does not follow that of 2: versions from 5 on have to come from the trainer",
+            "does not follow that of 2: after the next load, the trainer has to send the rows of version 5",
         ),
-        (_change_cut(4), "the checkpoint of version 4 has these rows"),
+        (_change_cut(4), "the checkpoint of version 4 contains these rows"),
         (_change_cut(5), f"record 0 of rank 0 of version 5 of model 'clicks' is damaged: {SAVED}"),
         (_lose_cut, f"the log has 0 rows of version 5 of model 'clicks', expected 3: {SAVED}"),
-        (_change_head, "of consumer 'small' is damaged: replicas of consumer 'small' are sent every row then"),
+        (_change_head, "of consumer 'small' is damaged: replicas of consumer 'small' get every row"),
         (
             _lose_checkpoints,
-            "begins after version 2, which no checkpoint has: once it is loaded again",
+            "begins after version 2, which no checkpoint has: after the next load",
         ),
     ],
 )
@@ -191,14 +191,14 @@ async def test_a_running_service_reads_all_of_it_and_its_memory_while_it_goes_on
         change(files_of(copy, "data")[-1], 60)
         clicks, other = await check(service)
         assert any(PASSED_OVER in each for each in clicks.problems)
-        assert not service.models["clicks"].failed
+        assert not service.models["clicks"].tables.failed
         service.models["clicks"].tables[0].rows.view(np.uint8)[7, 1] ^= 16
         clicks, other = await check(service)
-        assert any("row 7: the model is reloaded" in each for each in clicks.problems)
-        assert "row 7" in service.models["clicks"].failed
+        assert any("row 7: the service reloads the model" in each for each in clicks.problems)
+        assert "row 7" in service.models["clicks"].tables.failed
     events = [each for each in said if each.kind is EventKind.CHECKED]
     assert [each.subject for each in events] == [{"by": "who asks"}] * 3
-    assert events[0].text == "0 problems in all that is kept"
+    assert events[0].text == "0 problems in the stored data"
 
 
 async def test_a_cut_of_a_new_layout_that_is_sealed_as_the_log_is_read_is_not_called_damaged(
@@ -243,13 +243,13 @@ def test_files_that_no_service_has_made_are_named_and_left_alone(copy: Path) -> 
 
 
 def test_what_is_no_data_directory_or_in_use_or_of_another_format_is_not_read(copy: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="is no data directory"):
+    with pytest.raises(InvalidInput, match="is not a data directory"):
         check_data_directory(tmp_path / "nothing")
     with lock_data_directory(copy), pytest.raises(StorageFailed, match="in use by another service"):
         check_data_directory(copy)
     with closing(LmdbStore(LogOptions(directory=copy / "log"))) as log:
         log.put("data-format", b"2").result(20)
-    with pytest.raises(StorageFailed, match="is of format 2, this version reads 1: update deltasync"):
+    with pytest.raises(StorageFailed, match="has format 2, this version reads 1: update deltasync"):
         check_data_directory(copy)
 
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_read_now_is_not_called_damaged(copy: Path, monkeypatch: 
     """The exit status says so too: it could not read."""
     heads = Heads(monkeypatch)
     heads.opened = False
-    with pytest.raises(VolumeFailed, match=r"Input/output error .*: look for the device's errors"):
+    with pytest.raises(VolumeFailed, match=r"Input/output error .*: look for errors of the device"):
         check_data_directory(copy)
     status, _, said = deltasync("fsck", "--data-dir", str(copy))
     assert (status, "restore" in said) == (2, False)
@@ -273,7 +273,7 @@ def test_the_command_says_what_it_has_read_and_its_status_whether_something_is_d
     status, out, _ = deltasync("fsck", "--data-dir", str(copy))
     assert status == 1
     assert PASSED_OVER in out
-    assert f"{copy / 'notes.txt'} was not made by a service; it is left alone" in out
+    assert f"{copy / 'notes.txt'} was not made by a service; leaving it alone" in out
     assert out.endswith("something is damaged\n")
     status, out, _ = deltasync("fsck", "--data-dir", str(copy), "--json")
     assert '"clean": false' in out

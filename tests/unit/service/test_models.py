@@ -4,23 +4,25 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from tests.support.local_model import LocalModel
-from tests.support.local_service import check, join, opened, sources
+from tests.support.local_service import check, join, opened, publish, sources, view_of
 from tests.support.releases import live_rows
 from tests.support.wire import ITEM, USER, random_rows
 from tests.unit.support.async_tests import in_service
 
-from deltasync.base.errors import Contradiction, NotFound
+from deltasync.base.errors import Contradiction, NotFound, ServiceUnavailable, StorageFailed
 from deltasync.core.policy import Policy
+from deltasync.model.model_store import ModelStore
 from deltasync.service.models import Models
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.status.overview import model_overviews, trainer_lines
 from deltasync.status.readiness import checks, not_ready
-from deltasync.views.view import View
+from deltasync.views.registry import ViewRegistry
 
 ROWS = random_rows(1, [USER, ITEM])
 
@@ -61,8 +63,7 @@ async def test_a_model_that_something_else_feeds_is_released_checkpointed_and_sh
     assert service.consumers.feed(service.registry.get("plain")) is model
     changed = live_rows(await model.release(1))[0]
     assert (changed.ids.tolist(), changed.values.tolist()) == ([3], [[9] * USER.dim])
-    view = service.views.by_consumer()["top"]
-    assert isinstance(view, View)
+    view = view_of(service, "top")
     async with replica_of(service, "top"):
         while view.position.number == 0:
             await asyncio.sleep(0.001)
@@ -79,7 +80,7 @@ async def test_a_model_that_something_else_feeds_is_released_checkpointed_and_sh
     assert (line.model, line.head, line.run, line.connected, line.tables) == ("clicks", 2, "", 0, 2)
     assert trainer_lines(service.models.coordinators) == []
     assert not_ready(checks(sources(service))) == ""
-    assert service.limits.number("bytes_in_all") == model.table_bytes
+    assert service.limits.number("bytes_in_all") == model.tables.nbytes
     assert service.removals.pending_deletes() == []
 
 
@@ -116,3 +117,19 @@ async def test_it_comes_back_from_its_checkpoint_and_the_log(tmp_path: Path) -> 
         assert model.position.number == 2
         for table, rows in zip(model.tables, expected, strict=True):
             np.testing.assert_array_equal(table.rows, rows)
+
+
+@pytest.mark.parametrize("fails", [(ViewRegistry, "give_up"), (ModelStore, "retire")], ids=["views", "log"])
+async def test_a_model_whose_end_fails_half_way_has_no_thread_and_no_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: tuple[type, str]
+) -> None:
+    async with opened(tmp_path) as service:
+        await publish(service)
+        model = service.models["clicks"]
+        with monkeypatch.context() as patch:
+            patch.setattr(*fails, Mock(side_effect=StorageFailed("the disk is gone")))
+            with pytest.raises(StorageFailed):
+                await service.models.end(model)
+        assert not list(model.tables)
+        with pytest.raises(ServiceUnavailable, match="is stopped"):
+            await model.on_thread(int)

@@ -25,7 +25,7 @@ LOG = {"directory": Path("x")}
         (SubscriberOptions, SUBSCRIBER, "service", "", "service ''"),
         (SubscriberOptions, SUBSCRIBER, "consumer", "", "consumer name ''"),
         (SubscriberOptions, SUBSCRIBER, "replica", "a b", "replica name 'a b'"),
-        (SubscriberOptions, SUBSCRIBER, "max_outstanding_bytes", 0, "max_outstanding_bytes: 0"),
+        (SubscriberOptions, SUBSCRIBER, "max_outstanding_bytes", 0, "max_outstanding_bytes 0"),
         (ServiceOptions, SERVICE, "checkpoint_bytes", 0, "checkpoint_bytes: 0"),
         (
             ServiceOptions,

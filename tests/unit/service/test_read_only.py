@@ -11,6 +11,7 @@ from tests.support.local_service import opened, publish, sources
 from tests.support.log import log_of
 from tests.unit.support.async_tests import in_service
 
+from deltasync.api.process import streams_of
 from deltasync.api.subscribe import ReplicaStream, Responses
 from deltasync.core.policy import Policy
 from deltasync.service.service import Service
@@ -39,7 +40,7 @@ async def next_kind(stream: Responses) -> str | None:
 async def subscribe(service: Service, consumer: str) -> None:
     """A replica asks for what there is, is told that there is nothing yet, and leaves."""
     opening = subscribe_pb2.SubscribeOpen(consumer=consumer, replica="r")
-    stream = ReplicaStream(service, opening).run(silence())
+    stream = ReplicaStream(streams_of(service), opening).run(silence())
     assert await next_kind(stream) == "progress"
     assert await ask(service, consumer) == "empty"
     await cast("AsyncGenerator[Any, None]", stream).aclose()
@@ -83,7 +84,7 @@ async def test_what_is_published_while_a_replica_is_told_to_wait_wakes_it(
     monkeypatch.setattr("deltasync.api.subscribe._PROGRESS_SECONDS", 1000)
     await service.consumers.create("plain", "clicks", Policy())
     opening = subscribe_pb2.SubscribeOpen(consumer="plain", replica="r")
-    stream = ReplicaStream(service, opening).run(silence())
+    stream = ReplicaStream(streams_of(service), opening).run(silence())
     kinds = [await next_kind(stream)]
     await publish(service)
     while kinds[-1] != "release":

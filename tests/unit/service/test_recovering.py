@@ -20,7 +20,7 @@ from tests.support.ports import free_port
 from tests.support.wire import part
 
 from deltasync.api import process
-from deltasync.api.process import ServerOptions
+from deltasync.api.process import ServerOptions, streams_of
 from deltasync.api.subscribe import ReplicaStream
 from deltasync.base import progress
 from deltasync.base.errors import InvalidInput, ServiceUnavailable, StorageFailed
@@ -97,6 +97,8 @@ async def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, hel
         recovery = tasks.create_task(service.recovery.all())
         while "fast" not in service.models:
             await service.models.added.changed()
+        counted, fast = service.limits.number("bytes_in_all"), service.models["fast"].tables.nbytes
+        assert counted == 2 * fast, "the tables of the other one, too"
         session = await join(service, model="fast", continues=service.models["fast"].position)
         assert await send(session, part(2, [(0, [3], np.ones((1, 4), "<f4"))]))
         replica = await replica_of(service, "top")
@@ -105,6 +107,7 @@ async def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, hel
         held.let_go()
         await recovery
         assert not service.models.recovering
+        assert service.limits.number("bytes_in_all") == counted
         assert await anext(replica)
         await replica.aclose()
         for name in ("top", "new"):
@@ -118,7 +121,7 @@ async def test_models_that_are_there_do_not_wait_for_another(data_dir: Path, hel
 async def replica_of(service: Service, consumer: str) -> Any:
     """A replica of a model that is recovering: it waits."""
     opening = subscribe_pb2.SubscribeOpen(consumer=consumer, replica="r")
-    stream = ReplicaStream(service, opening).run(silence())
+    stream = ReplicaStream(streams_of(service), opening).run(silence())
     first = await anext(stream)
     assert isinstance(first, subscribe_pb2.SubscribeResponse)
     assert first.WhichOneof("message") == "progress"
@@ -190,7 +193,7 @@ async def test_one_whose_checkpoints_log_or_memory_are_not_there_waits_for_them_
         assert str(refusal.value) == "model 'slow' is still recovering; try again: away"
         (top,) = consumer_overviews(service.models, service.registry, await Answers(sources(service)).lags())
         (slow,) = (each for each in model_overviews(service.models) if each.model == "slow")
-        assert (top.state, top.reason) == ("failed", "nobody answers for model 'slow': still recovering: away")
+        assert (top.state, top.reason) == ("failed", "model 'slow' is not available: still recovering: away")
         assert slow.trouble == "still recovering: away"
         away.clear()
         await recovery
@@ -231,7 +234,7 @@ async def test_one_that_has_recovered_and_cannot_be_had_leaves_neither_a_thread_
         if how == "is cancelled":
             recovery.cancel()
         await asyncio.wait([recovery])
-        assert not service.views.by_consumer()
+        assert service.views.get(service.registry.get("top")) is None
         assert not [each.name for each in threading.enumerate() if each.name.startswith("model-slow")]
         monkeypatch.undo()
         await service.recovery.all()
@@ -255,9 +258,7 @@ async def test_where_checkpoints_are_gone_as_a_whole_they_may_be_put_back(tmp_pa
             pass
     (error,) = raised.value.exceptions
     assert isinstance(error, StorageFailed)
-    assert "no rows of model 'clicks' up to version 2, and there are no checkpoints of it: put them back" in str(
-        error
-    )
+    assert "no rows of model 'clicks' up to version 2, and it has no checkpoints: put them back" in str(error)
     away.rename(data / "checkpoints")
     async with opened(data) as service:
         assert [table.rows.tobytes() for table in service.models["clicks"].tables] == rows
@@ -291,7 +292,7 @@ async def test_checkpoints_that_cannot_be_read_now_are_not_lost(
         async with opened(tmp_path):
             pass
     assert not raised.group_contains(RowsLost)
-    assert raised.group_contains(StorageFailed, match="cannot be read: .*system's log")
+    assert raised.group_contains(StorageFailed, match="cannot be read: .*system log")
     refused.clear()
     async with opened(tmp_path) as service:
         assert [table.rows.tobytes() for table in service.models["clicks"].tables] == rows
@@ -339,12 +340,15 @@ class Starting(HttpStatus):
         while (await self.ask("/readyz"))[0] != 200:
             await asyncio.sleep(0)
 
+    async def ended(self) -> None:
+        await self._serving
+
     async def __aenter__(self) -> "Starting":
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.stopping.set()
-        await self._serving
+        await self.ended()
 
 
 @pytest.fixture
@@ -373,6 +377,29 @@ async def test_the_service_listens_and_is_ready_once_all_are_there(
             await service.is_ready()
 
 
+async def test_one_whose_late_recovery_fails_leaves_its_data_directory_in_order(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, listening: asyncio.Event
+) -> None:
+    recover, go = ModelStore.recover, threading.Event()
+
+    def failing(store: ModelStore, record: Mapping[str, Any]) -> None:
+        if store._model == "slow":
+            assert go.wait(WAIT)
+            raise StorageFailed("the disk is broken")
+        recover(store, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelStore, "recover", failing)
+        service = Starting(data_dir)
+        await listening.wait()
+        go.set()
+        with pytest.raises(ExceptionGroup) as raised:
+            await service.ended()
+    assert raised.group_contains(StorageFailed, match="the disk is broken")
+    async with opened(data_dir) as again:  # Which it could not, if the first one still had the directory.
+        assert sorted(again.models) == ["fast", "slow"]
+
+
 async def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_ending(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, listening: asyncio.Event
 ) -> None:
@@ -386,11 +413,11 @@ async def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_e
     monkeypatch.setattr(ModelStore, "recover", refusing)
     async with Starting(data_dir) as service:
         await listening.wait()
-        while "nothing new can be written" not in (await service.ask("/readyz"))[1]:
+        while "a volume refuses writes" not in (await service.ask("/readyz"))[1]:
             await asyncio.sleep(0)
         trouble = rf"{path} on volume 'checkpoints': No space left on device .* make room on it"
         for where, said in (
-            ("/readyz", "still recovering: slow; nothing new can be written"),
+            ("/readyz", "still recovering: slow; a volume refuses writes"),
             ("/consumers/top/lag", "model 'slow' is still recovering; try again"),
         ):
             status, answer = await service.ask(where)
@@ -400,14 +427,14 @@ async def test_one_that_waits_for_its_volume_says_so_and_keeps_no_service_from_e
         shown = json.loads((await service.ask("/status"))[1])
         (top,) = (each for each in lags if each["consumer"] == "top")
         assert (top["state"], top["model"], top["versions"], top["seconds"]) == ("failed", "slow", None, None)
-        assert re.fullmatch(f"nobody answers for model 'slow': still recovering: {trouble}", top["reason"])
+        assert re.fullmatch(f"model 'slow' is not available: still recovering: {trouble}", top["reason"])
         assert shown["consumers"] == lags
         (slow,) = (each for each in shown["models"] if each["model"] == "slow")
         assert (slow["head"], slow["bytes"]) == (None, None)
         assert slow["trouble"].startswith("still recovering: ")
         for command, wanted in ((("lag",), 0), (("status",), 0), (("lag", "--max-seconds", "3600"), 3)):
             code, said, _ = await asyncio.to_thread(deltasync, *command, "--service", service.http)
-            assert "nobody answers for model 'slow'" in said
+            assert "model 'slow' is not available" in said
             assert code == wanted
         assert (await service.ask("/tables"))[1].count('"model":"fast"')
 
@@ -443,7 +470,7 @@ async def test_while_kernels_are_compiled_it_lives_and_is_not_ready(
         assert (await service.ask("/livez"))[0] == 200
         status, said = await service.ask("/readyz")
         assert status == 503
-        assert "still compiling" in said
+        assert "compiling kernels" in said
         if stopped:
             service.stopping.set()
         kernels[0].let_go.set()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -20,7 +21,10 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.rows import DamagedRows
 from deltasync.core.stamped_table import StampedTable
+from deltasync.log.log_store import LogStore
 from deltasync.model.model import Model
+from deltasync.model.model_store import note_removal
+from deltasync.service import operators
 from deltasync.service.service import Service
 from deltasync.status.answers import Answers
 from deltasync.status.overview import consumer_overviews, model_overviews
@@ -69,7 +73,7 @@ async def change(service: Service, session: Any, version: int, rows: list[int]) 
 
 
 async def by_a_release(service: Service) -> None:
-    with pytest.raises(DamagedRows, match="other bits than were stored in rows 3 to 4"):
+    with pytest.raises(DamagedRows, match="bits have changed in rows 3 to 4"):
         await service.models["clicks"].release(0)
 
 
@@ -80,7 +84,7 @@ async def by_a_checkpoint(service: Service) -> None:
 
 async def by_fsck(service: Service) -> None:
     found = await check(service)
-    assert "rows 3 to 4: the model is reloaded" in found[0].problems[0]
+    assert "rows 3 to 4: the service reloads the model" in found[0].problems[0]
 
 
 async def by_a_view(service: Service) -> None:
@@ -114,7 +118,7 @@ async def test_wherever_damage_is_found_it_is_reloaded(
     expected = ROWS[0].copy()
     expected[[7, 8]], expected[[3, 4, 9]] = 2, 3
     assert live_rows(release)[0].values.tobytes() == expected.tobytes()
-    assert (model.position, release.checksums[0], model.failed) == (position, checksum, "")
+    assert (model.position, release.checksums[0], model.tables.failed) == (position, checksum, "")
     assert service.registry.get("plain").replicas["replica"].applied.number == 1
     await asyncio.sleep(0)
     assert [each.kind for each in events] == [EventKind.ROWS_DAMAGED, EventKind.MODEL_RELOADED]
@@ -148,13 +152,13 @@ async def test_nothing_of_it_is_sent_meanwhile_and_everybody_is_told_why(
         await refused.wait()
         while "broken disk" not in service.models.reload_reason("clicks"):
             await asyncio.sleep(0)
-        reason = "in row 3; that has failed, and is tried again: the checkpoint is on a broken disk"
+        reason = "in row 3; the reload failed and is tried again: the checkpoint is on a broken disk"
         assert reason in not_ready(checks(sources(service)))
         assert reason in model_overviews(service.models)[0].trouble
         (consumer,) = consumer_overviews(service.models, service.registry, [])
         assert (consumer.state, reason in consumer.reason) == ("failed", True)
         for asked in (answers.lag("plain"), service.publishing.open("clicks"), service.consumers.delete("plain")):
-            with pytest.raises(ServiceUnavailable, match="in row 3; that has failed"):
+            with pytest.raises(ServiceUnavailable, match="in row 3; the reload failed"):
                 await asked
         assert b'deltasync_model_failed{model="clicks"} 1' in await answers.metrics()
         with pytest.raises(ServiceUnavailable, match="is being reloaded; try again"):
@@ -206,7 +210,7 @@ async def test_rows_that_were_damaged_before_the_log_had_them_come_from_the_trai
         with pytest.raises(DamagedRows):
             await model.release(1)
         model = await reloaded(service, model)
-    assert (model.position.number, model.failed) == (1, "")
+    assert (model.position.number, model.tables.failed) == (1, "")
     assert any("version 2 of model 'clicks' is damaged" in each.text for each in failed)
     session = await join(service, continues=model.position)
     assert (await change(service, session, 2, [7, 8])).number == 2
@@ -284,5 +288,68 @@ async def test_a_model_that_is_being_reloaded_goes_to_another_process(
             await recovering.wait()
             await a.give_up()
     assert not [*a.service.models.reloading, *a.service.models.recovering, *a.service.models]
+    await b.take()
+    assert same(b.rows, rows)
+
+
+async def begin_to_reload(service: Service) -> None:
+    model = service.models["clicks"]
+    flip(model.tables[0], 3)
+    with pytest.raises(DamagedRows):
+        await model.release(0)
+    await service.reloading.watch(model)
+    assert "clicks" in service.models.reloading
+
+
+async def reloads_ended(service: Service) -> None:
+    while service.models.reloading:
+        await asyncio.sleep(0.001)
+    assert not [*service.models, *service.models.recovering]
+
+
+@in_service()
+async def test_a_reload_that_begins_while_its_model_is_deleted_ends(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noting, go, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def slowly(log: LogStore, name: str) -> Future[None]:
+        async def later() -> None:
+            noting.set()
+            await go.wait()
+            await asyncio.wrap_future(note_removal(log, name))
+
+        return asyncio.run_coroutine_threadsafe(later(), loop)
+
+    monkeypatch.setattr(operators, "note_removal", slowly)
+    (await publish(service)).end("it has gone")
+    deletion = asyncio.create_task(service.removals.delete_model("clicks", "a test"))
+    await noting.wait()
+    await begin_to_reload(service)
+    go.set()
+    await deletion
+    await asyncio.wait_for(reloads_ended(service), 5)
+
+
+@in_processes()
+async def test_a_reload_that_begins_while_its_model_is_given_up_ends(
+    a: Process, b: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    giving_up, give_up = asyncio.Event(), a.service.reloading.give_up
+
+    async def noted(model: str) -> None:
+        await give_up(model)
+        giving_up.set()
+
+    monkeypatch.setattr(a.service.reloading, "give_up", noted)
+    await a.take()
+    await publish(a.service)
+    rows = a.rows
+    async with a.service.models.changing:
+        given_up = asyncio.create_task(a.give_up())
+        await giving_up.wait()
+        await begin_to_reload(a.service)
+    await given_up
+    await asyncio.wait_for(reloads_ended(a.service), 5)
     await b.take()
     assert same(b.rows, rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, opened, publish, send, sources
+from tests.support.local_service import join, opened, publish, send, sources, view_of
 from tests.support.volumes import small_volume
 from tests.support.wire import part, random_rows
 
@@ -45,7 +45,7 @@ def mapped_bytes(folder: Path) -> int:
 
 async def released(service: Service, consumer: str) -> bytes:
     """What replicas of a consumer with a policy are given."""
-    view = service.views.by_consumer()[consumer]
+    view = view_of(service, consumer)
     while not view.position.number:
         await asyncio.sleep(0.001)
     (table,) = view.state.tables

@@ -16,16 +16,21 @@ from hypothesis import strategies as st
 from tests.support.crashes import Crashes
 from tests.support.local_service import opened, publish, run, send
 from tests.support.log import log_of
+from tests.support.many_logs import ManyLogs
+from tests.support.memory_bucket import MemoryBucket, MemoryStore
 from tests.support.wire import ITEM, USER, WHOLE, full_part, part, publish_open, random_rows
 from tests.unit.support.async_tests import in_service
 
 from deltasync.access.limits import LimitOptions
 from deltasync.base.errors import Contradiction, DeltasyncError, LimitReached, StorageFailed
+from deltasync.cluster.member import ClusterOptions, Member
+from deltasync.cluster.shared_owners import SharedOwners
 from deltasync.core.table_memory import TableMemory
 from deltasync.core.tables import Shard, TableSpec
 from deltasync.cuts.session import PublishSession, check_open, open_session
 from deltasync.model.model import Model
 from deltasync.model.model_store import ModelStore
+from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
 
 HUGE = TableSpec("huge", 1 << 40, 1 << 10)
@@ -93,7 +98,7 @@ async def test_ranks_that_have_closed_their_parts_and_gone_leave_nothing(service
         closed = asyncio.create_task(send(session, full_part(1, ROWS, WHOLE[:1])))
         while not session.coordinator.open_cut or not session.coordinator.open_cut.cut.closed_by(0):
             await asyncio.sleep(0)
-    with pytest.raises(DeltasyncError, match="all ranks of its run have gone"):
+    with pytest.raises(DeltasyncError, match="all ranks of its run have left"):
         await closed
     await left(service)
     assert traces(service) == []
@@ -102,7 +107,7 @@ async def test_ranks_that_have_closed_their_parts_and_gone_leave_nothing(service
 @pytest.mark.parametrize(
     ("tables", "error", "message"),
     [
-        ([HUGE], Contradiction, "every row of its tables takes"),
+        ([HUGE], Contradiction, "all rows of its tables need"),
         ([USER, ITEM, TableSpec("third", 2, 2)], LimitReached, "limit tables_per_model"),
     ],
     ids=["log", "tables"],
@@ -124,7 +129,7 @@ async def test_opens_that_are_refused_leave_nothing(
 async def test_limits_of_models_and_of_bytes_are_kept(service: Service) -> None:
     await publish(service)
     taken = service.limits.number("bytes_in_all")
-    assert taken == service.models["clicks"].table_bytes > 0
+    assert taken == service.models["clicks"].tables.nbytes > 0
     async with stream(service, model="second"):
         with pytest.raises(LimitReached, match=r"models: at most 2 are allowed \(limit models\)"):
             await service.publishing.open("third")
@@ -226,6 +231,52 @@ async def test_who_opens_what_is_just_being_removed_waits_for_that(
     async with opened(tmp_path) as service:
         for table, rows in zip(service.models["clicks"].tables, random_rows(1), strict=True):
             np.testing.assert_array_equal(table.rows, rows)
+
+
+@asynccontextmanager
+async def sharing(folder: Path, **settings: Any) -> AsyncIterator[Service]:
+    """A service on logs that other processes share, of which none is there."""
+    async with asyncio.TaskGroup() as tasks:
+        logs = ManyLogs(folder / "logs")
+        url = str(folder / "checkpoints")
+        options = ServiceOptions(data_dir=folder / "a", checkpoints=url, **settings)
+        service = Service(options, tasks, logs)
+        me, bucket = Member("a", "", "", run="a"), MemoryBucket(MemoryStore())
+        owners = SharedOwners(ClusterOptions(), me, bucket, service.hosting(logs), service.events)
+        service.join(owners)
+        await owners.start()
+        try:
+            while not owners.confirmed:
+                await asyncio.sleep(0.001)
+            yield service
+        finally:
+            await owners.close()
+            await service.drain()
+
+
+async def test_who_opens_what_is_just_being_removed_from_a_shared_log_waits_without_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal needs it, to give the log back."""
+    removing, go, stop = asyncio.Event(), asyncio.Event(), Model.stop
+
+    async def slow(model: Model) -> None:
+        removing.set()
+        await go.wait()
+        await stop(model)
+
+    async with sharing(tmp_path) as service:
+        with monkeypatch.context() as patch:
+            patch.setattr(Model, "stop", slow)
+            async with stream(service, world_size=2) as session:
+                await send(session, full_part(1, ROWS, WHOLE)[:1])
+            await removing.wait()
+            published = asyncio.create_task(publish(service))
+            await asyncio.wait([published], timeout=0.05)
+            assert not published.done()
+            go.set()
+            await asyncio.wait_for(published, 10)
+        assert service.models["clicks"].seals.newest_version == 1
 
 
 @in_service()

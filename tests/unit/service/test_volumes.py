@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.local_service import join, publish, send, sources
+from tests.support.local_service import join, publish, send, sources, view_of
 from tests.support.log import Heads, log_of
 from tests.support.releases import frozen
 from tests.support.wire import part
@@ -40,7 +40,7 @@ async def test_no_room_for_the_tables_of_a_view_keeps_back_its_consumer_alone(
     with monkeypatch.context() as patch:
         patch.setattr(TableMemory, "check", no_memory)
         service.registry.connect(consumer, "p", asyncio.Event())
-        view = service.views.by_consumer()["top"]
+        view = view_of(service, "top")
         while not view.trouble:
             await asyncio.sleep(0.001)
         lag = await Answers(sources(service)).lag("top")
@@ -134,20 +134,20 @@ async def test_while_the_log_can_be_neither_written_nor_read_all_who_ask_are_tol
     for name, policy in {"all": Policy(), "top": Policy(top_k=3)}.items():
         consumer = await service.consumers.create(name, "clicks", policy)
         service.registry.connect(consumer, "p", asyncio.Event())
-    while not service.views.by_consumer()["top"].position.number:
+    while not view_of(service, "top").position.number:
         await asyncio.sleep(0.001)
     heads.refused, heads.opened = True, False
     with pytest.raises(StorageFailed, match="Input/output error"):
         await asyncio.wrap_future(log_of(service).put("x", b""))
     await service.volumes.look_after()
-    assert "look for the device's errors in the system's log" in not_ready(checks(sources(service)))
+    assert "look for errors of the device in the system log" in not_ready(checks(sources(service)))
     overview = await Sampler(sources(service), service.events).look()
     (process,) = overview.processes
     assert (process.ready, [each.state for each in overview.consumers]) == (False, ["failed", "failed"])
     assert b'deltasync_volume_failed{volume="log"} 1.0' in await answers.metrics()
     for name in ("all", "top"):
         lag = await answers.lag(name)
-        assert (lag.state, "look for the device's errors" in lag.reason) == ("failed", True)
+        assert (lag.state, "look for errors of the device" in lag.reason) == ("failed", True)
     heads.refused, heads.opened = False, True
     await service.volumes.look_after()
     assert not not_ready(checks(sources(service)))

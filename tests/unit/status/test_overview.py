@@ -45,9 +45,7 @@ async def test_consumers_of_a_model_that_this_process_is_taking_are_listed_and_w
         ("coming-1", "coming", "waiting", None),
         ("coming-2", "coming", "waiting", None),
     ]
-    assert {each.reason for each in lines} == {
-        "nobody answers for model 'coming': this process is about to take it over"
-    }
+    assert {each.reason for each in lines} == {"model 'coming' is not available: this process is taking it over"}
 
 
 @in_service()
@@ -56,7 +54,7 @@ async def test_a_model_that_nobody_has_is_named_by_every_process(service: Servic
     assert unowned_models(service.models) == ["lost"]
     (line,) = model_overviews(service.models)
     assert (line.model, line.head) == ("lost", None)
-    assert line.trouble == "no process that is known to be alive has this model"
+    assert line.trouble == "no live process owns this model"
 
 
 def test_brokers_are_not_full_because_they_do_not_say_what_is_left(tmp_path: Path) -> None:

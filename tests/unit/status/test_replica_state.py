@@ -31,35 +31,38 @@ GOOD = ReplicaLag(
             "away for 3 s: its stream has ended",
         ),
         ({"connected": False, "since_seconds": 0.04}, "away for 40 ms: not seen since the service started"),
-        ({"damaged": ["u", "v"]}, "holds other rows than it was sent in u, v, which are to be sent again"),
-        ({"rewound": RewindLag(held=20, history="h", seconds=2.5)}, "came with 20 of a discarded past, 2.5 s ago"),
-        ({"lag": LACKING, "behind": True}, "lacks 3 versions, last heard 1 s ago"),
+        ({"damaged": ["u", "v"]}, "rows differ from those sent to it, and the service sends them again: u, v"),
+        (
+            {"rewound": RewindLag(held=20, history="h", seconds=2.5)},
+            "connected with 20 of a discarded history 2.5 s ago",
+        ),
+        ({"lag": LACKING, "behind": True}, "lacks 3 versions, last acknowledgement 1 s ago"),
         ({"lag": LACKING}, ""),
         ({"waits_for": "room on disk: it is full"}, "waits for room on disk: it is full"),
-        ({"unbound": ["item"]}, "does not hold item"),
-        ({"checked": False}, "has not shown by checksums what it holds"),
+        ({"unbound": ["item"]}, "leaves out item"),
+        ({"checked": False}, "its rows are not confirmed by checksums yet"),
         (
             {"lag": LACKING, "behind": True, "unacked": 12, "unacked_seconds": 25.0},
-            "lacks 3 versions, last heard 1 s ago; 12 releases sent to it, and not acknowledged for 25 s: it is "
-            "slow to take or apply them",
+            "lacks 3 versions, last acknowledgement 1 s ago; has not acknowledged 12 releases sent "
+            "25 s ago: it is slow to read or apply them",
         ),
         (
             {"lag": LACKING, "behind": True, "unacked": 1, "unacked_seconds": 0.3},
-            "lacks 3 versions, last heard 1 s ago",
+            "lacks 3 versions, last acknowledgement 1 s ago",
         ),
         (
             {"damages": 10, "damaged_seconds_ago": 3.0},
-            "held other rows than it was sent 10 times, last 3 s ago: something else writes to it",
+            "rows differed from those sent to it 10 times, last 3 s ago: another writer changes them",
         ),
         ({"damages": 10, "damaged_seconds_ago": 900.0}, ""),
         ({"damages": 1, "damaged_seconds_ago": 3.0}, ""),
         (
             {"checked": False, "damaged": ["u"]},
-            "holds other rows than it was sent in u, which are to be sent again",
+            "rows differ from those sent to it, and the service sends them again: u",
         ),
         (
             {"unbound": ["item"], "lag": LACKING, "behind": True},
-            "lacks 3 versions, last heard 1 s ago; does not hold item",
+            "lacks 3 versions, last acknowledgement 1 s ago; leaves out item",
         ),
     ],
 )

@@ -80,7 +80,7 @@ async def test_who_follows_no_table_waits_for_one(local: LocalModel) -> None:
     view = await local.prepared_view(Policy(tables=("usr*",)))
     consumer = Consumer("top", "clicks", 0, Policy(tables=("usr*",)), {"a": Replica("a", stream=asyncio.Event())})
     lag = report(consumer, view.standing(consumer.policy), time.time_ns())
-    assert (lag.state, lag.reason) == ("waiting", "no table of model 'clicks' fits usr*")
+    assert (lag.state, lag.reason) == ("waiting", "no table of model 'clicks' matches usr*")
     await local.add(TableSpec("usr", 3, 2))
     lag = report(consumer, view.standing(consumer.policy), time.time_ns())
     assert lag.state == "behind"

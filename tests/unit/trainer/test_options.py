@@ -1,12 +1,14 @@
 """Options that are refused when they are made, with the field and its value, and what follows of others."""
 
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support.documents import document
 
 from deltasync.base.errors import InvalidInput
 from deltasync.client import Part, Position
@@ -111,3 +113,19 @@ def test_what_was_published_is_printed_without_every_cut() -> None:
     assert str(stats).startswith("SyncStats(sealed=1000, published_step=1000, ")
     assert len(str(stats)) < 200
     assert len(stats.cuts) == 1000
+
+
+@pytest.mark.parametrize(
+    ("page", "options"),
+    [
+        ("trainer/README.md", SyncOptions),
+        ("trainer/deltasync/trainer/tracking/README.md", TrackerOptions),
+        ("trainer/deltasync/trainer/pipelines/README.md", PipelineOptions),
+    ],
+)
+def test_the_readme_lists_the_options_and_their_defaults(page: str, options: type[Any]) -> None:
+    table = document(page).text.partition(f"\n| `{options.__name__}` |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert {row[0].strip("| `"): row[1].strip("`") for row in rows} == {
+        field.name: "\N{EN DASH}" if field.default is MISSING else str(field.default) for field in fields(options)
+    }

@@ -36,7 +36,7 @@ PREFIXES = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20
 
 @given(PREFIXES)
 def test_ranks_that_were_handed_different_ones_meet_the_same(steps: list[tuple[int, int]]) -> None:
-    """The service has handed each the first so many of all that were ever asked."""
+    """The service has sent each rank a first part of all requests."""
     ranks = [RowRequests(), RowRequests()]
     got = [0, 0]
     for more in steps:

@@ -232,7 +232,7 @@ async def test_an_unforeseen_error_is_told_and_tried_again(
             await local.cut(changed(1, USER, 3))
             replica.applied = view.position
             await _becomes(lambda: len(told) > 2)
-            assert view.failure.endswith("which is tried again: ZeroDivisionError: a mistake of ours")
+            assert view.failure.endswith("the service retries: ZeroDivisionError: a mistake of ours")
         await _becomes(lambda: _advanced(view, replica) and not view.failure)
         assert view.state.compared_version == 2
         loop.stop()
@@ -255,10 +255,10 @@ async def test_that_the_log_refuses_a_release_does_not_keep_a_policy_from_being_
             tasks.create_task(loop.run())
             await _becomes(lambda: len(told) > 1)
             assert view.trouble == ""
-            assert view.failure == "its releases cannot be made, which is tried again: the disk is full"
+            assert view.failure == "its releases cannot be made; the service retries: the disk is full"
         await _becomes(lambda: view.may_serve(TOP) and not view.failure)
         loop.stop()
-    assert {each.text for each in told if each.error} == {"its releases cannot be made, which is tried again"}
+    assert {each.text for each in told if each.error} == {"its releases cannot be made; the service retries"}
 
 
 async def test_an_error_at_every_version_is_told_once(local: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_nobody_is_given_a_part_of_a_version(runner: asyncio.Runner, local: Loca
             view.make_release(TOP, 0),
             view.prepare(Policy(top_k=1, value_type=ValueType.INT8)),
         ):
-            with pytest.raises(ServiceUnavailable, match="a part of a version of model 'clicks'"):
+            with pytest.raises(ServiceUnavailable, match="model 'clicks' is applying a version again"):
                 await given
         assert view.position.number == number
         await model.apply_cut(seal, rows)
@@ -398,7 +398,7 @@ async def test_a_release_under_way_heeds_a_pause(local: LocalModel, monkeypatch:
         patch.setattr(local.model, "on_thread", poisoned_meanwhile)
         await loop._advance()
     assert (consumer.pause is None, view.position) == (False, before)
-    await local.model.remove_table(ITEM.name)
+    await local.model.tables.remove(ITEM.name)
     await loop._advance()
     assert view.position == before, "nor is any other release made"
     assert [each.spec.name for each in view.deliveries] == [USER.name], "and the table takes no memory"

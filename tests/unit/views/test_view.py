@@ -17,6 +17,7 @@ from deltasync.core.policy import Policy
 from deltasync.core.position import Position
 from deltasync.core.value_types import ValueType
 from deltasync.status.lag import ConsumerLag, report
+from deltasync.views.log import ViewLog
 from deltasync.views.view import View
 
 
@@ -96,7 +97,7 @@ async def test_a_view_that_is_discarded_leaves_nothing_in_the_log(local: LocalMo
     await local.cut(changed(1, USER, 3))
     await view.make_release(TOP, 0)
     assert [each for each in local.log.streams() if each.endswith("/top")] == ["heads/top", "releases/top"]
-    view.discard()
+    ViewLog(local.log, "top").discard()
     assert not [each for each in local.log.streams() if each.endswith("/top")]
     assert local.log.items("view/") == {}
 

@@ -138,7 +138,7 @@ async def test_rows_that_a_view_had_no_room_for_go_with_their_map(
     local: LocalModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = await local.prepared_view(TOP)
-    await local.model.add_tables([replace(USER, rows=12), replace(MAP, rows=12)], later_run=True)
+    await local.model.tables.add([replace(USER, rows=12), replace(MAP, rows=12)], later_run=True)
     await local.cut(owned({8: 80, 9: 90, 10: 100}))
     with monkeypatch.context() as patch:
         patch.setattr("deltasync.core.table_memory.TableMemory.check", refuse)
@@ -159,7 +159,7 @@ async def test_a_table_that_was_removed_and_made_again_is_sent_whole(local: Loca
     for _ in range(3):
         await view.make_release(TOP, 0)
     before = view.position.number
-    await local.model.remove_table("user")
+    await local.model.tables.remove("user")
     await local.add(USER)
     await local.cut({"user": {3: np.ones(4, np.float32)}})
     assert before > local.model.tables[-1].removed_before

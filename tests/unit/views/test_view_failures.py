@@ -151,9 +151,9 @@ async def test_damaged_rows_of_the_model_are_in_no_release(local: LocalModel, po
     before = view.position
     await local.cut(changed(1, USER, *range(40)))
     local.model.tables[0].rows[39, 0] += 1
-    with pytest.raises(DamagedRows, match="table 'user': other bits than were stored in row 39"):
+    with pytest.raises(DamagedRows, match="table 'user': bits have changed in row 39"):
         await view.make_release(Policy(), 0)
-    assert "row 39" in local.model.failed
+    assert "row 39" in local.model.tables.failed
     assert (view.position, view.checkpoint_state()) == (before, None)
     for given in (view.release(0), view.make_release(TOP, 0)):
         with pytest.raises(ServiceUnavailable, match="row 39"):
@@ -165,7 +165,7 @@ async def test_a_new_view_has_no_damaged_rows_of_the_model(local: LocalModel) ->
     view = local.view()
     with pytest.raises(DamagedRows):
         await view.prepare(INT8)
-    assert "row 3" in local.model.failed
+    assert "row 3" in local.model.tables.failed
     assert not view.tables
 
 
@@ -174,7 +174,7 @@ async def test_damaged_rows_of_a_view_are_sent_to_nobody(local: LocalModel) -> N
     view.state.tables[0].held.rows[7, 0] ^= 1
     with pytest.raises(DamagedRows):
         await view.release(0)
-    assert "row 7" in local.model.failed
+    assert "row 7" in local.model.tables.failed
 
 
 async def test_rows_that_cannot_be_taken_are_shown_to_nobody(

@@ -29,7 +29,7 @@ INT8 = POLICIES[0]
 
 
 async def grow(local: LocalModel, *tables: TableSpec) -> None:
-    await local.model.add_tables(list(tables), later_run=True)
+    await local.model.tables.add(list(tables), later_run=True)
 
 
 async def release_everything(view: View, policy: Policy) -> None:

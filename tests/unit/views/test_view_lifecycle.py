@@ -20,6 +20,7 @@ from deltasync.log.log_store import LogOptions
 from deltasync.log.records import key_of
 from deltasync.service.options import ServiceOptions
 from deltasync.service.service import Service
+from deltasync.views.log import ViewLog
 from deltasync.views.registry import ViewRegistry
 from deltasync.views.view import View
 
@@ -47,6 +48,13 @@ async def test_a_consumer_has_a_view_from_its_first_policy_on(tmp_path: Path) ->
         assert isinstance(view, View)
         await service.consumers.update("top", Policy())
         assert service.consumers.feed(consumer) is view
+
+
+async def test_a_view_may_go_while_all_of_them_end(tmp_path: Path) -> None:
+    async with opened(tmp_path) as service:
+        for name in ("first", "second"):
+            await service.consumers.create(name, "clicks", TOP)
+        await asyncio.gather(service.views.drain(), service.views.forget("second"))
 
 
 class Gate:
@@ -128,7 +136,7 @@ async def test_a_view_that_could_not_be_made_is_made_later(
     async with opened(tmp_path) as service:
         consumer = await service.consumers.create("top", "other", TOP)
         with monkeypatch.context() as patch:
-            patch.setattr(View, "discard", full)
+            patch.setattr(ViewLog, "discard", full)
             assert (await publish(service, model="other")).sealed.number == 1
             assert service.consumers.feed(consumer) is None
         await service.publishing.look_after()
@@ -178,11 +186,9 @@ async def test_a_view_that_cannot_come_back_begins_anew_and_says_so(
         assert again.history != history
         assert not again.tables
     assert [each for each in log_kinds(tmp_path) if each.endswith("/top")] == []
-    said = [
-        each for each in caplog.messages if "its view cannot be made again, so its replicas get every row" in each
-    ]
+    said = [each for each in caplog.messages if "its view cannot be rebuilt; its replicas get every row" in each]
     assert len(said) == 1
-    assert ("is damaged" if damaged == "a head" else "cannot be understood") in said[0]
+    assert ("is damaged" if damaged == "a head" else "is invalid") in said[0]
 
 
 def log_kinds(data_dir: Path) -> list[str]:

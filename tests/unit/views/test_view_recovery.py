@@ -129,7 +129,7 @@ async def test_a_view_of_which_the_log_has_lost_something_begins_anew(
     if what == "the newest head":
         assert local.view().position.number == newest - 1
         return
-    said = "does not have the rows that release" if what == "ids" else "does not have all releases before release"
+    said = "the log lacks rows of release" if what == "ids" else "the log lacks releases before release"
     assert said in local.lost["top"]
     view = await local.prepared_view(TOP)
     assert view.history != history
@@ -149,11 +149,11 @@ async def test_a_view_with_a_damaged_record_begins_anew(local: LocalModel, model
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 9}, "it is made of version 9, and the model's newest is 3"),
-        ({"seal": 9}, "was made of another version 3 than the model has"),
-        ({"after": 9}, "does not have all releases before release"),
-        ({"statistics": {}}, "cannot be understood"),
-        ({"rows": [3, 0]}, "does not have the rows that release"),
+        ({"version": 9}, "it was made from version 9, but the model's newest is 3"),
+        ({"seal": 9}, "was made from a version 3 that differs from the model's"),
+        ({"after": 9}, "the log lacks releases before release"),
+        ({"statistics": {}}, "is invalid"),
+        ({"rows": [3, 0]}, "the log lacks rows of release"),
     ],
 )
 async def test_a_view_whose_heads_do_not_go_with_the_model_begins_anew(
@@ -170,7 +170,7 @@ async def test_a_view_of_another_history_of_the_model_begins_anew(local: LocalMo
     view = await released_twice(local)
     record = {"history": view.history, "model_history": "another"}
     local.log.put(view_name("top"), pack_json(record)).result()
-    assert (await models.open()).lost["top"] == "it is of another history of the model"
+    assert (await models.open()).lost["top"] == "it belongs to another history of the model"
 
 
 async def test_what_a_checkpoint_has_of_another_view_of_the_consumer_is_not_used(
@@ -181,7 +181,7 @@ async def test_what_a_checkpoint_has_of_another_view_of_the_consumer_is_not_used
     while view.state.backlog_rows:
         await view.make_release(TOP, 0)
     manifest = await local.checkpoint()
-    view.discard()
+    ViewLog(local.log, "top").discard()
     local.views["top"] = again = View("top", local.model)
     await again.prepare(INT8)
     await local.cut(changed(3, USER, 3))

@@ -67,11 +67,11 @@ class Play:
 
     async def grow(self, more: int) -> None:
         wanted = [replace(table.spec, rows=table.spec.rows + more) for table in self.local.model.tables]
-        await self.local.model.add_tables([each for each in wanted if each.name != MEAN.name], later_run=True)
+        await self.local.model.tables.add([each for each in wanted if each.name != MEAN.name], later_run=True)
 
     async def remove(self, name: str) -> None:
         if self.spec(name):
-            await self.local.model.remove_table(name)
+            await self.local.model.tables.remove(name)
 
     async def add(self, again: TableSpec) -> None:
         if not self.spec(again.name):

@@ -64,7 +64,7 @@ async def test_what_a_copy_that_was_put_back_does_not_have_is_recognised(
         decision, start = view.resume(position)
         assert not decision.yes
         assert start.number == 0
-        assert "of a past that this history does not have" in decision.reason
+        assert "which is not in the service's history" in decision.reason
         assert view.discards(position, Position())
     for position in kept:
         assert view.resume(position)[0].yes

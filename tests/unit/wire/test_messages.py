@@ -1,10 +1,13 @@
+import operator
+from typing import Any
+
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from tests.support.wire import rows_message
+from tests.support.wire import decoded, rows_message
 
 from deltasync.base.errors import Damaged, InvalidInput
 from deltasync.core.delivery import Delivery, Mode
@@ -48,11 +51,14 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
     sent = rows.part_chunk(step, slot, batch)
     received = rows.read_request(sent)
     assert isinstance(received, rows.ReceivedRows)
-    assert (received.step, received.close) == (step, None)
+    assert (received.step, received.end) == (step, None)
     ((found_slot, columns),) = received.rows
     assert found_slot == slot
     arrived = columns.rows_of(slot, announced)
     release = rows.release_chunk(slot, arrived)
+    sent_on = rows.read_response(release)
+    assert isinstance(sent_on, rows.ReceivedRows)
+    ((_, received_again),) = sent_on.rows
     record = b"".join(records.pack_rows(slot, arrived))
     assert arrived.encoded
     assert bytes(arrived.encoded) in sent
@@ -60,7 +66,7 @@ def test_rows_come_back_as_they_were(data: st.DataObject, announced: list[Shard]
     assert record.endswith(arrived.encoded), "the same bytes on every hop"
     for found in (
         arrived,
-        rows.decode_rows(subscribe_pb2.SubscribeResponse.FromString(release).chunk.rows, announced),
+        received_again.rows_of(slot, announced),
         rows.at_end_of(release, batch),
         records.unpack_rows(memoryview(record), lambda _: announced),
     ):
@@ -105,10 +111,10 @@ def test_whole_parts_and_releases_are_those_that_generated_classes_write(
         releases.append(chunk.rows)
     close = publish_pb2.PartClose(step=data.draw(st.integers(0, 2**64 - 1)), full=data.draw(st.booleans()))
     whole_part = publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=parts, close=close))
-    assert publish_pb2.PublishRequest.FromString(rows.whole_part(batches, close)) == whole_part
+    assert publish_pb2.PublishRequest.FromString(rows.whole_message(batches, close)) == whole_part
     end = subscribe_pb2.ReleaseEnd(rows=data.draw(st.integers(0, 2**64 - 1)))
     release = subscribe_pb2.SubscribeResponse(release=subscribe_pb2.WholeRelease(rows=releases, end=end))
-    written = rows.whole_release(batches, end)
+    written = rows.whole_message(batches, end)
     assert subscribe_pb2.SubscribeResponse.FromString(written) == release
 
 
@@ -120,7 +126,7 @@ def test_chunks_are_all_rows_in_bounded_pieces(count: int, chunk_bytes: int) -> 
         pieces = list(rows.chunked(RowBatch.of_table(TableSpec("t", 200, 2), ids, values)))
     for piece in pieces:
         assert len(piece.ids) == len(piece.values) > 0
-        assert piece.nbytes <= max(16, chunk_bytes)
+        assert piece.digested().message_bytes <= max(24, chunk_bytes)
     assert [row for piece in pieces for row in piece.ids] == ids.tolist()
     assert b"".join(piece.values.tobytes() for piece in pieces) == values.tobytes()
 
@@ -165,7 +171,7 @@ def test_what_is_sent_is_the_tables_own_type_unless_it_is_said() -> None:
     assert messages.mode_from_message(0) is Mode.EMBEDDINGS
 
 
-# What a publisher may send: any message of a generated class, written in any way that protobuf allows.
+# What a peer may send: any message of a generated class, written in any way that protobuf allows.
 
 
 @st.composite
@@ -176,83 +182,114 @@ def row_messages(draw: st.DrawFn) -> tables_pb2.TableRows:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> publish_pb2.PublishRequest:
-    step = draw(st.integers(0, 2**64 - 1))
+def requests(draw: st.DrawFn) -> Any:
+    kind = publish_pb2.PublishRequest
+    step, several = draw(st.integers(0, 2**64 - 1)), draw(st.lists(row_messages(), max_size=3))
     close = publish_pb2.PartClose(
         step=step, rows=draw(st.integers(0, 9)), deletes=draw(st.lists(st.integers(0, 9)))
     )
-    several = draw(st.lists(row_messages(), max_size=3))
-    return draw(
-        st.sampled_from(
-            [
-                publish_pb2.PublishRequest(),
-                publish_pb2.PublishRequest(close=close),
-                publish_pb2.PublishRequest(goodbye=publish_pb2.PublishGoodbye()),
-                publish_pb2.PublishRequest(open=publish_pb2.PublishOpen(model="clicks", run="r")),
-                publish_pb2.PublishRequest(
-                    chunk=publish_pb2.PartChunk(step=step, rows=several[0] if several else None)
-                ),
-                publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=several, close=close)),
-                publish_pb2.PublishRequest(part=publish_pb2.WholePart(rows=several)),
-            ]
-        )
-    )
+    messages = [
+        kind(),
+        kind(close=close),
+        kind(goodbye=publish_pb2.PublishGoodbye()),
+        kind(open=publish_pb2.PublishOpen(model="clicks", run="r")),
+        kind(chunk=publish_pb2.PartChunk(step=step, rows=several[0] if several else None)),
+        kind(part=publish_pb2.WholePart(rows=several, close=close)),
+        kind(part=publish_pb2.WholePart(rows=several)),
+    ]
+    return draw(st.sampled_from(messages))
 
 
-def check_read(raw: bytes, message: publish_pb2.PublishRequest) -> None:
-    """Check that bytes are read as what the generated class reads in them."""
-    found = rows.read_request(raw)
+@st.composite
+def responses(draw: st.DrawFn) -> Any:
+    kind, several = subscribe_pb2.SubscribeResponse, draw(st.lists(row_messages(), max_size=3))
+    end = subscribe_pb2.ReleaseEnd(step=draw(st.integers(0, 2**64 - 1)), whole=draw(st.lists(st.integers(0, 9))))
+    messages = [
+        kind(),
+        kind(opened=subscribe_pb2.SubscribeOpened(model="clicks")),
+        kind(release_end=end),
+        kind(progress=subscribe_pb2.Progress(version=2)),
+        kind(chunk=subscribe_pb2.ReleaseChunk(rows=several[0] if several else None)),
+        kind(release=subscribe_pb2.WholeRelease(rows=several, end=end)),
+        kind(release=subscribe_pb2.WholeRelease(rows=several)),
+    ]
+    return draw(st.sampled_from(messages))
+
+
+def check_read(raw: bytes, message: Any) -> None:
+    """Check that bytes are read as what the generated class reads in them.
+
+    Raises:
+        InvalidInput: the end of a whole part or release comes after its rows.
+    """
+    publishes = isinstance(message, publish_pb2.PublishRequest)
+    found: Any = rows.read_request(raw) if publishes else rows.read_response(raw)
     kind = message.WhichOneof("message")
     if not isinstance(found, rows.ReceivedRows):
-        assert kind not in ("chunk", "part")
+        assert kind not in ("chunk", "part", "release")
         assert found == message
         return
-    close = None if kind == "chunk" else message.part.close
-    step = message.chunk.step if close is None else close.step
-    assert (found.step, found.close) == (step, close)
-    sent = [message.chunk.rows] if kind == "chunk" else list(message.part.rows)
-    for (slot, columns), each in zip(found.rows, sent, strict=True):
+    carrier = getattr(message, kind)
+    carrier.DiscardUnknownFields()
+    received, sent = list(found.rows), [carrier.rows] if kind == "chunk" else list(carrier.rows)
+    assert found.end == {"part": lambda: carrier.close, "release": lambda: carrier.end}.get(kind, lambda: None)()
+    assert found.step == (found.end.step if found.end else getattr(carrier, "step", found.step))
+    for (slot, columns), each in zip(received, sent, strict=True):
         content = (bytes(columns.ids), bytes(columns.digests), bytes(columns.values), columns.deleted)
         assert slot == each.slot
         assert content == (each.rows.ids, each.rows.digests, each.rows.values, each.rows.deleted)
-        each.rows.DiscardUnknownFields()
         assert tables_pb2.Rows.FromString(bytes(columns.message)) == each.rows, "as it goes on to replicas"
 
 
-@given(requests())
-def test_requests_are_read_as_generated_classes_read_them(message: publish_pb2.PublishRequest) -> None:
+@given(st.one_of(requests(), responses()))
+def test_messages_are_read_as_generated_classes_read_them(message: Any) -> None:
     check_read(message.SerializeToString(), message)
-
-
-def _merged(some: publish_pb2.PublishRequest, other: publish_pb2.PublishRequest) -> bytes:
-    return some.SerializeToString() + other.SerializeToString()
 
 
 def _with_noise(raw: bytes, at: int, noise: bytes) -> bytes:
     return raw[: at % (len(raw) + 1)] + noise + raw[at % (len(raw) + 1) :]
 
 
+WRITTEN = st.one_of(requests(), responses()).map(lambda each: each.SerializeToString())
+
+
 @given(
     st.one_of(
         st.binary(max_size=60),
-        st.builds(_merged, requests(), requests()),
+        st.builds(operator.add, WRITTEN, WRITTEN),
         st.builds(
             _with_noise,
-            requests().map(lambda each: each.SerializeToString()),
+            WRITTEN,
             st.integers(0, 60),
             st.sampled_from([b"\x80\x00", b"\x7a\x02xy", b"\x08\x05", b"\x12\x00", b"\x0a\x00", b"\xff", b""]),
         ),
-        st.builds(lambda each, cut: each.SerializeToString()[:cut], requests(), st.integers(0, 60)),
-    )
+        st.builds(lambda raw, cut: raw[:cut], WRITTEN, st.integers(0, 60)),
+    ),
+    st.sampled_from([publish_pb2.PublishRequest, subscribe_pb2.SubscribeResponse]),
 )
-def test_any_bytes_are_read_as_generated_classes_read_them_or_refused(raw: bytes) -> None:
+def test_any_bytes_are_read_as_generated_classes_read_them_or_refused(raw: bytes, kind: Any) -> None:
     try:
-        message = publish_pb2.PublishRequest.FromString(raw)
+        message = kind.FromString(raw)
     except DecodeError:
-        with pytest.raises(DecodeError):
-            rows.read_request(raw)
+        with pytest.raises((DecodeError, InvalidInput)):
+            check_read(raw, kind())
     else:
-        check_read(raw, message)
+        try:
+            check_read(raw, message)
+        except InvalidInput as error:
+            if "whose end comes after rows" not in error.text:
+                raise
+
+
+@pytest.mark.parametrize("kind", [publish_pb2.PublishRequest, subscribe_pb2.SubscribeResponse])
+def test_an_end_after_rows_is_refused(kind: Any) -> None:
+    """Otherwise all of a message would have to be read before its first table is taken."""
+    content = rows_message(0, [10], TWO[:1]).SerializeToString()
+    table = b"\x12" + bytes([len(content)]) + content
+    for odd in (table + b"\x0a\x00", b"\x0a\x00" + table + b"\x0a\x02\x08\x01"):
+        raw = b"\x22" + bytes([len(odd)]) + odd
+        with pytest.raises(InvalidInput, match="whose end comes after rows"):
+            check_read(raw, kind.FromString(raw))
 
 
 def test_rows_that_are_written_in_another_way_go_on_as_they_would_be_written_here() -> None:
@@ -281,7 +318,7 @@ def test_rows_that_begin_at_any_byte_are_checked_and_applied_as_others(table: Ta
         found.apply(arrived, 1)
         assert (found.checksum, found.norm) == (expected.checksum, expected.norm)
         assert found.rows.tobytes() == expected.rows.tobytes()
-        with pytest.raises(Damaged, match="1 of 9 rows do not fit their digests"):
+        with pytest.raises(Damaged, match="1 of 9 rows do not match their digests"):
             rows.Columns.read(memoryview(_flipped(sent))).rows_of(0, [batch.shard]).check_digests()
 
 
@@ -298,7 +335,7 @@ def test_digests_of_deleted_rows_go_no_further() -> None:
 
 
 def check(message: tables_pb2.TableRows) -> None:
-    rows.decode_rows(message, SHARDS).check()
+    decoded(message, SHARDS).check()
 
 
 TWO = np.ones((2, 2), "<f4")
@@ -345,7 +382,7 @@ def test_rows_at_the_edges_are_taken(ids: list[int]) -> None:
 def test_any_bytes_are_rows_or_refused(ids: bytes, values: bytes, slot: int) -> None:
     message = tables_pb2.TableRows(slot=slot, rows=tables_pb2.Rows(ids=ids, values=values))
     try:
-        batch = rows.decode_rows(message, SHARDS)
+        batch = decoded(message, SHARDS)
         batch.check()
     except InvalidInput:
         return
@@ -360,10 +397,10 @@ def test_a_part_of_very_many_tables_is_read_one_table_at_a_time() -> None:
     """The event loop has other things to do, and most of what a bad peer sends is never read."""
     batch = RowBatch.of_table(TableSpec("t", 20, 1), [7], np.ones((1, 1), "<f4"))
     close = publish_pb2.PartClose(step=3, rows=1000)
-    received = rows.read_request(rows.whole_part([(slot, batch) for slot in range(1000)], close))
+    received = rows.read_request(rows.whole_message([(slot, batch) for slot in range(1000)], close))
     assert isinstance(received, rows.ReceivedRows)
-    assert not isinstance(received.rows, list)
-    assert received.close == close
+    assert iter(received.rows) is received.rows
+    assert received.end == close
     assert [(slot, bytes(columns.ids)) for slot, columns in received.rows] == [
         (slot, batch.ids.tobytes()) for slot in range(1000)
     ]

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: weights, optimizer, and what was published of them."""
+"""Checkpoints of a training run: weights, optimizer and the published versions."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ from deltasync.trainer.sync import DeltaSync
 
 logger = logging.getLogger(__name__)
 
-# The format of a checkpoint's folder, and the file in it that says so.
+# The format of a checkpoint's folder, and the file with its number.
 _FORMAT, _FORMAT_FILE = 1, "format"
 _KEPT = 2
 _NAME = re.compile(r"step-[0-9]{12}")
@@ -34,10 +34,11 @@ _PARTIAL = "partial"
 
 
 class TrainerCheckpoints:
-    """The last two checkpoints of a run, in folders `step-NNN`. One that is not complete yet is `partial`.
+    """Writes and loads checkpoints of a run. Keeps the last two, in folders `step-NNN`.
 
-    All ranks call the same methods after the same steps, and see the same files. Training waits only until its
-    state is copied to host memory. Another thread writes it, in a process group of its own.
+    All ranks call the same methods after the same steps, and see the same files. Training only waits until its
+    state is copied to host memory. Another thread writes it to the folder `partial`, in a separate process group,
+    and renames that folder.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class TrainerCheckpoints:
         self._written: Future[bool] | None = None
 
     def load(self) -> bool:
-        """Continue from the newest checkpoint, before the first step. False if there is none.
+        """Continue from the newest checkpoint, before the first step; returns False if there is none.
 
         Raises:
             InvalidInput: see `load_checkpoint`.
@@ -65,18 +66,18 @@ class TrainerCheckpoints:
         return True
 
     def step(self) -> None:
-        """Note that a step is complete, and begin a checkpoint if it is time for one."""
+        """Record a complete step, and start a checkpoint after every `every` steps."""
         self._steps += 1
         if self._steps % self._every == 0:
             self.save()
 
     def save(self) -> None:
-        """Begin a checkpoint between two steps, unless the one before is still being written."""
+        """Start a checkpoint between two steps, unless the previous one is still being written."""
         busy = self._written is not None and not self._written.done()
         step = self._sync.tracker.steps
         self._training.note(step)
         if self._training.any_of(busy):
-            logger.warning("no checkpoint after step %d: the one before is not written yet", step)
+            logger.warning("no checkpoint after step %d: the previous one is still being written", step)
             return
         state = BlockingAsyncStager().stage(state_of(self._model, self._optimizer))
         folder = self._folder / f"step-{step:012}"
@@ -93,10 +94,10 @@ class TrainerCheckpoints:
         self.save()
         self._thread.shutdown()
         if not (self._written and self._written.result()):
-            raise StorageFailed(f"no checkpoint of the end of the run is in {self._folder}: the log says why")
+            raise StorageFailed(f"the last checkpoint is missing in {self._folder}: see the log for the reason")
 
     def _write(self, folder: Path, state: dict[str, Any], sync: Mapping[str, Any]) -> bool:
-        """Write a checkpoint, in the other thread. False if a rank could not."""
+        """Write a checkpoint in the other thread; returns False if a rank could not."""
         partial = self._folder / _PARTIAL
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -111,10 +112,10 @@ class TrainerCheckpoints:
         except Exception:  # Training continues, and the next checkpoint may succeed.
             logger.exception("the checkpoint %s could not be written", folder)
             failed = True
-        return not on_any_rank([failed], None, self._writing)[0]  # A large one takes long on some ranks.
+        return not on_any_rank([failed], None, self._writing)[0]  # No timeout: large checkpoints take long.
 
     def _complete(self, partial: Path, folder: Path) -> None:
-        if folder.exists():  # A run that continued from it may end before its first step.
+        if folder.exists():  # A run that continues from this checkpoint may end before its first step.
             shutil.rmtree(partial)
             return
         for file in (*partial.iterdir(), partial):
@@ -124,9 +125,9 @@ class TrainerCheckpoints:
         logger.info("checkpoint %s is written", folder)
         try:
             for older in checkpoints_in(self._folder)[:-_KEPT]:
-                older.rename(partial)  # Under its own name, half of it might stay.
+                older.rename(partial)  # So that no half-deleted checkpoint keeps its name.
                 shutil.rmtree(partial)
-        except OSError as error:  # Perhaps somebody reads it. The next checkpoint tries again.
+        except OSError as error:  # Another process may be reading it. The next checkpoint tries again.
             logger.warning("an older checkpoint could not be removed: %s", error)
 
 
@@ -136,7 +137,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def state_of(model: nn.Module, optimizer: CombinedOptimizer) -> dict[str, Any]:
-    """What a checkpoint holds of both: their own tensors, not copies."""
+    """The state for a checkpoint: the tensors themselves, not copies."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
@@ -146,18 +147,18 @@ def write_checkpoint(
     """Write a checkpoint. All ranks of a group call this together.
 
     Args:
-        folder: all ranks see the same files in it.
-        state: `state_of`, or a copy.
+        folder: a folder that all ranks share.
+        state: the result of `state_of`, or a copy.
         sync: the state of this rank's `DeltaSync`, after the same step.
-        group: of gloo, and not used by another thread; the default group if None.
+        group: a gloo group that no other thread uses; None = the default group.
 
     Raises:
-        OSError: this rank or another could not write a file.
+        OSError: a rank could not write a file.
     """
     error: OSError | None = None
     if dist.get_rank() == 0:
         try:
-            # With the sync files of an older checkpoint, changes of the newer weights would not be published.
+            # Old sync files with newer weights would hide changes, so delete them first.
             for stale in folder.glob("sync-*.pt"):
                 stale.unlink()
             folder.mkdir(parents=True, exist_ok=True)
@@ -165,21 +166,21 @@ def write_checkpoint(
         except OSError as failure:
             error = failure
     if on_any_rank([error is not None], f"the checkpoint {folder}", group)[0]:
-        raise error or OSError(f"rank 0 could not begin the checkpoint {folder}")
+        raise error or OSError(f"rank 0 could not start the checkpoint {folder}: see its log")
     save(state, checkpoint_id=folder, process_group=group)
     torch.save(sync, folder / f"sync-{dist.get_rank()}.pt")
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: CombinedOptimizer, sync: DeltaSync) -> None:
-    """Continue from a checkpoint of any number of ranks, before the first step.
+    """Continue from a checkpoint, before the first step. The number of ranks may differ.
 
     Raises:
-        InvalidInput: the checkpoint has a newer format, or the sync state of a rank is missing because the run
-            ended while it was written.
+        InvalidInput: the checkpoint has a newer format, or lacks the sync state of a rank because the run ended
+            while it was written.
     """
     file = folder / _FORMAT_FILE
-    found = file.read_text(errors="replace").strip() if file.exists() else ""
-    check_format(f"the checkpoint in {folder}", int(found) if found.isdecimal() else found, _FORMAT)
+    text = file.read_text(errors="replace").strip() if file.exists() else ""
+    check_format(f"the checkpoint in {folder}", int(text) if text.isdecimal() else text, _FORMAT)
     state = state_of(model, optimizer)
     load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])

@@ -1,4 +1,4 @@
-"""What a rank of a trainer tells Prometheus of itself."""
+"""Metrics of a trainer's rank for Prometheus."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -11,19 +11,19 @@ from deltasync.base.addresses import host_and_port, with_port
 from deltasync.base.errors import InvalidInput
 from deltasync.base.process import built_version
 from deltasync.trainer.sync import DeltaSync
-from deltasync.trainer.sync_metrics import COUNTERS, GAUGES
+from deltasync.trainer.sync_options import COUNTERS, GAUGES
 
 _LABELS = ("model", "rank")
 
 
 class TrainerCollector(Collector):
-    """Asks a `DeltaSync` at each scrape, for as long as it is there; it does not keep it, nor its model."""
+    """Reads the metrics of a `DeltaSync` at each scrape, without keeping it or its model alive."""
 
     def __init__(self, sync: DeltaSync, model: str, rank: int) -> None:
         self._sync, self._of = weakref.ref(sync), (model, str(rank))
 
     def collect(self) -> Iterable[Metric]:
-        """All of them."""
+        """The metrics of the rank."""
         yield from self._of_sync(sync.metrics()) if (sync := self._sync()) else ()
         build = GaugeMetricFamily("deltasync_trainer_build_info", "Always 1.", labels=("version",))
         build.add_metric((built_version(),), 1)
@@ -44,14 +44,14 @@ def serve_metrics(sync: DeltaSync, model: str, rank: int, address: str, offset: 
     """Answer `/metrics` from a thread, until the process ends.
 
     Args:
-        sync: what is asked.
-        model: its model's name.
-        rank: this process's number.
+        sync: read at each scrape.
+        model: name of its model.
+        rank: number of this process.
         address: HOST:PORT of the first rank of a machine, or of a pod.
-        offset: what is added to the port: the number of the rank there.
+        offset: added to the port: number of the rank on the machine or in the pod.
 
     Raises:
-        InvalidInput: the address is something else, or cannot be listened on.
+        InvalidInput: `address` is no HOST:PORT, or the port cannot be listened on.
     """
     try:
         host, port = host_and_port(address)

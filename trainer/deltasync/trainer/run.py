@@ -1,12 +1,18 @@
-"""The run that this process is a rank of, and its publisher. In the thread that trains."""
+"""This rank's training run: its publisher, and the cut under way. In the thread that trains."""
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
 
-from deltasync.client import Endpoint, Position, Publisher, PublisherOptions
+from deltasync.base.errors import DeltasyncError
+from deltasync.client import Endpoint, Part, Position, Publisher, PublisherOptions
 from deltasync.core.position import later_run_id
 from deltasync.core.tables import TableSpec
 from deltasync.trainer.distributed.agreement import Agreement
 from deltasync.trainer.sync_state import PublishedVersions
+from deltasync.trainer.tracking.delta import Delta
 from deltasync.trainer.tracking.tracker import Tracker
 
 
@@ -18,8 +24,8 @@ class TrainingRun:
 
     Attributes:
         publisher: the connected publisher; None before, and after `disconnect`.
-        position: what the run builds on.
-        versions: what was published, for going back to an earlier version.
+        position: the position that the run builds on.
+        versions: the published versions, for going back to an earlier one.
     """
 
     def __init__(
@@ -41,7 +47,7 @@ class TrainingRun:
 
     @property
     def connections(self) -> int:
-        """How often this rank has connected."""
+        """Number of connections that this rank has made."""
         now = self.publisher.connection.connections if self.publisher else 0
         return self._earlier_connections + now
 
@@ -61,7 +67,7 @@ class TrainingRun:
                 self._first_id, self._started_unix_ns = self._agreement.new_run()
             self._later += 1
         if self.publisher is None:
-            shards = [tracked.shard for tracked in self._tracker.shards]
+            shards = [tracked.shard for table in self._tracker.tables for tracked in table.shards]
             self.publisher = Publisher(self._options(), self._tables, shards)
         return self.publisher
 
@@ -101,3 +107,76 @@ class TrainingRun:
             continues=self.position,
             takes_deletes=True,
         )
+
+
+class CutUnderWay:
+    """This rank's part of a cut. In the thread that trains.
+
+    Attributes:
+        part: what is published; without rows until they have arrived.
+        token: acknowledges the rows.
+        changes: the tracker's when the rows were read.
+    """
+
+    def __init__(self, publisher: Publisher, delta: Delta, part: Part, changes: int) -> None:
+        """Publish a delta. Where its rows are on their way from a GPU, a thread waits for them first.
+
+        Args:
+            publisher: sends the part.
+            delta: the rows.
+            part: everything else of the part.
+            changes: the tracker's when the rows were read.
+
+        Raises:
+            DeltasyncError: the publisher cannot send such a part.
+        """
+        self.part = part
+        self.token = delta.token
+        self.changes = changes
+        self._publisher = publisher
+        self._delta = delta
+        self._started = self._ended = 0.0
+        self._arrival: Future[Future[Position]] | None = None
+        self._sealed: Future[Position] | None = None
+        if delta.arrived:
+            self._sealed = self._publish()
+        else:
+            arrivals = ThreadPoolExecutor(1, "deltasync-arrivals")
+            self._arrival = arrivals.submit(self._publish)
+            arrivals.shutdown(wait=False)
+
+    def note_arrival(self, *, wait: bool = False) -> DeltasyncError | None:
+        """Note whether the rows were published, or wait for it. Return why they cannot be."""
+        if self._arrival and (wait or self._arrival.done()):
+            arrival, self._arrival = self._arrival, None
+            try:
+                self._sealed = arrival.result()
+            except DeltasyncError as error:
+                return error
+        return None
+
+    @property
+    def answer(self) -> "Future[Position] | None":
+        """The service's answer: the position of the sealed cut, or an error. None until it has come."""
+        return self._sealed if self._sealed and self._sealed.done() else None
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the service's answer, no longer than this; whether it has come."""
+        if self._sealed:
+            wait_for([self._sealed], seconds)
+        return self.answer is not None
+
+    @property
+    def seconds(self) -> float:
+        """How long the service took to answer, from when the rows were in host memory; so far, if it has not."""
+        return (self._ended or time.perf_counter()) - self._started
+
+    def _publish(self) -> "Future[Position]":
+        self.part = replace(self.part, rows=self._delta.result.batches(), made_unix_ns=time.time_ns())
+        self._started = time.perf_counter()
+        sealed = self._publisher.publish(self.part)
+        sealed.add_done_callback(self._note_end)
+        return sealed
+
+    def _note_end(self, _sealed: object) -> None:
+        self._ended = time.perf_counter()

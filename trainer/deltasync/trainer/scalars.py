@@ -1,4 +1,4 @@
-"""Numbers of a training run, for whoever tracks it: TensorBoard, or a function. No step waits for any of it."""
+"""Report metrics of a training run to TensorBoard or other callbacks, without delaying steps."""
 
 import logging
 import threading
@@ -17,31 +17,31 @@ from deltasync.client.admin import fetch_lag
 from deltasync.client.connection import Home
 from deltasync.trainer.checks import check_names, check_positive, check_whole
 from deltasync.trainer.sync import DeltaSync
-from deltasync.trainer.sync_metrics import COUNTERS, GAUGES
+from deltasync.trainer.sync_options import COUNTERS, GAUGES
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Called with the number of steps, and numbers by name, in a thread for that alone.
+# Called with the number of steps, and numbers by name, in a separate thread.
 Callback: TypeAlias = Callable[[int, Mapping[str, float]], None]
 Number: TypeAlias = torch.Tensor | float
 
-# Of `DeltaSync.metrics`: sums that only grow, by what is told instead.
+# Sums in `DeltaSync.metrics`, and the names of their growth per step, which callbacks get instead.
 SUMS = {name: f"{name}_per_step" for name in ("step_seconds", "tracking_seconds")}
-# All else that is known waits for it, in the thread that tells.
+# Timeout of a request for lag, which delays the other numbers of a sample.
 _LAG_SECONDS = 2.0
 _OURS = {*COUNTERS, *GAUGES, *SUMS.values()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarOptions:
-    """What is told how often.
+    """Which numbers callbacks get, and how often.
 
     Attributes:
-        every: steps between.
-        service: where the service answers HTTP, with the right to read its status; needed for lag alone.
-        consumers: those whose lag is told.
-        close_seconds: how long `Scalars.close` waits for callbacks at most.
+        every: steps between two calls.
+        service: HTTP endpoint of the service, with role `read`; only needed for lag.
+        consumers: names of consumers whose lag to report.
+        close_seconds: how long `Scalars.close` waits for callbacks.
     """
 
     every: int = 10
@@ -58,21 +58,21 @@ class ScalarOptions:
 
 
 def _checked(service: Endpoint | str) -> Endpoint:
-    """An endpoint to ask for lag, of a service that may be away."""
+    """The HTTP endpoint with a short timeout, since the service may be down."""
     endpoint = Endpoint.of_http(service)
     return replace(endpoint, timeout_seconds=min(endpoint.timeout_seconds, _LAG_SECONDS))
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """A number as it is now. One on a GPU is on its way to host memory until `arrived`."""
+    """A snapshot of a number. A number on a GPU is being copied to host memory until `arrived`."""
 
     number: Number
     arrived: torch.cuda.Event | None = None
 
     @classmethod
     def of(cls, number: Number) -> "_Reading":
-        """In the thread that trains, which waits for nothing."""
+        """Take a snapshot without waiting, in the training thread."""
         if not isinstance(number, torch.Tensor):
             return cls(number)
         copy = number.detach().to("cpu", non_blocking=True, copy=True)
@@ -83,7 +83,7 @@ class _Reading:
         return cls(copy, arrived)
 
     def read(self) -> float:
-        """The number, once it is there."""
+        """Wait for the copy; returns the number."""
         if self.arrived:
             self.arrived.synchronize()
         return float(self.number)
@@ -91,30 +91,31 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _Sample:
-    """What is known of a step: what publishing says, and what the trainer does."""
+    """The numbers of a step: the metrics of publishing, and the trainer's own numbers."""
 
     step: int
-    known: Mapping[str, float]
+    metrics: Mapping[str, float]
     readings: Mapping[str, _Reading]
 
     @classmethod
     def of(cls, sync: DeltaSync, numbers: Mapping[str, Number]) -> "_Sample":
-        """Now, in the thread that trains."""
+        """Take a sample in the training thread."""
         readings = {name: _Reading.of(each) for name, each in numbers.items()}
         return cls(sync.tracker.steps, sync.metrics(), readings)
 
     def since(self, before: "_Sample") -> dict[str, float]:
-        """What is known, with sums per step since an earlier sample; without them, where there was no step."""
-        found, steps = dict(self.known), self.step - before.step
-        for name, told in SUMS.items():
-            grown = found.pop(name) - before.known[name]
-            found.update({told: grown / steps} if steps > 0 else {})
-        return found
+        """The metrics of publishing. Sums become their growth per step since an earlier sample."""
+        metrics, steps = dict(self.metrics), self.step - before.step
+        for name, per_step in SUMS.items():
+            growth = metrics.pop(name) - before.metrics[name]
+            metrics.update({per_step: growth / steps} if steps > 0 else {})
+        return metrics
 
 
 class Scalars:
-    """Tells callbacks how training and publishing go: what the trainer says itself, and `DeltaSync.metrics`, of
-    which seconds that add up are told per step.
+    """Calls callbacks with numbers of training and publishing.
+
+    They get the trainer's own numbers and `DeltaSync.metrics`, with sums of seconds as seconds per step.
 
         with Scalars(sync, [TensorBoard(folder)]) as scalars:
             for ...:
@@ -123,7 +124,7 @@ class Scalars:
                 scalars.step(loss=loss)
 
     Attributes:
-        dropped: samples that were left out, since callbacks were still busy with one before.
+        dropped: number of samples left out because callbacks were busy with an earlier one.
     """
 
     def __init__(
@@ -144,11 +145,12 @@ class Scalars:
         self._thread.start()
 
     def step(self, **numbers: Number) -> None:
-        """Note that a step is complete, and what is known of it, say `loss`: tensors of one element are not waited
-        for, and read in another thread.
+        """Record a complete step with its numbers, for example `loss`.
+
+        A number may be a tensor with one element, which another thread reads.
 
         Raises:
-            ServiceUnavailable: this process was forked since.
+            ServiceUnavailable: this is a forked process.
         """
         self._home.check()
         if self.due:
@@ -160,12 +162,13 @@ class Scalars:
 
     @property
     def due(self) -> bool:
-        """Whether the last step is one that is told."""
+        """Whether callbacks get the numbers of the last step."""
         return self._sync.tracker.steps % self._options.every == 0
 
     def close(self) -> None:
-        """Tell what is left, and close callbacks. Where one takes too long, that is logged and left to it. In a
-        process that was forked since, do nothing.
+        """Call callbacks with the last sample, and close them.
+
+        Waits `close_seconds` at most, and logs a callback that takes longer. Does nothing in a forked process.
         """
         if self._home.left:
             return
@@ -174,7 +177,7 @@ class Scalars:
             self._moved.notify()
         self._thread.join(self._options.close_seconds)
         if self._thread.is_alive():
-            self._say_untold()
+            self._log_unreported()
 
     def __enter__(self) -> "Scalars":
         return self
@@ -182,14 +185,14 @@ class Scalars:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _say_untold(self) -> None:
+    def _log_unreported(self) -> None:
         with self._moved:
             steps = [each.step for each in (self._telling, self._sample) if each]
-        left = f": {are(len(steps), 'step')} left untold: {', '.join(map(str, steps))}" if steps else ""
+        left = f": {are(len(steps), 'step')} not reported: {', '.join(map(str, steps))}" if steps else ""
         text = "scalars: %s takes more than %g s%s"
         logger.warning(text, self._busy_with, self._options.close_seconds, left)
 
-    # The thread that tells.
+    # The thread of callbacks.
 
     def _run(self) -> None:
         while sample := self._next():
@@ -199,7 +202,7 @@ class Scalars:
                 self._try(f"closing {name}", close)
 
     def _next(self) -> _Sample | None:
-        """The next sample; None once there will be no more."""
+        """The next sample; None after `close`."""
         with self._moved:
             self._telling = None
             self._moved.wait_for(lambda: self._sample or self._closed)
@@ -208,12 +211,12 @@ class Scalars:
 
     def _tell(self, sample: _Sample) -> None:
         numbers = {name: self._try(f"number {name!r}", each.read) for name, each in sample.readings.items()}
-        found = {name: each for name, each in numbers.items() if each is not None}
-        found |= sample.since(self._before)
+        read = {name: each for name, each in numbers.items() if each is not None}
+        read |= sample.since(self._before)
         for consumer in self._options.consumers:
-            found |= self._try(f"lag of {consumer!r}", partial(self._lag, consumer)) or {}
+            read |= self._try(f"lag of {consumer!r}", partial(self._lag, consumer)) or {}
         for name, each in self._callbacks.items():
-            self._try(name, partial(each, sample.step, found))
+            self._try(name, partial(each, sample.step, read))
         self._before = sample
 
     def _lag(self, consumer: str) -> dict[str, float]:
@@ -221,14 +224,14 @@ class Scalars:
         return {f"lag/{consumer}_{name}": float(lag[name]) for name in ("versions", "rows", "seconds")}
 
     def _try(self, what: str, call: Callable[[], T]) -> T | None:
-        """Whatever is raised ends neither training nor what else is told; it is logged when it begins."""
+        """Call a function. Errors are logged once and stop neither training nor other numbers."""
         self._busy_with = what
         try:
             answer = call()
         except Exception as error:
             if what not in self._failing:
-                known = isinstance(error, DeltasyncError)
-                logger.warning("scalars: %s has failed: %s", what, error, exc_info=None if known else error)
+                expected = isinstance(error, DeltasyncError)
+                logger.warning("scalars: %s failed: %s", what, error, exc_info=None if expected else error)
             self._failing.add(what)
             return None
         self._failing.discard(what)
@@ -239,19 +242,19 @@ class TensorBoard:
     """A callback that writes TensorBoard's event files."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Write into a folder: one of its own for each rank.
+        """Write into a folder. Each rank needs its own.
 
         Raises:
             ImportError: `tensorboard` is not installed: `pip install 'deltasync[tensorboard]'`.
         """
         try:
-            from torch.utils.tensorboard import SummaryWriter  # Takes a second, and is not installed everywhere.
+            from torch.utils.tensorboard import SummaryWriter  # Slow to import, and an optional dependency.
         except ImportError as error:
-            raise ImportError("there is no tensorboard: pip install 'deltasync[tensorboard]'") from error
+            raise ImportError("tensorboard is not installed: pip install 'deltasync[tensorboard]'") from error
         self._writer: Any = SummaryWriter(str(folder))
 
     def __call__(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write numbers after a step."""
+        """Write the numbers of a step."""
         for name, value in numbers.items():
             group = "" if "/" in name else "deltasync/" if name in _OURS else "train/"
             self._writer.add_scalar(f"{group}{name}", value, step)

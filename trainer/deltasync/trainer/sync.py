@@ -1,15 +1,16 @@
-"""Publishing what training changes in a model.
+"""Publish the changes of a model during training.
 
-`DeltaSync` belongs to the thread that trains: it marks rows, decides with the other ranks whether to cut, and
-gathers the rows of a cut. On a GPU it launches that and does not wait: another thread hands the rows to the
-publisher once they are in host memory. The publisher sends them from threads of its own, which `step` never waits
-for. When a cut is sealed, the next `step` takes note.
+`DeltaSync` runs in the training thread: it marks rows, agrees with the other ranks on cuts, and gathers the rows
+of a cut. On a GPU it only launches the gathering; another thread passes the rows to the publisher when they are in
+host memory. The publisher sends them from its own threads, and `step` never waits for them. The next `step` after
+a cut is sealed records that.
 """
 
 import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,17 +18,17 @@ from torch import nn
 
 from deltasync.base.arguments import check_type
 from deltasync.base.errors import DeltasyncError, NotFound, ResyncRequired, ServiceUnavailable
+from deltasync.base.events import error_text
+from deltasync.base.waiting import backoff
 from deltasync.base.words import are
 from deltasync.client import Connection, Part, Position
 from deltasync.client.connection import Home
 from deltasync.core.rows import DeleteRequest
 from deltasync.core.seal import check_event_time, newest_event_time
-from deltasync.trainer.cut_under_way import CutUnderWay
 from deltasync.trainer.distributed.agreement import Agreement, Consensus
 from deltasync.trainer.distributed.ranks import all_ranks, this_rank
 from deltasync.trainer.distributed.start import begun_together
-from deltasync.trainer.run import TrainingRun
-from deltasync.trainer.sync_metrics import Trouble, metrics_of
+from deltasync.trainer.run import CutUnderWay, TrainingRun
 from deltasync.trainer.sync_options import OnRefusal, SyncOptions, SyncStats
 from deltasync.trainer.sync_state import FORMAT, SyncState, check_states
 from deltasync.trainer.tracking.module_tensors import buffer_digests, unranked_embeddings
@@ -46,7 +47,7 @@ _PEER_POLL_SECONDS = 0.05
 
 
 class DeltaSync:
-    """Keeps a sync service up to date with a model that is being trained. Every rank makes one.
+    """Publishes the changes of a model in training to a sync service. Every rank constructs one.
 
         with DeltaSync(model, SyncOptions(service="localhost:50051", model="clicks")) as sync:
             for ...:
@@ -54,8 +55,8 @@ class DeltaSync:
                 sync.step()
 
     Attributes:
-        tracker: knows which rows changed.
-        stats: what was published.
+        tracker: the tracker of changed rows.
+        stats: figures of what was published.
     """
 
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
@@ -64,7 +65,7 @@ class DeltaSync:
         self._home = Home(f"DeltaSync of model {options.model!r}")
         with begun_together("DeltaSync", options.of_all_ranks):
             self._tables = published_tables(model, dense=options.dense, fqns_to_skip=options.fqns_to_skip)
-        # The first rank publishes the copies that all ranks have.
+        # The first rank publishes parameters and buffers that all ranks have.
         first = this_rank() == 0
         self.tracker = Tracker(
             model,
@@ -97,41 +98,60 @@ class DeltaSync:
         self._refused: ResyncRequired | None = None
         self._standstill = Standstill()
         self._cut_step = self._published_changes = -1
-        self._searched = False  # For changes after the last step, in this `flush`.
+        self._searched = False  # Whether this `flush` has looked for changes after the last step.
         self._event_time: int | None = None
 
     @property
     def connection(self) -> Connection | None:
-        """This rank's connection to the service, with its age or why it is down. None before the first cut, and
-        between tries after publishing was refused: `trouble` says why.
-        """
+        """This rank's connection to the service; None before the first cut and after a refusal (see `trouble`)."""
         return self._run.publisher.connection if self._run.publisher else None
 
     @property
     def trouble(self) -> str:
-        """Why changes are not published, as of the last try; empty if nothing has failed."""
+        """The error of the last attempt to publish; empty if it succeeded."""
         publisher = self._run.publisher
         if self._trouble.reason or not (publisher and self._under_way):
             return self._trouble.reason
         return "" if publisher.connection.connected else publisher.connection.last_error
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log, by name: how publishing goes on this rank. Takes next to no time."""
-        return metrics_of(self.stats, self._trouble, self._run, self.tracker)
+        """Metrics of publishing on this rank, by name. Cheap: reads no rows and does not wait."""
+        stats, connection = self.stats, self.connection
+        connected = connection is not None and connection.connected
+        unpublished = self.tracker.steps - stats.published_step
+        since_cut = time.time() - stats.cuts[-1][2] / 1e9 if unpublished and stats.cuts else 0.0
+        return {
+            "version": self._run.position.number,
+            "cuts": stats.sealed,
+            "rows": stats.rows,
+            "bytes": stats.bytes,
+            "absorbed": stats.absorbed,
+            "publish_seconds": stats.publish_seconds,
+            "unpublished_steps": unpublished,
+            "unpublished_seconds": max(0.0, since_cut),
+            "refusals": stats.refusals,
+            "refused_seconds": self._trouble.seconds,
+            "connected": float(connected),
+            "connections": self._run.connections,
+            "failed_attempts": connection.attempts if connection else 0,
+            "disconnected_seconds": connection.seconds if connection and not connected else 0.0,
+            "step_seconds": stats.step_seconds,
+            "tracking_seconds": self.tracker.cost.seconds,
+        }
 
     def step(self, event_time_unix_ns: int | None = None) -> None:
-        """Note that an optimizer step is complete; publish after every `publish_every` steps.
+        """Record a complete optimizer step, and publish after every `publish_every` steps.
 
         Args:
             event_time_unix_ns: the time of the newest event that this rank has trained on in this step,
-                nanoseconds since 1970; None if unknown. A cut carries the newest time up to its step, of any rank.
+                nanoseconds since 1970; None if unknown. A cut has the newest time of all ranks.
 
         Raises:
-            InvalidInput: the event time is not a whole number from 1 on.
-            DeltasyncError: publishing was refused, or is impossible, on this rank or another, and `on_refusal` is
-                RAISE; otherwise the error becomes `trouble`, and a later step tries again. Or another rank has
+            InvalidInput: the event time is not a positive whole number.
+            DeltasyncError: publishing was refused or is impossible on some rank, and `on_refusal` is RAISE. With
+                CONTINUE, the error becomes `trouble` and a later step tries again. Also raised if another rank has
                 closed its DeltaSync.
-            ServiceUnavailable: this process was forked since.
+            ServiceUnavailable: this is a forked process.
         """
         self._home.check()
         started = time.perf_counter()
@@ -154,15 +174,15 @@ class DeltaSync:
         All ranks call it together, between backwards.
 
         Args:
-            timeout_seconds: how long to wait for the service at most; None = for ever.
+            timeout_seconds: how long to wait for the service; None = no limit.
 
         Returns:
-            The position that has the model as it is now.
+            The position of the current state of the model.
 
         Raises:
-            DeltasyncError: publishing was refused, or is impossible, or the service did not seal the cut in time,
-                on this rank or another. Nothing is lost: the next cut has the changes.
-            ServiceUnavailable: this process was forked since.
+            DeltasyncError: on some rank, publishing was refused or is impossible, or the service did not seal the
+                cut in time. No changes are lost: the next cut has them.
+            ServiceUnavailable: this is a forked process.
         """
         self._home.check()
         deadline = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -172,14 +192,14 @@ class DeltaSync:
         return self._run.position
 
     def mark_all(self) -> None:
-        """Publish all rows with the next cut: something else than training, say a load, has changed them."""
+        """Publish all rows with the next cut, for example after loading weights."""
         self.tracker.mark_all()
 
     def delete(self, table: str, ids: torch.Tensor) -> None:
-        """Delete rows here (`Tracker.delete`), and with the next cut everywhere. Between steps.
+        """Delete rows in this model (`Tracker.delete`), and with the next cut in the service and all replicas.
 
-        All ranks call it with the same ids after the same step; each deletes the rows of its shards. If a table is
-        sharded by rows alone, only the ranks with some of the rows need to call it.
+        Call it between steps. All ranks call it with the same ids after the same step, and each deletes the rows
+        of its shards. For a table that is only sharded by rows, ranks without any of the rows need not call it.
 
         Args:
             table: the table's FQN.
@@ -187,23 +207,23 @@ class DeltaSync:
 
         Raises:
             NotFound: the model has no such table.
-            InvalidInput: the table has no row of one of the ids, or is not an embedding table.
+            InvalidInput: an id is outside of the table, or the table is not an embedding table.
         """
         spec = next((spec for spec in self._tables if spec.name == table), None)
         if spec is None:
             raise NotFound(f"no table {table!r}; there are: {', '.join(each.name for each in self._tables)}")
         check_deletable(spec)
         check_ids(spec, ids)
-        if self.tracker.holds(table):
+        with suppress(NotFound):  # This rank has no rows of the table.
             self.tracker.delete(table, ids)
 
     def close(self, timeout_seconds: float | None = None) -> Position:
-        """Flush, tell the service that this rank has finished, and close the connection.
+        """Flush, sign off from the service, and close the connection.
 
-        Does nothing if this is closed already, or in a process that was forked since.
+        Does nothing if this is closed already, or in a forked process.
 
         Raises:
-            DeltasyncError: as `flush`; the connection is closed nevertheless.
+            DeltasyncError: see `flush`; the connection is closed in any case.
         """
         try:
             done = self._agreement.closed or self._home.left
@@ -214,10 +234,10 @@ class DeltaSync:
             self.abort()
 
     def abort(self) -> None:
-        """Close the connection at once, and publish nothing any more.
+        """Close the connection at once and stop publishing.
 
-        Cuts that are not sealed may be lost, and the service reports this rank as lost. Does nothing in a process
-        that was forked since.
+        Cuts that are not sealed may be lost, and the service reports this rank as lost. Does nothing in a forked
+        process.
         """
         if self._home.left:
             return
@@ -228,11 +248,11 @@ class DeltaSync:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        # After an error the ranks may no longer be in step, and a flush could wait for ever.
+        # After an error the ranks may be at different steps, and a flush could wait forever.
         self.abort() if error or self._home.left else self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs of this rank, for a run from there to publish only later changes."""
+        """This rank's state for a checkpoint. A run that loads it only publishes later changes."""
         return {
             "format": FORMAT,
             "rank": self._agreement.rank,
@@ -242,7 +262,7 @@ class DeltaSync:
         }
 
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint whose weights the model has already loaded.
+        """Continue from a checkpoint whose weights the model has already loaded.
 
         All ranks call it together, between steps.
 
@@ -269,7 +289,7 @@ class DeltaSync:
         self._trouble.try_again()
 
     def _wait(self, deadline: float) -> DeltasyncError | None:
-        """Wait a moment for the cut under way, then let the ranks agree again; the error if it is too late."""
+        """Wait briefly for the current cut; returns an error after the deadline."""
         self._note_arrival(wait=True)
         left = deadline - time.monotonic()
         cut = self._under_way
@@ -290,20 +310,22 @@ class DeltaSync:
         failure = self._failure or self._settle()
         self._failure = None
         if flush and not self._searched and self._under_way is None:
-            self._searched = True  # Once is enough: this thread changes nothing until `flush` returns.
+            self._searched = True  # Once is enough, because this thread changes no rows until `flush` returns.
             if self._published_changes == self.tracker.changes and failure is None:
                 try:
-                    self.tracker.find_changes(_CONSUMER)
-                except DeltasyncError as error:  # The others learn of it as the ranks agree.
+                    due = self.tracker.get_delta_ids(_CONSUMER)
+                    if due.rows or due.deletes:  # For example after a backward without a step.
+                        self._published_changes = -1
+                except DeltasyncError as error:  # `_agree` reports it to the other ranks.
                     failure = error
         agreed = self._agree(failure, late, flush=flush)
         if agreed.failed:
-            self._stop(failure or DeltasyncError("another rank cannot publish: its log says why"), flush=flush)
+            self._stop(failure or DeltasyncError("another rank cannot publish: see its log"), flush=flush)
             return False
         if agreed.late:
-            raise late or ServiceUnavailable("another rank waits no longer: its log says why")
+            raise late or ServiceUnavailable("the timeout of another rank has expired: see its log")
         ready = agreed.ready or agreed.refused
-        # After a refusal, each rank has a pause of its own.
+        # After a refusal, each rank pauses separately.
         self._standstill.note(waits=not (self._under_way or ready or self._trouble.reason))
         if agreed.refused:
             self._go_back()
@@ -311,13 +333,13 @@ class DeltaSync:
             for request in self._requests.meet(self._asked, agreed.deletes):
                 self.delete(request.table, torch.from_numpy(request.ids))
                 logger.info("table %r: %s deleted on request", request.table, are(len(request.ids), "row"))
-            if agreed.again:  # Marks from outside, or another try: each cut needs its own step, on all ranks.
+            if agreed.again:  # A new attempt, or marks without a step: each cut needs its own step on all ranks.
                 self.tracker.step()
             self._publish(step_end_unix_ns, full=agreed.resync or self._resync)
         return ready and not agreed.unpublished and not agreed.deletes
 
     def _settle(self) -> Exception | None:
-        """Take note of the service's answer to the cut under way; the error, if the cut failed for good."""
+        """Process the service's answer to the current cut; returns an error if the cut failed for good."""
         cut = self._under_way
         if cut is None or (answer := cut.answer) is None:
             return None
@@ -338,18 +360,22 @@ class DeltaSync:
 
     def _note_refusal(self, error: ResyncRequired) -> None:
         if error.changed is None:
-            self._refused = error  # All ranks decide together what to do about it.
+            self._refused = error  # All ranks handle it together, in `_go_back`.
             return
-        self._cut_step = -1  # Also where this rank has none: where no rank has sent its part, the step stays.
+        # Even if no row belongs to this rank: if no rank has sent its part, the same step can be cut again.
+        self._cut_step = -1
         tracked = {table.name for table in self.tracker.tables}
         rows = {table: ids for table, ids in dict(error.changed).items() if table in tracked}
         for table, ids in rows.items():
             self.tracker.mark_held(table, torch.from_numpy(ids))
         count = sum(map(len, rows.values()))
-        logger.info("%s published again, since others came after what this run goes on from", are(count, "row"))
+        logger.info(
+            "%s published again: the service has newer changes than the version that this run continues",
+            are(count, "row"),
+        )
 
     def _agree(self, failure: Exception | None, late: DeltasyncError | None, *, flush: bool) -> Consensus:
-        # A cut that is not full leaves what free rows of a map were.
+        # Only a full cut replaces the old entries of free rows in a map.
         resync = self._resync or self.tracker.offers_all(_CONSUMER)
         return self._agreement.reach(
             ready=self._under_way is None and (flush or self._trouble.over),
@@ -374,7 +400,7 @@ class DeltaSync:
         if self._options.dense:
             self._differences.note_cut()
         try:
-            # First: what all ranks do together comes before what may fail on one.
+            # `connect` first: all ranks take part in it, and later calls may fail on a single rank.
             publisher = self._run.connect()
             delta = self.tracker.begin_delta(_CONSUMER)
             part = Part(
@@ -386,11 +412,11 @@ class DeltaSync:
                 differing=sorted(self._differences.names) if self._agreement.rank == 0 else (),
             )
             self._under_way = CutUnderWay(publisher, delta, part, self.tracker.changes)
-        except DeltasyncError as error:  # The others learn of it when the ranks agree next.
+        except DeltasyncError as error:  # `_agree` reports it to the other ranks.
             self._failure = error
 
     def _stop(self, error: Exception, *, flush: bool) -> None:
-        """Publish nothing for a while, on no rank: parts would wait for each other. No cursor has moved."""
+        """Pause publishing on all ranks, because parts wait for each other. No cursor has moved."""
         self._give_up()
         self._trouble.note(error)
         self.stats.refusals += 1
@@ -398,22 +424,22 @@ class DeltaSync:
             raise error
 
     def _give_up(self) -> None:
-        """Close the connection, and drop the cut under way."""
+        """Close the connection and drop the current cut."""
         self._run.disconnect()
         if self._under_way:
             self._under_way.note_arrival(wait=True)  # Its thread may read the rows until then.
         self._under_way = None
 
     def _go_back(self) -> None:
-        """Go on from the newest of our versions that the service has, with the changes since, or with every row.
+        """Publish again from the newest of this run's versions that the service has, or else all rows.
 
-        The service lacks what a rank builds on, or no longer answers one.
+        Called if the service lacks a version that a rank continues, or no longer answers a rank.
         """
         self._give_up()
         refused, self._refused = self._refused, None
         newest = self._run.position
         if refused:
-            # A service that names the very position which it refuses has nothing better to offer.
+            # If the service names the position that it refuses, no older one will do: publish all rows.
             newest = refused.head if refused.head and refused.head != newest else Position()
         lowest = self._agreement.lowest(newest)
         cursor = self._run.versions.cursor_at(lowest)
@@ -421,14 +447,63 @@ class DeltaSync:
             self.tracker.resync(_CONSUMER, cursor)
         self._resync = self._agreement.any_of(not cursor or self.tracker.offers_all(_CONSUMER))
         if self._resync:
-            logger.warning("every row is published again: %s", refused or "another rank's log says why")
+            logger.warning("every row is published again: %s", refused or "see the log of another rank")
         else:
             self._run.position = Position(self._run.position.history, lowest.number, lowest.seal)
-            logger.warning("what came after version %d is lost, or an answer: it is sent again", lowest.number)
+            logger.warning(
+                "the service lacks cuts after version %d, or its answers were lost: the changes are sent again",
+                lowest.number,
+            )
+
+
+# A refusal seldom goes away by itself, and each attempt sends all changed rows.
+_LONGEST_PAUSE_SECONDS = 300.0
+
+
+class Trouble:
+    """The last error of publishing, for the training thread.
+
+    Attributes:
+        reason: the error as text; empty if there was none since the last sealed cut.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self.reason = ""
+        self._now, self._since = now, 0.0
+        self._pauses, self._due = backoff(_LONGEST_PAUSE_SECONDS), 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether to try to publish now: there is no error, or the pause is over."""
+        return not self.reason or self._now() >= self._due
+
+    @property
+    def seconds(self) -> float:
+        """Time since the first error; 0 if there is none."""
+        return self._now() - self._since if self.reason else 0.0
+
+    def note(self, error: Exception) -> None:
+        """Record an error. A repeated reason is logged once."""
+        if (reason := error_text(error)) != self.reason:
+            logger.error("nothing is published for now: %s", reason)
+        self._since = self._since if self.reason else self._now()
+        self.reason = reason
+        self._due = self._now() + next(self._pauses)
+
+    def try_again(self) -> None:
+        """End the pause, because the next attempt publishes other rows."""
+        self._pauses, self._due = backoff(_LONGEST_PAUSE_SECONDS), 0.0
+
+    def end(self) -> None:
+        """Record a sealed cut."""
+        if self.reason:
+            logger.warning("publishing continues after: %s", self.reason)
+            self.reason = ""
+            self.try_again()
 
 
 class BufferDifferences:
-    """Finds buffers that differ between ranks, at the 1st, 2nd, 4th, 8th cut and so on: at first, all are alike.
+    """Finds buffers that differ between ranks, at the 1st, 2nd, 4th, 8th cut and so on.
 
     Attributes:
         names: FQNs of the buffers that differ.
@@ -440,7 +515,7 @@ class BufferDifferences:
         self._cuts = 0
 
     def note_cut(self) -> None:
-        """Compare the buffers if this cut is due for it, and log new differences. A collective of all ranks."""
+        """Compare the buffers at certain cuts, and log new differences. A collective of all ranks."""
         self._cuts += 1
         if self._agreement.world_size == 1 or self._cuts.bit_count() != 1:
             return
@@ -448,18 +523,18 @@ class BufferDifferences:
         new = [name for name in differing if name not in self.names]
         self.names.update(new)
         if new and self._agreement.rank == 0:
-            logger.warning("buffers differ between ranks; those of rank 0 are published: %s", ", ".join(new))
+            logger.warning("buffers differ between ranks; rank 0 publishes its own: %s", ", ".join(new))
 
 
-# A service that both ranks reach answers within this time.
+# A service that both ranks can reach answers within this time.
 _PATIENCE_SECONDS = 60.0
 
 
 class Standstill:
-    """Detects that another rank waits for a cut which this rank has finished. In the thread that trains.
+    """Detects that another rank waits for a cut that this rank has finished, for the training thread.
 
-    The service answers a part of a sealed cut again, but not if it has lost that cut meanwhile: then it waits for
-    the parts of the ranks that have their answer.
+    The service repeats its answer to a part of a sealed cut. If it has lost that cut, it waits instead for the
+    parts of ranks that already have their answer.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -468,11 +543,11 @@ class Standstill:
 
     @property
     def long(self) -> bool:
-        """Whether it has lasted so long that the ranks should begin anew."""
+        """Whether the standstill is so long that the ranks must publish again."""
         return self._since is not None and self._now() - self._since >= _PATIENCE_SECONDS
 
     def note(self, *, waits: bool) -> None:
-        """Note whether this rank has no part under way and waits for another rank."""
+        """Record whether this rank has no part in flight and waits for another rank."""
         if not waits:
             self._since = None
         elif self._since is None:
@@ -480,22 +555,22 @@ class Standstill:
 
 
 class RowRequests:
-    """The service's requests to delete rows, and which of them this rank has met.
+    """The service's delete requests, and their progress on this rank.
 
     Attributes:
-        met: numbers of the requests in the service's last list that are met. With a cut, the service forgets them.
+        met: numbers of the completed requests in the service's last list. After a cut, the service drops them.
     """
 
     def __init__(self) -> None:
         self.met: set[int] = set()
 
-    def newest(self, handed: Sequence[DeleteRequest]) -> int:
-        """The largest number of an unmet request; 0 if all are met."""
-        self.met &= {request.number for request in handed}
-        return max((request.number for request in handed if request.number not in self.met), default=0)
+    def newest(self, requests: Sequence[DeleteRequest]) -> int:
+        """The largest number of a request that is still to do; 0 if there is none."""
+        self.met &= {request.number for request in requests}
+        return max((request.number for request in requests if request.number not in self.met), default=0)
 
-    def meet(self, handed: Sequence[DeleteRequest], upto: int) -> list[DeleteRequest]:
-        """Mark the unmet requests up to a number as met, and return them."""
-        due = [request for request in handed if request.number <= upto and request.number not in self.met]
+    def meet(self, requests: Sequence[DeleteRequest], upto: int) -> list[DeleteRequest]:
+        """Mark the remaining requests up to a number as met, and return them."""
+        due = [request for request in requests if request.number <= upto and request.number not in self.met]
         self.met |= {request.number for request in due}
         return due

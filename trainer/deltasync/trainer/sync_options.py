@@ -1,4 +1,4 @@
-"""What to publish of a model, and what was published."""
+"""Options and statistics of publishing a model."""
 
 from collections import deque
 from collections.abc import Collection
@@ -13,31 +13,53 @@ from deltasync.trainer.checks import check_names, check_whole
 
 _CUTS_IN_STATS = 100_000
 
+# The metrics of `DeltaSync.metrics`, by name.
+COUNTERS = {
+    "cuts": "Sealed cuts of this rank.",
+    "rows": "Rows of its sealed parts.",
+    "bytes": "Bytes of ids and values of its sealed parts.",
+    "absorbed": "Cuts that were skipped because the previous cut was not sealed yet.",
+    "refusals": "Number of times that publishing was refused or impossible.",
+    "connections": "Connections to the service.",
+    "step_seconds": "Seconds of the training thread in DeltaSync.step.",
+    "tracking_seconds": "Seconds of all threads in tracking changed rows.",
+}
+GAUGES = {
+    "version": "The last sealed version, as far as this rank knows.",
+    "publish_seconds": "Seconds from the last sealed cut's rows in host memory to its seal.",
+    "unpublished_steps": "Steps since the last sealed cut.",
+    "unpublished_seconds": "Seconds since the end of the last published step; 0 if nothing is unpublished.",
+    "refused_seconds": "Seconds since publishing was first refused; 0 if it is not refused now.",
+    "connected": "1 while the service answers.",
+    "failed_attempts": "Attempts to connect since the service stopped answering.",
+    "disconnected_seconds": "Seconds since the service stopped answering.",
+}
+
 
 class OnRefusal(Enum):
-    """What a step does when publishing is refused or impossible: by a row of NaN, say, or by another run."""
+    """What a step does if publishing is refused or impossible, for example because a row has NaN."""
 
     CONTINUE = "continue"
-    """Training goes on, rows stay marked, and a later step publishes them if it can (`DeltaSync.trouble`)."""
+    """Training continues, rows stay marked, and a later step tries to publish them (see `DeltaSync.trouble`)."""
     RAISE = "raise"
     """The step raises the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncOptions:
-    """What to publish, where to and how often. All but `service` must be the same on all ranks.
+    """What to publish, where, and how often. All options except `service` must be the same on all ranks.
 
     Attributes:
-        service: the service's gRPC endpoint; an address alone is HOST:PORT.
-        model: name of the set of tables.
-        publish_every: steps between cuts. If the last cut is not sealed by then, this one is left out, and the
-            next one publishes its rows.
-        on_refusal: what a step does when publishing is refused or impossible; `flush` and `close` always raise.
-        dense: whether to publish the parameters and buffers outside of embedding tables too.
-        fqns_to_skip: tables not to publish, each by its FQN, its name, one of its parents or any run of parts of
-            its FQN. What an earlier run has published of them stays as it is.
-        verify: to debug a model: compare all rows with a copy at every cut, and raise if changed rows would not be
-            published (`TrackerOptions.verify`), whatever `on_refusal` is.
+        service: the gRPC endpoint of the service, or its address HOST:PORT.
+        model: name of the model.
+        publish_every: steps between cuts. While the previous cut is not sealed, a cut is skipped, and the next
+            one publishes its rows.
+        on_refusal: what a step does if publishing is refused or impossible. `flush` and `close` always raise.
+        dense: whether to also publish parameters and buffers outside of embedding tables.
+        fqns_to_skip: tables not to publish, each by its FQN, its name, one of its parents or any consecutive parts
+            of its FQN. Rows from an earlier run stay in the service.
+        verify: for debugging a model: compare all rows with a copy at every cut, and raise if changed rows would
+            not be published (see `TrackerOptions.verify`). Ignores `on_refusal`.
     """
 
     service: Endpoint | str
@@ -58,24 +80,24 @@ class SyncOptions:
 
     @property
     def of_all_ranks(self) -> dict[str, Any]:
-        """The options that must be the same on all ranks, which cut, compare buffers and raise together."""
+        """The options that must be the same on all ranks."""
         return {name: value for name, value in vars(self).items() if name != "service"}
 
 
 @dataclass
 class SyncStats:
-    """What was published so far, by this rank.
+    """Statistics of this rank's publishing.
 
     Attributes:
         cuts: version, step and end of the step (nanoseconds since 1970) of the last 100,000 sealed cuts.
-        sealed: how many there were.
-        published_step: the last of their steps, or that of a checkpoint that was loaded after that; 0 before.
-        absorbed: cuts that were left out because the one before was not sealed yet.
-        refusals: how often publishing was refused, or impossible.
+        sealed: number of sealed cuts.
+        published_step: step of the last sealed cut, or of a checkpoint that was loaded later; 0 at first.
+        absorbed: cuts that were skipped because the previous cut was not sealed yet.
+        refusals: number of times that publishing was refused or impossible.
         rows: rows of the sealed parts.
-        bytes: bytes of their ids and values.
-        publish_seconds: how long the last sealed cut took, from its rows in host memory on.
-        step_seconds: time that the thread that trains has spent in `DeltaSync.step`.
+        bytes: bytes of ids and values of the sealed parts.
+        publish_seconds: time from the last sealed cut's rows in host memory to its seal.
+        step_seconds: time of the training thread in `DeltaSync.step`.
     """
 
     cuts: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_CUTS_IN_STATS), repr=False)
@@ -89,7 +111,7 @@ class SyncStats:
     step_seconds: float = 0.0
 
     def add(self, position: Position, part: Part, seconds: float) -> None:
-        """Count a sealed part; sealing took `seconds`."""
+        """Count a sealed part, which took `seconds`."""
         self.publish_seconds = seconds
         self.cuts.append((position.number, part.step, part.step_end_unix_ns))
         self.sealed, self.published_step = self.sealed + 1, part.step

@@ -1,4 +1,4 @@
-"""What ranks add to a checkpoint beside their trackers' states: what was published of the model by then."""
+"""The published versions of a model, in a checkpoint beside the states of the trackers."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,12 +20,12 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class SyncState:
-    """Of one rank, or of all ranks of a checkpoint together.
+    """The state of one rank, or of all ranks of a checkpoint together.
 
     Attributes:
-        position: the last sealed position; nothing where ranks do not know one that they share.
+        position: the last sealed position; `Position()` if ranks share none.
         versions: earlier ones.
-        event_time_unix_ns: the time of the newest event that was trained on; None where it is not known.
+        event_time_unix_ns: the time of the newest event that was trained on; None if unknown.
     """
 
     position: Position
@@ -33,7 +33,7 @@ class SyncState:
     event_time_unix_ns: int | None
 
     def save(self) -> dict[str, Any]:
-        """As `of_all` takes it: tensors and plain values."""
+        """The state as `of_all` reads it: tensors and plain values."""
         return {
             "history": self.position.history,
             "version": self.position.number,
@@ -44,7 +44,7 @@ class SyncState:
 
     @classmethod
     def of_all(cls, states: Sequence[Mapping[str, Any]]) -> "SyncState":
-        """What all ranks of a checkpoint have saved (`check_states`)."""
+        """Combine the states of all ranks of a checkpoint, which `check_states` has checked."""
         versions = PublishedVersions.of_all(states)
         positions = [_position(state) for state in states]
         lowest = min(positions, key=lambda position: position.number)

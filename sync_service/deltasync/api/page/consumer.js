@@ -1,4 +1,4 @@
-// One consumer: which replica is behind, since when and why.
+// One consumer: how far each replica is behind, and why.
 
 import { Filter, make, say, Table } from "./dom.js";
 import { LineChart } from "./draw.js";

@@ -1,4 +1,4 @@
-// Making elements, and keeping those that are there: what is read, focused or scrolled stays where it is.
+// Makes elements and updates them in place, so that focus and scroll positions stay.
 
 import { UNKNOWN } from "./text.js";
 
@@ -20,14 +20,14 @@ export function say(element, text, className = "") {
   if (element.className !== className) element.className = className;
 }
 
-// Says why a number is not there, where that is so.
+// Explains a missing number.
 export function hint(element, text) {
   if (element.title !== text) element.title = text;
 }
 
 let tables = 0;
 
-// A table that is filled again and again, and its heading. Columns: {title, number?, words?, cell(line) -> text | {text, href?, className?, fill?}}.
+// A table, refilled on every update, and its heading. Columns: {title, number?, words?, cell(line) -> text | {text, href?, className?, fill?}}.
 export class Table {
   constructor(title, columns, key) {
     this.columns = columns;
@@ -64,7 +64,7 @@ export class Table {
   }
 }
 
-// A row that is moved loses the focus: others are moved around the one that has it.
+// Moving a row would take its focus, so the other rows move around it.
 function order(body, rows) {
   rows.forEach((row, at) => {
     if (row.contains(document.activeElement)) while (body.children[at] !== row) body.append(body.children[at]);
@@ -76,22 +76,22 @@ function classes(column) {
   return [column.number && "number", column.words && "words"].filter(Boolean).join(" ") || undefined;
 }
 
-function fillCell(cell, said) {
-  if (typeof said !== "object") {
-    hint(cell, said === UNKNOWN ? "not known" : "");
-    return write(cell, said);
+function fillCell(cell, content) {
+  if (typeof content !== "object") {
+    hint(cell, content === UNKNOWN ? "unknown" : "");
+    return write(cell, content);
   }
-  if (said.fill) return said.fill(cell);
+  if (content.fill) return content.fill(cell);
   let inner = cell.firstElementChild;
   if (!inner) {
     cell.textContent = "";
-    inner = cell.appendChild(document.createElement(said.href ? "a" : "span"));
+    inner = cell.appendChild(document.createElement(content.href ? "a" : "span"));
   }
-  if (said.href && inner.getAttribute("href") !== said.href) inner.setAttribute("href", said.href);
-  say(inner, said.text, said.className ?? "");
+  if (content.href && inner.getAttribute("href") !== content.href) inner.setAttribute("href", content.href);
+  say(inner, content.text, content.className ?? "");
 }
 
-// Some lines of many, by a word that they contain.
+// A search field that selects lines by a word.
 export class Filter {
   constructor(label, most, changed) {
     this.most = most;
@@ -103,11 +103,11 @@ export class Filter {
   }
 
   of(lines, text) {
-    const wanted = this.input.value.toLowerCase();
-    const found = wanted ? lines.filter((line) => text(line).toLowerCase().includes(wanted)) : lines;
-    const left = found.length - this.most;
-    const none = wanted && !found.length ? "no match" : "";
-    write(this.note, left > 0 ? `the first ${this.most} of ${found.length}` : none);
-    return left > 0 ? found.slice(0, this.most) : found;
+    const query = this.input.value.toLowerCase();
+    const matches = query ? lines.filter((line) => text(line).toLowerCase().includes(query)) : lines;
+    const left = matches.length - this.most;
+    const none = query && !matches.length ? "no match" : "";
+    write(this.note, left > 0 ? `the first ${this.most} of ${matches.length}` : none);
+    return left > 0 ? matches.slice(0, this.most) : matches;
   }
 }

@@ -1,4 +1,4 @@
-// Charts: a line over time, a distribution, and where a cut's time went.
+// Charts: a line over time, a distribution, and the phases of a cut.
 
 import { make } from "./dom.js";
 import { clock, seconds, UNKNOWN } from "./text.js";
@@ -29,10 +29,10 @@ export class LineChart {
     const known = values.filter((value) => value !== null);
     if (known.length === 0) {
       this.path.setAttribute("d", "");
-      this.label(`${this.title}: not known`);
+      this.label(`${this.title}: unknown`);
       return;
     }
-    const now = values.at(-1) === null ? "not known now" : `${this.text(values.at(-1))} now`;
+    const now = values.at(-1) === null ? "unknown now" : `${this.text(values.at(-1))} now`;
     const most = Math.max(...known) || 1;
     const first = times[0];
     const span = times.at(-1) - first || 1;
@@ -87,23 +87,23 @@ export class Distribution {
     this.scale.lastChild.textContent = `over ${seconds(bounds.at(-1))}`;
   }
 
-  within(bounds, counts, wanted) {
+  within(bounds, counts, target) {
     let seen = 0;
     for (const [at, each] of counts.entries()) {
       seen += each;
-      if (seen >= wanted) return at < bounds.length ? seconds(bounds[at]) : `more than ${seconds(bounds.at(-1))}`;
+      if (seen >= target) return at < bounds.length ? seconds(bounds[at]) : `more than ${seconds(bounds.at(-1))}`;
     }
     return "";
   }
 }
 
-// The parts of one cut as a bar in a cell, as long as the slowest one shown is `longest`.
+// The phases of a cut as a bar, scaled so that `longest` fills the cell.
 export function fillBar(cell, parts, longest) {
   const bar = cell.firstElementChild ?? cell.appendChild(make("div", { class: "bar", role: "img" }, ...PARTS.map((name) => make("span", { class: name }))));
-  const said = PARTS.filter((name) => parts[name] !== null).map((name) => `${name} ${seconds(parts[name])}`).join(", ");
-  if (bar.getAttribute("aria-label") !== said) {
-    bar.setAttribute("aria-label", said);
-    bar.setAttribute("title", said);
+  const label = PARTS.filter((name) => parts[name] !== null).map((name) => `${name} ${seconds(parts[name])}`).join(", ");
+  if (bar.getAttribute("aria-label") !== label) {
+    bar.setAttribute("aria-label", label);
+    bar.setAttribute("title", label);
   }
   PARTS.forEach((name, at) => {
     bar.children[at].hidden = parts[name] === null;
@@ -111,7 +111,7 @@ export function fillBar(cell, parts, longest) {
   });
 }
 
-// Where most of a cut's time went, in words.
+// The slowest phase of a cut.
 export function mostly(parts) {
   const name = PARTS.reduce((most, each) => ((parts[each] ?? 0) > (parts[most] ?? 0) ? each : most));
   return parts[name] === null ? UNKNOWN : `${name} ${seconds(parts[name])}`;
@@ -121,7 +121,7 @@ export function total(parts) {
   return PARTS.reduce((sum, name) => sum + (parts[name] ?? 0), 0);
 }
 
-// How long a cut took in all. Its way ends with the last acknowledgement.
+// The total time of a cut, which ends with the last acknowledgement.
 export function inAll(parts) {
   return `${seconds(total(parts))}${parts.ack === null ? " so far" : ""}`;
 }

@@ -1,4 +1,4 @@
-// Everything at a glance: is it in sync, how stale, how much; and what is wrong, first.
+// The overview: sync, staleness, throughput, and problems first.
 
 import { Filter, hint, make, say, Table } from "./dom.js";
 import { Distribution, fillBar, inAll, legend, LineChart, mostly, total } from "./draw.js";
@@ -7,16 +7,16 @@ import { bytes, clock, count, counted, HOLDING, mood, percent, seconds, UNKNOWN,
 const POINTS = 300;
 const SHOWN = 250;
 const WRONG_SHOWN = 50;
-// What replicas were sent per second since the page was opened; null where that is not known.
+// Throughput to replicas since the page was opened; null if unknown.
 const throughput = { times: [], rows: [], bytes: [] };
 
 export function consumerLink(name) {
   return `#/consumers/${encodeURIComponent(name)}`;
 }
 
-// Notes the throughput, whatever is shown.
+// Records the throughput, whatever view is open.
 export function note({ unix_ms, rates }) {
-  if (unix_ms === throughput.times.at(-1)) return; // Only another process had something new.
+  if (unix_ms === throughput.times.at(-1)) return; // Only another process had news.
   throughput.times.push(unix_ms);
   throughput.rows.push(rates.rows);
   throughput.bytes.push(rates.bytes);
@@ -52,7 +52,7 @@ class Flow {
     fill(service, readiness(status), [...missing, ...processes, ...models]);
     const states = [...new Set(status.consumers.map((each) => each.state))].sort((one, other) => urgency(one) - urgency(other));
     const of = (state) => status.consumers.filter((each) => each.state === state);
-    const more = known(status) ? "" : ", others not known";
+    const more = known(status) ? "" : ", others unknown";
     fill(consumers, `${status.consumers.length} in all${more}`, states.map((state) => [`${of(state).length} ${state}`, worst(of(state).map(moodOf))]));
     const wrong = status.consumers.flatMap((each) => each.wrong.map(({ replica, reason }) => [`${each.consumer}/${replica}: ${reason}`, "bad", consumerLink(each.consumer)]));
     const left = wrong.length > WRONG_SHOWN ? [[`and ${wrong.length - WRONG_SHOWN} more`, "bad"]] : [];
@@ -113,25 +113,25 @@ function fillLine(line, text, className, href) {
   line.replaceChildren(make("a", { href, class: className }, text));
 }
 
-// Whether all consumers are known. Nobody knows those of a process that does not answer, and of a model without a
-// head: no process has it, or its process is still recovering it.
+// Whether the page knows all consumers. It lacks those of a process that does not answer, and of a model without a head,
+// which has no owner or is still recovering.
 function known({ missing, models, processes }) {
   return !missing.length && models.every((each) => each.head !== null) && processes.every((each) => each.ready);
 }
 
-// "All" is a promise: that there are consumers, that all of them are known, that each of their replicas has shown that
-// it holds what it should and needs nobody, and that cuts can be sealed.
+// "All" promises that there are consumers and the page knows all of them, that checksums have confirmed every replica,
+// that no replica needs attention, and that cuts can be sealed.
 function inSync(status) {
   const { consumers, models } = status;
   const lagging = consumers.filter((each) => !HOLDING.has(each.state));
   if (lagging.length) return [`${lagging.length} of ${consumers.length} not`, worst(lagging.map((each) => mood(each.state)))];
-  if (!known(status)) return ["not known of all", "warn"];
+  if (!known(status)) return ["unknown for some", "warn"];
   if (!consumers.length) return ["no consumer", "warn"];
   const wrong = wrongReplicas(status);
   if (wrong) return [`all but ${counted(wrong, "replica")}`, "bad"];
   const stuck = models.filter((each) => each.trouble).length;
   if (stuck) return [`all, but ${counted(stuck, "model")} cannot seal`, "bad"];
-  return consumers.some((each) => each.state === "delivered") ? ["all, as far as known", "warn"] : ["all", "good"];
+  return consumers.some((each) => each.state === "delivered") ? ["all, but not verified", "warn"] : ["all", "good"];
 }
 
 function moodOf(consumer) {
@@ -161,7 +161,7 @@ export function overviewView() {
   ], (line) => line.consumer);
   const cuts = new Table("Cuts", [
     { title: "version", cell: (line) => `${line.model} ${count(line.version)}` },
-    { title: "where its time went", cell: (line) => ({ fill: (cell) => fillBar(cell, line.seconds, longest) }) },
+    { title: "time of each phase", cell: (line) => ({ fill: (cell) => fillBar(cell, line.seconds, longest) }) },
     { title: "mostly", number: true, cell: (line) => mostly(line.seconds) },
     { title: "in all", number: true, cell: (line) => inAll(line.seconds) },
     { title: "rows", number: true, cell: (line) => count(line.rows) },
@@ -171,10 +171,10 @@ export function overviewView() {
   const events = new Table("Events", [
     { title: "time", cell: (line) => clock(line.unix_ns / 1e6) },
     { title: "event", cell: (line) => ({ text: line.event.replaceAll("_", " "), className: { warning: "warn", error: "bad" }[line.level] ?? "" }) },
-    { title: "to whom", words: true, cell: (line) => Object.entries({ ...(line.process ? { process: line.process } : {}), ...line.subject }).map(([name, value]) => `${name} ${value}`).join(", ") },
+    { title: "subject", words: true, cell: (line) => Object.entries({ ...(line.process ? { process: line.process } : {}), ...line.subject }).map(([name, value]) => `${name} ${value}`).join(", ") },
     { title: "why", words: true, cell: (line) => `${line.text}${line.repeats ? ` (${count(line.repeats)} more times)` : ""}` },
   ], (line) => `${line.process}/${line.number}`);
-  const charts = { rows: new LineChart("Rows sent per second, since this page was opened", count), bytes: new LineChart("Bytes sent per second", bytes), fresh: new Distribution("Freshness of deliveries") };
+  const charts = { rows: new LineChart("Rows sent per second since this page was opened", count), bytes: new LineChart("Bytes sent per second", bytes), fresh: new Distribution("Freshness of deliveries") };
 
   function fillConsumers(status) {
     const sorted = [...status.consumers].sort((one, other) => urgency(one.state, one.wrong.length > 0) - urgency(other.state, other.wrong.length > 0) || one.consumer.localeCompare(other.consumer));
@@ -188,11 +188,11 @@ export function overviewView() {
     const unproven = status.consumers.filter((each) => each.state === "delivered").length;
     const replicas = counted(sumOf(status.consumers, "replicas"), "replica");
     const wrong = wrongReplicas(status);
-    const notes = [counted(status.consumers.length, "consumer"), unproven && `${unproven} without proof`, wrong ? `look at ${wrong} of ${replicas}` : replicas];
+    const notes = [counted(status.consumers.length, "consumer"), unproven && `${unproven} not verified`, wrong ? `look at ${wrong} of ${replicas}` : replicas];
     say(cards.sync.more, `${least}${notes.filter(Boolean).join(", ")}`, wrong ? "bad" : "soft");
-    // Of what nothing is published nobody can be behind.
+    // A consumer of an empty model cannot be behind.
     const followed = status.consumers.filter((each) => each.state !== "empty" && each.seconds !== null);
-    say(cards.stale.value, followed.length ? `${least}${seconds(Math.max(...followed.map((each) => each.seconds)))}` : "not known");
+    say(cards.stale.value, followed.length ? `${least}${seconds(Math.max(...followed.map((each) => each.seconds)))}` : "unknown");
     const p99 = Math.max(...status.consumers.map((each) => each.freshness.p99 ?? -1));
     say(cards.stale.more, p99 < 0 ? "freshness not measured yet" : `deliveries within ${seconds(p99)} (p99, slowest consumer)`, "soft");
     const { rows, bytes: sent, published } = status.rates;
@@ -201,7 +201,7 @@ export function overviewView() {
     hint(cards.much.value, measured ? "" : "measuring");
     say(cards.much.more, measured ? `${count(rows)} rows/s to replicas; ${bytes(published)}/s from trainers` : "measuring", "soft");
     const newest = status.cuts[0];
-    say(cards.cut.value, newest ? `${seconds(newest.seconds_ago)} ago` : known(status) ? "none" : "not known");
+    say(cards.cut.value, newest ? `${seconds(newest.seconds_ago)} ago` : known(status) ? "none" : "unknown");
     say(cards.cut.more, newest ? `version ${count(newest.version)} of ${newest.model}` : "since the service started", "soft");
   }
 

@@ -1,4 +1,4 @@
-// The page: hears all processes of the service, and shows what the address asks for.
+// The page: follows all processes of the service, and shows the view that the address names.
 
 import { say } from "./dom.js";
 import { consumerView } from "./consumer.js";
@@ -25,7 +25,7 @@ function viewOf(hash) {
   return overviewView();
 }
 
-// A name from an address that somebody may have written by hand.
+// A name from an address, possibly written by hand.
 function decoded(name) {
   try {
     return decodeURIComponent(name);
@@ -47,7 +47,7 @@ function open() {
   if (newest) show();
 }
 
-// One request after the other: while an answer is awaited, only the newest of what comes is kept, and shown after it.
+// One request at a time. While one is pending, only the newest status is kept, and shown afterwards.
 async function show() {
   const shown = view;
   const status = newest;
@@ -70,11 +70,11 @@ function recover() {
   say(trouble, "");
 }
 
-// What was shown before is not so any more, or nobody can say whether it is.
+// The view is out of date, or may be.
 function fail(error) {
   const gone = error instanceof Refused && error.status === 404;
   main.hidden = gone || view.shownMs === null;
-  const since = main.hidden ? "" : `; what is shown is of ${clock(view.shownMs)}`;
+  const since = main.hidden ? "" : `; showing the state of ${clock(view.shownMs)}`;
   say(trouble, `${error.message}${since}`, "bad");
 }
 
@@ -82,7 +82,7 @@ function lock(error) {
   hearing.abort();
   access.hidden = false;
   say(document.getElementById("refusal"), error.message);
-  say(connection, "The service shows nothing without a token", "bad");
+  say(connection, "The service requires a token", "bad");
   newest = null;
   say(time, "");
   main.replaceChildren();
@@ -102,27 +102,27 @@ function hold(status) {
 
 function sayLive() {
   const names = newest.processes.map((each) => each.process || "the service").join(", ");
-  const missing = newest.missing.length ? `; nothing of ${newest.missing.join(", ")}` : "";
+  const missing = newest.missing.length ? `; no answer from ${newest.missing.join(", ")}` : "";
   say(connection, `Live: ${names}${missing}`, missing ? "warn" : "good");
 }
 
-// The service may be there, and yet have nothing to tell: its disk hangs, say.
+// The service may be connected and still send nothing, for example if its disk hangs.
 function sayStale() {
   const lost = newest === null || connection.classList.contains("lost");
   if (lost || performance.now() - heardMs < STALE_MS) return;
-  say(connection, `Nothing new since ${clock(newest.unix_ms)}, although the service is connected`, "bad");
+  say(connection, `Nothing new since ${clock(newest.unix_ms)}, although the connection is open`, "bad");
   say(time, "");
 }
 
 function lose(error) {
   if (error instanceof Refused && (error.status === 401 || error.status === 403)) return lock(error);
   const why = error instanceof Refused ? error.message : "trying again";
-  const since = newest ? `; what is shown is of ${clock(newest.unix_ms)}` : "";
+  const since = newest ? `; showing the state of ${clock(newest.unix_ms)}` : "";
   say(connection, `Connection lost: ${why}${since}`, "bad lost");
   say(time, "");
 }
 
-// Anew where a token is shown: what an earlier one is answered counts no more.
+// Starts over with a new token, and ignores answers to an earlier one.
 function hear() {
   hearing.abort();
   hearing = new AbortController();
@@ -137,7 +137,7 @@ access.addEventListener("submit", (event) => {
   hear();
 });
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // The address says what is shown.
+  event.preventDefault(); // The address names the view, so it must not change.
   main.focus();
 });
 window.addEventListener("hashchange", () => {

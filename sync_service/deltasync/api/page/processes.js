@@ -1,19 +1,19 @@
-// All processes of the service: each is heard by itself, and all are shown together.
+// Follows each process of the service, and combines their reports.
 
 import { follow, getJson, Refused } from "./stream.js";
 
 const AGAIN_MS = 2000;
-// A process reports everything about once a second; a very large one every few seconds.
+// A process reports about once a second, a very large one every few seconds.
 export const STALE_MS = 10_000;
-// As many as one process reports.
+// The numbers that one process reports.
 const CUTS = 20;
 const EVENTS = 30;
 
-// Hears the process that this page is from, and all that it lists, until `signal` ends it. Calls `heard` with the
-// overview of all again and again, and `lost` with an error while no process is heard, or ours refuses.
+// Follows the process of this page, and all that it lists, until `signal` aborts. Calls `heard` with each combined
+// overview, and `lost` with an error if no process is connected or ours refuses.
 export async function hearAll(heard, lost, signal) {
-  const statuses = new Map(); // By address; our own process has none.
-  const tried = new Set(); // Names of the processes that are heard, or have failed a moment ago.
+  const statuses = new Map(); // By address; empty for our own process.
+  const tried = new Set(); // Names of processes that are connected or failed a moment ago.
 
   function tell() {
     const fresh = [...statuses.values()].filter((each) => performance.now() - each.ms < STALE_MS);
@@ -32,7 +32,7 @@ export async function hearAll(heard, lost, signal) {
     for (const { process, http, alive } of lines) {
       if (!alive || tried.has(process) || signal.aborted) continue;
       tried.add(process);
-      hear(http).then(() => tried.delete(process)); // It may come back at another address.
+      hear(http).then(() => tried.delete(process)); // It may return at another address.
     }
   }
 
@@ -52,8 +52,8 @@ export async function hearAll(heard, lost, signal) {
   while (!signal.aborted) await hear("");
 }
 
-// What a process sends and takes per second. Null where nobody knows: its counters start at 0 with the process and
-// with a consumer, so that takes two reports over one connection, between which no counter went back.
+// Bytes and rows per second of a process, or null if unknown. Counters restart with the process and with a consumer, so
+// a rate takes two reports over one connection between which no counter went back.
 function rates(before, now) {
   const passed = before ? (now.unix_ms - before.unix_ms) / 1000 : 0;
   const rate = (name, key, counter) => {
@@ -91,11 +91,11 @@ function together(all) {
   };
 }
 
-// Two processes may report one model: the one that knows its head owns it.
+// Two processes may report one model; the one with its head owns it.
 function known(lines, key) {
-  const found = new Map();
-  for (const line of lines) if (line.head !== null || !found.has(line[key])) found.set(line[key], line);
-  return [...found.values()].sort(by(key));
+  const owned = new Map();
+  for (const line of lines) if (line.head !== null || !owned.has(line[key])) owned.set(line[key], line);
+  return [...owned.values()].sort(by(key));
 }
 
 export function by(...keys) {

@@ -1,4 +1,4 @@
-// Hearing the service: server-sent events over fetch, since EventSource cannot show a token.
+// Requests to the service. Server-sent events use fetch, as EventSource cannot send a token.
 
 const SILENT_MS = 15_000; // The service sends a comment every 5 seconds.
 
@@ -16,43 +16,43 @@ function headers(more) {
 
 async function answer(path, more, signal) {
   // A browser would follow a redirect to another process without the token.
-  const found = await fetch(path, { headers: headers(more), cache: "no-store", redirect: "manual", signal });
-  if (found.type === "opaqueredirect") throw new Refused(307, "another process has this, and is not heard yet");
-  if (!found.ok) {
-    const said = await found.json().catch(() => ({}));
-    throw new Refused(found.status, said.message ?? `the service answers ${found.status}`);
+  const response = await fetch(path, { headers: headers(more), cache: "no-store", redirect: "manual", signal });
+  if (response.type === "opaqueredirect") throw new Refused(307, "another process has this and is not connected yet");
+  if (!response.ok) {
+    const error = await response.json().catch(() => ({}));
+    throw new Refused(response.status, error.message ?? `the service answered ${response.status}`);
   }
-  return found;
+  return response;
 }
 
 export async function getJson(path) {
   return (await answer(path, {}, AbortSignal.timeout(SILENT_MS))).json();
 }
 
-// The lists of several processes as one. A process that has nothing of that name answers 404.
+// Joins the lists of several processes. A process without the name answers 404.
 export async function getLists(addresses, path) {
   const answers = await Promise.allSettled(addresses.map((at) => getJson(at + path)));
-  const found = answers.filter((each) => each.status === "fulfilled");
-  if (!found.length) throw (answers.find((each) => each.reason.status !== 404) ?? answers[0]).reason;
-  return found.flatMap((each) => each.value);
+  const lists = answers.filter((each) => each.status === "fulfilled");
+  if (!lists.length) throw (answers.find((each) => each.reason.status !== 404) ?? answers[0]).reason;
+  return lists.flatMap((each) => each.value);
 }
 
-// Calls `heard` with each event's data, until the connection ends or `signal` ends it; then throws.
+// Calls `heard` with each event's data until the connection ends or `signal` aborts it, then throws.
 export async function follow(path, heard, signal) {
   const abort = new AbortController();
   const stop = () => abort.abort();
   signal.addEventListener("abort", stop);
   let timer = setTimeout(stop, SILENT_MS);
   try {
-    const found = await answer(path, { Accept: "text/event-stream" }, abort.signal);
-    const reader = found.body.pipeThrough(new TextDecoderStream()).getReader();
-    for (let kept = ""; ; ) {
+    const response = await answer(path, { Accept: "text/event-stream" }, abort.signal);
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let partial = ""; ; ) {
       const { value, done } = await reader.read();
-      if (done) throw new Error("the service has ended the connection");
+      if (done) throw new Error("the service ended the connection");
       clearTimeout(timer);
       timer = setTimeout(stop, SILENT_MS);
-      const events = (kept + value).split("\n\n");
-      kept = events.pop();
+      const events = (partial + value).split("\n\n");
+      partial = events.pop();
       for (const event of events) {
         const data = event.split("\n").find((line) => line.startsWith("data: "));
         if (data) heard(JSON.parse(data.slice(6)));

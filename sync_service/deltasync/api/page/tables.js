@@ -1,4 +1,4 @@
-// All tables, and one of them: who is behind in it.
+// All tables, and one table with the lag of its consumers.
 
 import { Filter, make, Table } from "./dom.js";
 import { by } from "./processes.js";
@@ -6,7 +6,7 @@ import { getLists } from "./stream.js";
 import { bytes, count, mood, norm, oldestRow, percent, version } from "./text.js";
 
 const SHOWN = 200;
-// What tables there are hardly ever changes.
+// The list of tables hardly ever changes.
 const AGAIN_MS = 10_000;
 
 export function tablesView() {
@@ -21,7 +21,7 @@ export function tablesView() {
     { title: "dim", number: true, cell: (line) => count(line.dim) },
     { title: "type", cell: (line) => line.dtype },
     { title: "bytes", number: true, cell: (line) => bytes(line.bytes) },
-    { title: "trouble", words: true, cell: (line) => line.refused || (line.ranks_differ ? "ranks of the trainer have different rows" : "") },
+    { title: "trouble", words: true, cell: (line) => line.refused || (line.ranks_differ ? "the trainer's ranks have different rows" : "") },
   ], (line) => `${line.model}/${line.table}`);
 
   function fill() {
@@ -52,10 +52,10 @@ export function tableView(name) {
   ], (line) => `${line.model}/${line.consumer}`);
 
   async function show(status) {
-    const found = await getLists(status.addresses, `/tables/${encodeURIComponent(name)}`);
-    const texts = found.map(({ table: each }) => `${each.model}: ${each.kind}, ${count(each.rows)} rows of ${each.dim} ${each.dtype}, ${bytes(each.bytes)}, ${version(each.head)}${each.refused ? `; refused: ${each.refused}` : ""}`);
+    const details = await getLists(status.addresses, `/tables/${encodeURIComponent(name)}`);
+    const texts = details.map(({ table: each }) => `${each.model}: ${each.kind}, ${count(each.rows)} rows of ${each.dim} ${each.dtype}, ${bytes(each.bytes)}, ${version(each.head)}${each.refused ? `; refused: ${each.refused}` : ""}`);
     about.replaceChildren(...texts.map((text) => make("p", {}, text)));
-    table.fill(found.flatMap((each) => each.consumers.map((line) => ({ ...line, model: each.table.model }))));
+    table.fill(details.flatMap((each) => each.consumers.map((line) => ({ ...line, model: each.table.model }))));
   }
 
   return { title: `Table ${name}`, elements: [make("h2", {}, `Table ${name}`), about, table.heading, table.element], show };

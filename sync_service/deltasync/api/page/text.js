@@ -1,6 +1,6 @@
-// Numbers and times, as people read them.
+// Numbers and times in readable form.
 
-// Stands where a number is not known: neither 0 nor nothing.
+// Shown for an unknown number, instead of 0 or nothing.
 export const UNKNOWN = "–";
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
@@ -38,17 +38,17 @@ export function norm(number) {
   return number === null ? UNKNOWN : number.toPrecision(3);
 }
 
-// Since when the oldest row waits that a table's last release left. Without releases that is not known, though 0.
+// How long the oldest unsent row has waited. Without releases this is unknown, although the service reports 0.
 export function oldestRow({ rows, oldest_row_seconds, unsent_norm }) {
   return rows && unsent_norm === null ? UNKNOWN : seconds(oldest_row_seconds);
 }
 
-// The newest version of a model: 0 is that of one of which nothing is published.
+// The newest version of a model; 0 means that nothing has been published.
 export function version(head) {
   return head ? `version ${count(head)}` : "no version yet";
 }
 
-// The time of day, and the day where that is another than today.
+// The time of day, with the date if it is not today.
 export function clock(ms) {
   const at = new Date(ms);
   const time = at.toLocaleTimeString("en-GB");
@@ -58,10 +58,10 @@ export function clock(ms) {
 // States of consumers and of replicas.
 const GOOD = new Set(["in sync", "current", "connected", "guest"]);
 const FINE = new Set(["delivered", "behind", "partial", "empty", "waiting", "paused", "late", "rewound"]);
-// Replicas that cannot show what they hold, such as a store, have all of it as far as anybody knows.
+// "delivered" counts too: some replicas, such as stores, cannot verify their rows.
 export const HOLDING = new Set(["in sync", "current", "delivered"]);
 
-// A consumer can be in sync although it has a replica that needs somebody: one that is away and lacks nothing.
+// A consumer can be in sync and still have a replica that needs attention, such as one that is away but lacks nothing.
 export function mood(state, needed = false) {
   if (GOOD.has(state)) return needed ? "warn" : "good";
   return FINE.has(state) ? "warn" : "bad";
@@ -73,7 +73,7 @@ export function worst(moods) {
 
 const ORDER = ["failed", "damaged", "away", "waiting", "behind", "partial", "delivered", "paused", "empty", "current", "in sync"];
 
-// A state that is not listed comes first.
+// An unlisted state comes first.
 export function urgency(state, needed = false) {
   return Math.min(ORDER.indexOf(state), needed ? ORDER.indexOf("partial") : ORDER.length);
 }

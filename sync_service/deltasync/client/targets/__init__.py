@@ -1,1 +1,1 @@
-"""Where replicas put rows: arrays, torch modules, tables by raw id, Redis."""
+"""Targets of replicas: NumPy arrays, torch modules, tables by raw id, Redis."""

@@ -1,7 +1,7 @@
-"""Checksums that prove what a target holds.
+"""Checksums that prove the content of a target.
 
-A target that keeps rows in this process digests each row from its own memory right after writing it. Any other
-target is read back once it has written a release. In turn, all other rows are read again as well.
+A target with rows in this process computes digests from its own memory after each write. Other targets are read
+back after each release. A sweep slowly reads all other rows again.
 """
 
 import logging
@@ -26,39 +26,39 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 class TargetChecksums:
-    """The checksum of each table of a target, at the cost of the rows that change and of 8 bytes a row.
+    """Computes the checksum of each table of a target. Keeps 8 bytes per row.
 
-    With every release, and now and then without one, one more block of rows is read again, table by table. Rows
-    that something else has changed are found in the end, even if no release touches them.
+    With every release, and sometimes between releases, a sweep reads one more block of rows, table by table. So it
+    eventually detects rows that other code has changed, even if no release touches them.
     """
 
     def __init__(self, target: ReadableTarget) -> None:
         self._target = target
-        self._tables: Sequence[TableSpec] = ()  # Of the last release.
-        self._digests: dict[str, TableDigests] = {}  # Of those of them that the target keeps.
-        self._sweeping = 0  # Index of the table that is being swept.
+        self._tables: Sequence[TableSpec] = ()  # The tables of the last release.
+        self._digests: dict[str, TableDigests] = {}  # By table, for tables that the target keeps.
+        self._sweeping = 0  # Index of the table that the sweep reads.
         self._question = 0
-        self._unread = deque[tuple[str, int]]()  # Blocks still to be read for the question: table, first row.
+        self._unread = deque[tuple[str, int]]()  # Blocks to read for the question: table, first row.
 
     def after(self, release: Release, written: Written | None = None) -> dict[str, int]:
-        """Take a release into account that the target has applied.
+        """Update the checksums after the target has applied a release.
 
-        A row that came with another digest than the target holds now is damaged. The checksum of its table is then
-        a wrong one, and the service sends the table again.
+        A row is damaged if its digest in the target differs from the digest that came with it. The checksum of its
+        table is then wrong on purpose, and the service sends the table again.
 
         Args:
             release: the release.
-            written: what the target has returned from `apply`. Where it is None, the rows are read back.
+            written: the result of the target's `apply`. If it is None, the rows are read back.
 
         Returns:
             The checksum of each table that the target keeps, by name.
 
         Raises:
-            Contradiction: a table has no such rows.
+            Contradiction: a row id is outside of its table.
         """
         if release.tables != self._tables or release.resync or release.whole:
             self._follow(release)
-        # A target of a user may return anything.
+        # A user's own target may return anything.
         digests = written.digests if isinstance(written, Written) else [None] * len(release.rows)
         for rows, written_digests in zip(release.rows, digests, strict=True):
             if not (table := self._digests.get(rows.table.name)):
@@ -76,15 +76,16 @@ class TargetChecksums:
         return {name: digests.checksum for name, digests in self._digests.items()}
 
     def look(self) -> dict[str, int]:
-        """Read one more block of what the target holds: the checksum of each table that it keeps, by name."""
+        """Read one more block of rows; returns the checksum of each table that the target keeps, by name."""
         if self._digests:
             self._sweep([*self._digests.values()][self._sweeping % len(self._digests)])
         return self.by_table
 
     def read_again(self, question: int, seconds: float) -> int:
-        """Read for a while what the target holds, from the beginning if it is another question than before.
+        """Read the target's rows for some seconds. A new `question` starts from the first row.
 
-        Returns how many rows are left.
+        Returns:
+            The number of rows that are left.
         """
         if question != self._question:
             self._question = question
@@ -101,7 +102,7 @@ class TargetChecksums:
         return sum(self._rows_from(name, start) for name, start in self._unread)
 
     def forget_question(self) -> None:
-        """Begin anew with the next question: the service has lost what was found for the last one."""
+        """Start from the first row with the next question. The service has lost the results for the last one."""
         self._question = 0
 
     def _rows_from(self, name: str, start: int) -> int:
@@ -109,7 +110,7 @@ class TargetChecksums:
         return min(BLOCK_ROWS, digests.table.rows - start) if digests else 0
 
     def _follow(self, release: Release) -> None:
-        """Begin with the tables that are new or begin anew, and forget those that do not come any more."""
+        """Start with tables that are new or reset, and forget tables that the release no longer has."""
         before, self._digests, self._tables = self._digests, {}, release.tables
         for table in release.tables:
             if self._target.read(table, _NO_ROWS) is None:
@@ -118,7 +119,7 @@ class TargetChecksums:
             self._digests[table.name] = digests = same or TableDigests(table)
             if release.resets(table):
                 self._digests[table.name] = TableDigests(table)
-            elif not same:  # The target may have held it before.
+            elif not same:  # The target may have rows of this table already.
                 for some in _blocks(table.rows):
                     self._read_block(digests, some.start)
 
@@ -130,34 +131,34 @@ class TargetChecksums:
             self._sweeping += 1
 
     def _read_block(self, digests: "TableDigests", start: int) -> int:
-        """Read a block of rows; how many there are."""
+        """Read a block of rows; returns their number."""
         ids = np.arange(start, min(start + BLOCK_ROWS, digests.table.rows))
         digests.put(ids, self._read(digests, ids))
         return len(ids)
 
     def _read(self, table: "TableDigests", ids: Ids) -> RowDigests:
-        """Digests of rows as the target holds them; of a table that it has ceased to keep, as of zeros."""
+        """Digests of the target's rows; zeros if the target no longer keeps the table."""
         rows = self._target.read(table.table, ids)
         return np.zeros(len(ids), np.uint64) if rows is None else row_digests(rows)
 
 
 class TableDigests:
-    """The digest of each row of a table as a target was last seen to hold it: 8 bytes a row.
+    """The last digest of each row of a target's table: 8 bytes per row.
 
     Attributes:
         table: the table.
-        checksum: of all rows.
-        swept: how many rows the sweep of the table has read, from the first one on.
+        checksum: the checksum of all rows.
+        swept: the number of rows that the sweep of this table has read.
     """
 
     def __init__(self, table: TableSpec) -> None:
-        """All rows are zeros."""
+        """Start with all rows zero."""
         self.table = table
         self.checksum = self.swept = 0
         self._digests = np.zeros(table.rows, np.uint64)
 
     def grown_to(self, table: TableSpec) -> "TableDigests | None":
-        """The same of a table that may have got more rows, zeros; None if its rows come in another form."""
+        """The digests of the table with new rows, zeros; None if its rows now have another form."""
         more = table.rows - self.table.rows
         if more < 0 or replace(self.table, rows=table.rows) != table:
             return None
@@ -167,32 +168,32 @@ class TableDigests:
         return self
 
     def put(self, ids: Ids, digests: RowDigests) -> None:
-        """Set the digests [n] of rows `ids` [n], each of which comes once.
+        """Set the digests [n] of rows `ids` [n], without duplicates.
 
         Raises:
-            Contradiction: the table has no such rows.
+            Contradiction: an id is outside of the table.
         """
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.table.rows:
             sent = f"rows {ids.min()} to {ids.max()}"
             raise Contradiction(
-                f"table {self.table.name!r} has {counted(self.table.rows, 'row')}, and was sent {sent}"
+                f"table {self.table.name!r} has {counted(self.table.rows, 'row')}, the release has {sent}"
             )
         change = exchange(self._digests, np.ascontiguousarray(ids), digests)
         self.checksum = (self.checksum + int(change)) % 2**64
 
 
 def _note(table: TableDigests, rows: RowBatch, digests: RowDigests) -> None:
-    """Note the digests of rows of a release, as the target holds them now."""
+    """Record the digests of a release's rows in the target."""
     if rows.digests is not None and not rows.deleted:
         damaged = digests != rows.digests
         if damaged.any():
-            text = "table %r: %s came damaged, or were not written as they came"
+            text = "table %r: damaged on the way, or written incorrectly by the target: %s"
             logger.error(text, rows.table.name, ranges(rows.ids[damaged]))
-            # The service has another digest of each of them, whichever of both is wrong.
+            # Record digests that cannot match the service's, whichever of both is wrong.
             digests = np.where(damaged, ~rows.digests, digests)
     table.put(rows.ids, digests)
 
 
 def _blocks(rows: int) -> list[slice]:
-    """All of some rows, a block at a time."""
+    """The blocks of a number of rows."""
     return [slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS)]

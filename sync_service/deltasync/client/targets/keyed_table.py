@@ -1,21 +1,82 @@
-"""Tables whose rows are named by 64-bit keys, looked up and changed in bulk."""
+"""Tables with 64-bit keys, for bulk lookups and changes."""
 
 from typing import Protocol
 
 import numpy as np
 
 from deltasync.base.errors import InvalidInput
-from deltasync.client.targets.key_index import KeyIndex
 from deltasync.core.rows import Ids, Mask, Values, distinct
+from deltasync.kernels import keys as key_kernels
 
 _FIRST_ROWS = 16
+_FIRST_SLOTS = 16
+
+
+class KeyIndex:
+    """A hash map from int64 keys to places, which are whole numbers from 0.
+
+    At most half of the slots are in use, including slots of erased keys. Few keys then need more than two probes.
+    """
+
+    def __init__(self) -> None:
+        self._keys = self._used = 0
+        self._clear(_FIRST_SLOTS)
+        for each in (key_kernels.find, key_kernels.put, key_kernels.remove):
+            each.compile()  # Now, so that no reader waits for the compiler.
+
+    def __len__(self) -> int:
+        """The number of keys."""
+        return self._keys
+
+    def find(self, keys: Ids) -> Ids:
+        """The places of keys ([n], in any order): int64 [n], -1 for missing keys."""
+        places = np.empty(len(keys), np.int64)
+        key_kernels.find(self._slots, np.ascontiguousarray(keys), places)
+        return places
+
+    def put(self, keys: Ids, places: Ids) -> None:
+        """Add or change the places [n] of keys [n]. If a key appears several times, the last one counts."""
+        if not self._fits(len(keys)):
+            self._fill(self.items(), len(keys))
+        added, used = key_kernels.put(self._slots, np.ascontiguousarray(keys), np.ascontiguousarray(places))
+        self._keys, self._used = self._keys + added, self._used + used
+
+    def remove(self, keys: Ids) -> None:
+        """Remove keys ([n]); missing keys are ignored."""
+        self._keys -= key_kernels.remove(self._slots, np.ascontiguousarray(keys))
+
+    def items(self) -> tuple[Ids, Ids]:
+        """All keys and their places: int64 [n] each, in no order."""
+        used = self._slots[self._slots[:, 1] >= 0]
+        return used[:, 0], used[:, 1]
+
+    def with_room(self, keys: int) -> "KeyIndex":
+        """This index if it has room for this number of new keys, else a larger copy."""
+        if self._fits(keys):
+            return self
+        larger = KeyIndex()
+        larger._fill(self.items(), keys)
+        return larger
+
+    def _fits(self, keys: int) -> bool:
+        return 2 * (self._used + keys) <= len(self._slots)
+
+    def _fill(self, items: tuple[Ids, Ids], more: int) -> None:
+        """Rebuild with these keys, and enough slots that they and `more` keys fill at most a third."""
+        self._clear(max(_FIRST_SLOTS, 1 << (3 * (len(items[0]) + more)).bit_length()))
+        self.put(*items)
+
+    def _clear(self, slots: int) -> None:
+        self._slots = np.empty((slots, 2), np.int64)
+        self._slots[:, 1] = key_kernels.EMPTY
+        self._keys = self._used = 0
 
 
 class KeyedRows:
-    """Rows by key, to be looked up."""
+    """A read-only table of rows by key."""
 
     def __init__(self, places: "Places", rows: Values) -> None:
-        """Look up the rows at some places of `rows` ([at least 1, dim])."""
+        """Use rows at the places of their keys in `rows` ([at least 1, dim])."""
         self._places, self._rows = places, rows
 
     def __len__(self) -> int:
@@ -34,22 +95,22 @@ class KeyedRows:
         return self._rows.dtype
 
     def lookup(self, keys: Ids) -> tuple[Values, Mask]:
-        """The rows of some keys.
+        """Look up the rows of keys.
 
         Args:
-            keys: int64 [n], of any value, in any order, also several times.
+            keys: int64 [n], in any order, with or without duplicates.
 
         Returns:
-            A copy of the rows, [n, dim], zeros for keys that are not there; and which are there, bool [n].
+            A copy of the rows, [n, dim], zeros for missing keys; and a mask of the existing keys, bool [n].
 
         Raises:
             InvalidInput: keys of another type or shape.
         """
         places = self._places.find(checked_keys(keys))
-        found = places >= 0
+        exist = places >= 0
         values = self._rows.take(np.maximum(places, 0), axis=0)
-        values[~found] = 0
-        return values, found
+        values[~exist] = 0
+        return values, exist
 
     def keys(self) -> Ids:
         """All keys: int64 [n], ascending."""
@@ -57,10 +118,10 @@ class KeyedRows:
 
 
 class Places(Protocol):
-    """Where the rows of keys are."""
+    """A map from keys to the places of their rows."""
 
     def find(self, keys: Ids) -> Ids:
-        """The places of some keys ([n]): int64 [n], -1 for keys that are not there."""
+        """The places of keys ([n]): int64 [n], -1 for missing keys."""
 
     def items(self) -> tuple[Ids, Ids]:
         """All keys and their places: int64 [n] each, in no order."""
@@ -70,9 +131,9 @@ class Places(Protocol):
 
 
 class KeyedTable(KeyedRows):
-    """Rows by key, to be looked up and changed.
+    """A table of rows by key that can be changed.
 
-    Not for several threads at once, unless all of them only look up.
+    Several threads may only look up at the same time; a change needs exclusive access.
     """
 
     def __init__(self, dim: int, dtype: np.dtype[np.generic] | type[np.generic] = np.float32) -> None:
@@ -81,69 +142,69 @@ class KeyedTable(KeyedRows):
         self._unused = np.arange(_FIRST_ROWS)  # Places without a key.
 
     def update(self, keys: Ids, values: Values) -> Mask:
-        """Overwrite the rows of those keys that are there.
+        """Overwrite the rows of existing keys.
 
         Args:
-            keys: int64 [n]; of one that comes several times, the last counts.
+            keys: int64 [n]. If a key appears several times, the last one counts.
             values: [n, dim].
 
         Returns:
-            Which keys are there: bool [n].
+            A mask of the existing keys: bool [n].
 
         Raises:
             InvalidInput: keys or values of another type or shape; nothing was changed.
         """
         values = self._checked(keys, values)
         places = self._index.find(keys)
-        found = places >= 0
-        self._rows[places[found]] = values[found]
-        return found
+        exist = places >= 0
+        self._rows[places[exist]] = values[exist]
+        return exist
 
     def insert(self, keys: Ids, values: Values) -> None:
-        """Overwrite the rows of some keys, and add the keys that are not there; otherwise as `update`."""
+        """Overwrite the rows of existing keys and add missing keys; see `update`."""
         values = self._checked(keys, values)
         new = distinct(keys[self._index.find(keys) < 0])
         self._index.put(new, self._take(len(new)))
         self._rows[self._index.find(keys)] = values
 
     def erase(self, keys: Ids) -> Mask:
-        """Forget some keys (int64 [n]) and their rows; returns which were there: bool [n].
+        """Remove keys (int64 [n]) and their rows; returns a mask of the keys that existed: bool [n].
 
         Raises:
             InvalidInput: keys of another type or shape; nothing was changed.
         """
         places = self._index.find(checked_keys(keys))
-        found = places >= 0
-        self._unused = np.concatenate([self._unused, distinct(places[found])])
-        self._index.remove(distinct(keys[found]))
-        return found
+        existed = places >= 0
+        self._unused = np.concatenate([self._unused, distinct(places[existed])])
+        self._index.remove(distinct(keys[existed]))
+        return existed
 
     def _take(self, count: int) -> Ids:
-        """So many places without a key, which are to get one."""
+        """Reserve `count` unused places."""
         if (lacking := count - len(self._unused)) > 0:
             rows = len(self._rows)
             more = max(rows, lacking)
             self._rows = np.concatenate([self._rows, np.zeros((more, self.dim), self.dtype)])
             self._unused = np.concatenate([self._unused, np.arange(rows, rows + more)])
-        taken, self._unused = self._unused[:count], self._unused[count:]
-        return taken
+        places, self._unused = self._unused[:count], self._unused[count:]
+        return places
 
     def _checked(self, keys: Ids, values: Values) -> Values:
         checked_keys(keys)
         values = np.asarray(values)
         if values.shape != (len(keys), self.dim) or not np.can_cast(values.dtype, self.dtype, "same_kind"):
             raise InvalidInput(
-                f"values of shape {list(values.shape)} and type {values.dtype} for {len(keys)} keys of a table of "
-                f"{self.dim} {self.dtype} values"
+                f"values of shape {list(values.shape)} and type {values.dtype}: expected {[len(keys), self.dim]} "
+                f"and {self.dtype}"
             )
         return values
 
 
 def checked_keys(keys: Ids) -> Ids:
-    """Keys as they came.
+    """Check the type and shape of keys.
 
     Raises:
-        InvalidInput: they are no int64 [n].
+        InvalidInput: the keys are not int64 [n].
     """
     if not isinstance(keys, np.ndarray):
         raise InvalidInput(f"keys: a {type(keys).__name__}, expected a NumPy array, int64 [n]")

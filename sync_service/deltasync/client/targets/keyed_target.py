@@ -1,4 +1,4 @@
-"""Rows in this process that are looked up by raw id, or by any other 64-bit key."""
+"""The target for lookups by raw id or row number in this process."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltasync.base.errors import Contradiction
-from deltasync.client.targets.key_index import KeyIndex
-from deltasync.client.targets.keyed_table import KeyedRows, Places
+from deltasync.client.targets.keyed_table import KeyedRows, KeyIndex, Places
 from deltasync.client.targets.local import LocalTarget
 from deltasync.client.targets.numpy_target import rows_at, staged_rows
 from deltasync.client.targets.target import Reading, Reads, Release, Written, number_of_copies
@@ -21,17 +20,17 @@ Entries = NDArray[np.int64]
 
 
 class KeyedTarget(LocalTarget["_KeyedCopy", "KeyedReading"]):
-    """Keeps every table as rows by key: by raw id where the model has a map of raw ids for it, else by row number.
+    """Keeps tables as rows by key: by raw id if the model has a map of raw ids for the table, else by row number.
 
-    Deleted rows, and rows that no raw id has, cannot be looked up. Behind the keys lie rows by number, so that
-    checksums can show that they are the right ones. Tables that are no longer followed are dropped.
+    Deleted rows and rows without a raw id cannot be looked up. Checksums cover all rows. The target drops tables
+    that the consumer no longer follows.
     """
 
     def __init__(self, *, reads: Reads = "pause") -> None:
         """Start with no tables.
 
         Args:
-            reads: as of a `NumpyTarget`.
+            reads: see `NumpyTarget`.
 
         Raises:
             InvalidInput: `reads` is something else.
@@ -52,10 +51,10 @@ class KeyedReading(Reading):
 
 
 class _KeyedCopy:
-    """The tables of a model by row number, and beside each map of raw ids an index from them to rows.
+    """The tables of a model by row number, with an index from raw ids to rows for each map.
 
     Attributes:
-        tables: by name, to be looked up: by raw id where the table has a map, else by row number.
+        tables: the tables for lookups, by name.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,8 @@ class _KeyedCopy:
         """See `Copy`.
 
         Raises:
-            Contradiction: two rows would have one raw id, or a table has no such rows; nothing was written.
+            Contradiction: two rows would get the same raw id, or a row id is outside of its table; nothing was
+                written.
         """
         by_number = {table.name: _Table.with_room(table, self._kept(table, release)) for table in release.tables}
         puts = [by_number[rows.table.name].stage(rows) for rows in release.rows]
@@ -81,7 +81,7 @@ class _KeyedCopy:
         }
         indices = {of: change.index for of, change in changes.items()}
         made = {of for of, index in indices.items() if index is not self._indices.get(of)}
-        before = dict(self.tables)  # Kept until all is written: to free them takes time, too.
+        before = dict(self.tables)  # Freed after the write, because freeing takes time, too.
         places: dict[str, Places] = {name: _RowNumbers(table.there) for name, table in by_number.items()}
         places.update(indices)
         tables = {name: KeyedRows(places[name], table.rows) for name, table in by_number.items()}
@@ -102,25 +102,25 @@ class _KeyedCopy:
             self.tables.update(tables)
             return Written(digests)
 
-        put(unread=True)  # What nobody reads yet.
+        put(unread=True)  # Write new arrays now, since they have no readers yet.
         return write
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table by row number; zeros for those that it has grown by since the last release."""
+        """Rows of a table by row number; zeros for rows that are new since the last release."""
         here = self._of(table)
         return None if here is None else rows_at(here.rows, ids)
 
     def _kept(self, table: TableSpec, release: Release) -> "_Table | None":
-        """What stays of a table."""
+        """The table's current rows; None if the release resets them."""
         return None if release.resets(table) else self._of(table)
 
     def _of(self, table: TableSpec) -> "_Table | None":
-        """A table if it has the form of `table`: its rows may come in another form than before."""
-        found = self._by_number.get(table.name)
-        return found if found and (found.rows.shape[1], found.rows.dtype) == (table.dim, table.dtype) else None
+        """The current table, unless its rows now have another form."""
+        here = self._by_number.get(table.name)
+        return here if here and (here.rows.shape[1], here.rows.dtype) == (table.dim, table.dtype) else None
 
     def _change(self, table: TableSpec, id_map: TableSpec, there: Mask, release: Release) -> "_IndexChange":
-        """What changes of a table's index: of a new one where the table or its map begins anew."""
+        """The changes of a table's index, or of a new index if the table or its map is reset."""
         stays = all(self._kept(each, release) for each in (table, id_map))
         index = self._indices.get(table.name) if stays else None
         rows = [rows for rows in release.rows if rows.table.name == table.name]
@@ -135,19 +135,19 @@ class _KeyedCopy:
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """A table by row number, and which rows there are: deleted ones, and those that never were, are not."""
+    """A table by row number, and a mask of the existing rows. Deleted and never written rows do not exist."""
 
     rows: Values
     there: Mask
 
     @classmethod
-    def with_room(cls, table: TableSpec, held: "_Table | None") -> "_Table":
-        """Room for all rows of a table, of which some are held already."""
-        if held and len(held.rows) >= table.rows:
-            return held
+    def with_room(cls, table: TableSpec, current: "_Table | None") -> "_Table":
+        """A table with room for all rows and the rows of `current`."""
+        if current and len(current.rows) >= table.rows:
+            return current
         larger = cls(np.zeros((table.rows, table.dim), table.dtype), np.zeros(table.rows, np.bool_))
-        if held:
-            larger.rows[: len(held.rows)], larger.there[: len(held.there)] = held.rows, held.there
+        if current:
+            larger.rows[: len(current.rows)], larger.there[: len(current.there)] = current.rows, current.there
         return larger
 
     def stage(self, rows: RowBatch) -> Callable[[], RowDigests | None]:
@@ -164,7 +164,7 @@ class _RowNumbers:
     """Rows whose keys are their numbers."""
 
     def __init__(self, there: Mask) -> None:
-        """`there` says which rows there are."""
+        """`there` is a mask of the existing rows."""
         self._there = there
 
     def __len__(self) -> int:
@@ -185,7 +185,7 @@ class _RowNumbers:
 
 @dataclass(frozen=True, eq=False)
 class _IndexChange:
-    """What a release changes of an index: the keys that it takes away, and those that it gives to rows."""
+    """A release's changes of an index: keys to remove, and keys to add with their rows."""
 
     index: KeyIndex
     erased: Ids
@@ -200,22 +200,22 @@ class _IndexChange:
 def _index_change(
     index: KeyIndex | None, change: "RawIdChange", there: Mask, rows: Sequence[RowBatch]
 ) -> _IndexChange:
-    """The keys of the rows that change; `there` says which rows there are before the release brings `rows`."""
+    """The changes of an index. `there` is a mask of the existing rows before the release's `rows`."""
     before, after = there[change.rows], there[change.rows]
     for each in rows:
         after[change.at(each.ids)] = not each.deleted
     before &= (change.before != 0) & (index is not None)
     after &= change.after != 0
     changed = (before != after) | (change.before != change.after)
-    erased, given = before & changed, after & changed
-    keys = raw_ids_of(change.after[given])
-    # A larger one is made now, while others read.
+    erased, added = before & changed, after & changed
+    keys = raw_ids_of(change.after[added])
+    # A larger index is built here, before readers have to wait.
     index = (KeyIndex() if index is None else index).with_room(len(keys))
-    return _IndexChange(index, raw_ids_of(change.before[erased]), keys, change.rows[given])
+    return _IndexChange(index, raw_ids_of(change.before[erased]), keys, change.rows[added])
 
 
 def _check_others(table: str, index: KeyIndex, change: "RawIdChange") -> None:
-    """Check that no row that a release does not touch has one of the raw ids that it gives."""
+    """Check that the raw ids in a release do not belong to rows that it does not touch."""
     named, raw_ids = named_raw_ids(change.after)
     owners = index.find(raw_ids)
     foreign = np.flatnonzero((owners >= 0) & ~np.isin(owners, change.rows))
@@ -225,7 +225,7 @@ def _check_others(table: str, index: KeyIndex, change: "RawIdChange") -> None:
 
 
 def _entries(id_map: _Table | None, rows: Ids) -> Entries:
-    """The entries of some rows in a map, zeros where it has none."""
+    """The entries of rows in a map, zeros if there is none."""
     entries = np.zeros(len(rows), np.int64)
     if id_map:
         inside = rows < len(id_map.rows)
@@ -235,12 +235,12 @@ def _entries(id_map: _Table | None, rows: Ids) -> Entries:
 
 @dataclass(frozen=True, eq=False)
 class RawIdChange:
-    """The raw ids of the rows that a release touches: those of the table, and those of its map.
+    """The raw ids of all rows that a release changes in a table or its map.
 
     Attributes:
-        rows: [n], ascending.
-        before: their entries in the map that is held, [n].
-        after: their entries with the release, [n].
+        rows: row ids [n], ascending.
+        before: their map entries before the release, [n].
+        after: their map entries after the release, [n].
     """
 
     rows: Ids
@@ -248,19 +248,19 @@ class RawIdChange:
     after: Entries
 
     @classmethod
-    def of(cls, touched: Ids, entries: Sequence[RowBatch], held: Callable[[Ids], Entries]) -> "RawIdChange":
-        """What a release changes.
+    def of(cls, touched: Ids, entries: Sequence[RowBatch], current: Callable[[Ids], Entries]) -> "RawIdChange":
+        """Compute the change.
 
         Args:
-            touched: other rows than those of `entries`, in any order.
-            entries: what it brings of the map.
-            held: the entries of some rows in the map that is held.
+            touched: ids of rows that change in the table, in any order.
+            entries: the release's rows of the map.
+            current: returns the current map entries of rows.
 
         Raises:
-            Contradiction: two rows would have one raw id.
+            Contradiction: two rows would get the same raw id.
         """
         rows = distinct(np.concatenate([touched, *(each.ids for each in entries)]))
-        before = held(rows)
+        before = current(rows)
         after = before.copy()
         for each in entries:
             after[np.searchsorted(rows, each.ids)] = each.values[:, 0]
@@ -270,11 +270,11 @@ class RawIdChange:
 
     @property
     def erased(self) -> Ids:
-        """The raw ids that these rows had, and that none of them has any more: [m]."""
+        """The raw ids that no row has after the release: [m]."""
         return raw_ids_of(np.setdiff1d(self.before[self.before != 0], self.after))
 
     def at(self, rows: Ids) -> Ids:
-        """Where some of the rows are among them."""
+        """The indices of row ids in `rows`."""
         return np.searchsorted(self.rows, rows)
 
     def _check(self, entries: Sequence[RowBatch]) -> None:
@@ -287,22 +287,22 @@ class RawIdChange:
 
 
 def two_rows(table: str, raw_id: int, rows: Iterable[int]) -> Contradiction:
-    """The error that a map names one raw id for two rows."""
+    """The error for a map with the same raw id for two rows."""
     first, second = sorted(rows)
     return Contradiction(f"table {table!r}: raw id {raw_id} has two rows, {first} and {second}")
 
 
 def maps_of(tables: Iterable[TableSpec]) -> dict[str, TableSpec]:
-    """The maps of raw ids among some tables, by the names of those whose rows they name."""
+    """The maps of raw ids among tables, by the name of the table that they belong to."""
     return {table.of: table for table in tables if table.kind is TableKind.ID_MAP}
 
 
 def ids_of(rows: Iterable[RowBatch]) -> Ids:
-    """The row ids of some batches, one after the other."""
+    """The row ids of batches, concatenated."""
     return np.concatenate([np.empty(0, np.int64), *(each.ids for each in rows)])
 
 
 def named_raw_ids(entries: Entries) -> tuple[Mask, Ids]:
-    """Which entries of a map name a raw id, and those raw ids."""
+    """A mask of the map entries with a raw id, and these raw ids."""
     named = entries != 0
     return named, raw_ids_of(entries[named])

@@ -1,4 +1,4 @@
-"""Targets in this process: rows are written in a pause of the readers, or into a second copy."""
+"""Base of targets in this process, which write while readers wait, or into a second copy."""
 
 import logging
 import threading
@@ -18,43 +18,42 @@ from deltasync.core.rows import Ids, Values
 from deltasync.core.tables import TableSpec
 
 logger = logging.getLogger(__name__)
-# After so long a writer says for whom it waits.
+# A writer that has waited this long logs the readers' threads.
 _PATIENCE_SECONDS = 10.0
-_FIRST_COPY = "some of a first copy"
-_REMEDY = "Start a subscriber that holds nothing: it is sent everything, and the target is whole again"
+_FIRST_COPY = "part of a first copy"
+_REMEDY = "Start a new subscriber without `held`: it receives everything and repairs the target"
 C = TypeVar("C", bound="Copy")
 R = TypeVar("R", bound=Reading)
 
 
 class LocalTarget(Generic[C, R]):
-    """A target whose rows are read in this process, all of one version.
+    """Base class of targets whose rows are read in this process, always at one version.
 
-    With one copy, readers wait while a release is written. With two, a release is first written into the copy that
-    is not served. That one is served from then on, and the other one is written once its readers have left.
+    With one copy, readers wait while a release is written. With two copies, the target writes a release into the
+    copy that has no readers, serves that copy, and writes the other one when its readers have left.
 
     Attributes:
-        reads: "pause": readers wait while a release is written. "copies": everything is there twice, and no reader
-            waits.
+        reads: "pause": one copy; readers wait while a release is written. "copies": two copies; no reader waits.
     """
 
     def __init__(self, reads: Reads, copies: Sequence[tuple[C, R]]) -> None:
-        """Keep these copies, as many as the way of reading needs, each with what its readers get."""
+        """Use these copies, each with the object that its readers get."""
         self.reads = reads
         self._sides = [_Side(copy, reading) for copy, reading in copies]
         self._served = self._sides[0]
 
     @contextmanager
     def reading(self) -> Iterator[R]:
-        """What is held and of which version it is, with no release written into it while the block runs.
+        """The rows and their version. No release is written into them while the block runs.
 
-        Several threads may be inside, each of them more than once. Nothing of it is to be used after the block.
+        Several threads may read at the same time, also nested. Do not use the rows after the block.
 
         Raises:
-            TornTarget: a release was not written to its end, or a first copy is still arriving.
+            TornTarget: a release was only partly written, or a first copy is still arriving.
             Contradiction: this thread is applying a release.
         """
         while True:
-            # A nested reading() sees the same version, whatever is served by then.
+            # A nested `reading` must see the version of the outer one, even if a newer one is served.
             outer = next((side for side in self._sides if side.gate.reads_here()), None)
             side = outer or self._served
             with side.gate.reading():
@@ -62,41 +61,41 @@ class LocalTarget(Generic[C, R]):
                     side.check()
                     yield side.reading
                     return
-            # The copies were swapped before this thread was inside.
+            # The copies were swapped before this thread got in: try again.
 
     @property
     def position(self) -> Position:
-        """The one to go on from: of the last release, or an empty one where that was not written to its end."""
+        """The position to continue from: the last release's, or an empty one if that was only partly written."""
         return Position() if self._torn() else self._served.reading.position
 
     @property
     def takes_parts(self) -> bool:
-        """Whether a first copy is written as it arrives. With `reads="copies"` what is there stays served."""
+        """Whether to write a first copy as it arrives. With `reads="copies"` old rows stay readable instead."""
         return self.reads == "pause" and not self.position.number
 
     @property
     def event_time_unix_ns(self) -> int | None:
-        """As in a `Reading`."""
+        """See `Reading`."""
         return self._served.reading.event_time_unix_ns
 
     def apply(self, release: Release) -> Written | None:
-        """Write a release: all of it, or nothing where one of these is raised.
+        """Write a release. If this raises one of the errors below, nothing was written.
 
         Returns:
-            The digests of the rows as they then lie in memory; None if only `read` can tell, as where two copies
-            differ.
+            The digests of the written rows in memory; None if they must be read back, for example because two
+            copies differ.
 
         Raises:
-            Contradiction: the consumer streams ids only, this thread is inside `reading()`, or rows contradict
-                each other.
-            TornTarget: a release before was not written to its end, and this one does not bring everything.
+            Contradiction: the consumer's mode is `ids`, this thread is inside `reading()`, or rows contradict each
+                other.
+            TornTarget: an earlier release was only partly written, and this one does not replace everything.
         """
         release.check_values()
         if any(side.gate.reads_here() for side in self._sides):
-            raise Contradiction("a release cannot be applied inside reading(): it would wait for itself")
+            raise Contradiction("a release cannot be applied inside reading(), because it would wait for itself")
         if not release.resync and self._torn():
-            raise TornTarget(f"version {release.version} cannot follow on {self._torn()}")
-        # The served copy comes last: its readers have the other one by then.
+            raise TornTarget(f"version {release.version} cannot be applied to {self._torn()}")
+        # The served copy comes last, when readers already use the other one.
         staged = [(side, side.copy.stage(release)) for side in self._served_first[::-1]]
         written = list[Written | None]()
         for side, write in staged:
@@ -107,9 +106,9 @@ class LocalTarget(Generic[C, R]):
         return first if first and all(map(first.same_as, others)) else None
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
-        """Some rows of a table by number, as `ReadableTarget` has it.
+        """Rows of a table by number, see `ReadableTarget`.
 
-        Where two copies hold different rows, it is what neither of them holds.
+        If two copies have different rows, the result differs from both, so that checksums show the damage.
         """
         served, *others = (copy.read(table, ids) for copy in self._copies)
         for other in others:
@@ -118,7 +117,7 @@ class LocalTarget(Generic[C, R]):
 
     @property
     def _copies(self) -> list[C]:
-        """All copies, the served one first. They are for the subscriber's thread, but for the first one."""
+        """All copies, the served one first. Only the subscriber's thread may use the others."""
         return [side.copy for side in self._served_first]
 
     @property
@@ -126,24 +125,24 @@ class LocalTarget(Generic[C, R]):
         return sorted(self._sides, key=lambda side: side is not self._served)
 
     def _torn(self) -> str | None:
-        """What is wrong with a copy that is not whole at the version that is served."""
+        """The state of a copy that is not complete at the served version; None if all are."""
         sides = [side for side in self._sides if side.unfinished]
         behind = [side for side in self._sides if side.reading.position != self._served.reading.position]
         return next((side.state for side in (*sides, *behind)), None)
 
 
 class Copy(Protocol):
-    """The tables of a target, once."""
+    """One copy of a target's tables."""
 
     def stage(self, release: Release) -> Callable[[], Written | None]:
-        """Prepare a release while others read, and return a quick function that writes it."""
+        """Prepare a release while readers continue; returns a quick function that writes it."""
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
         """See `ReadableTarget`."""
 
 
 def _agreed(rows: Values, others: Values) -> Values:
-    """Rows of two copies. Damage of either must show, and nobody can say which one is right."""
+    """The rows of two copies; where they differ, bytes that differ from both."""
     bits, other_bits = (np.ascontiguousarray(each).view(np.uint8) for each in (rows, others))
     if np.array_equal(bits, other_bits):
         return rows
@@ -154,13 +153,13 @@ def _agreed(rows: Values, others: Values) -> Values:
 
 
 class _Side(Generic[C, R]):
-    """A copy behind a gate.
+    """A copy and its gate.
 
     Attributes:
         copy: the copy.
-        reading: what its readers get.
-        gate: readers and writers of the copy pass through it.
-        unfinished: what is being written, or was not written to its end, in words.
+        reading: the object for its readers.
+        gate: the lock of readers and writers.
+        unfinished: describes a release that is being written or was only partly written.
     """
 
     def __init__(self, copy: C, reading: R) -> None:
@@ -171,7 +170,7 @@ class _Side(Generic[C, R]):
 
     def write(self, write: Callable[[], Written | None], release: Release) -> Written | None:
         with self.gate.writing():
-            self.unfinished = _FIRST_COPY if release.more else f"some of version {release.version}"
+            self.unfinished = _FIRST_COPY if release.more else f"part of version {release.version}"
             written = write()
             if release.more:
                 return written
@@ -188,45 +187,45 @@ class _Side(Generic[C, R]):
 
     @property
     def state(self) -> str:
-        """What it holds, in words."""
+        """The content of the copy, for errors."""
         if self.unfinished == _FIRST_COPY:
             return (
-                f"{_FIRST_COPY}, which is still arriving or was broken off: wait until the subscriber is ready, "
+                f"{_FIRST_COPY}, which is still arriving or was interrupted: wait until the subscriber is ready, "
                 "or start another one"
             )
         begun = f" and {self.unfinished}" if self.unfinished else ""
-        return f"rows of version {self.reading.version}{begun}: a release was not written to its end. {_REMEDY}"
+        return f"rows of version {self.reading.version}{begun}: a release was only partly written. {_REMEDY}"
 
     def check(self) -> None:
-        """Raise TornTarget where a release was not written to its end."""
+        """Raise TornTarget if a release was only partly written."""
         if self.unfinished:
-            raise TornTarget(f"the target holds {self.state}")
+            raise TornTarget(f"the target has {self.state}")
 
 
 class Gate:
-    """What `Turns` decides, for threads."""
+    """A lock for readers and writers, in the order of `Turns`."""
 
     def __init__(self) -> None:
         self._turns = Turns()
-        # The lock, or the turn, of a thread that a fork has not copied would never be given back.
+        # After a fork, no thread would release locks and turns of the parent's other threads.
         self._home = Home("a target")
-        # Garbage collection may end a reading that nobody ended, wherever this thread is: within the lock, too.
+        # Garbage collection may end an abandoned reading at any point of this thread, even while it has the lock.
         self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within, nobody writes. It may be nested in one thread, and left in another.
+        """Keep writers out. A thread may nest this, and may leave it in another thread.
 
         Raises:
-            Contradiction: this thread writes.
+            Contradiction: this thread is a writer.
             ServiceUnavailable: this process was forked since the gate was made.
         """
         self._home.check()
         who = threading.get_ident()
         with self._lock:
             if self._turns.writer == who:
-                raise Contradiction("reading() while this thread applies a release: it would wait for itself")
+                raise Contradiction("reading() in a thread that applies a release would wait for itself")
             self._come(who, self._turns.read)
         try:
             yield
@@ -235,10 +234,10 @@ class Gate:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Within, nobody else reads or writes.
+        """Keep all others out.
 
         Raises:
-            Contradiction: this thread reads, or writes already.
+            Contradiction: this thread is a reader or writer already.
             ServiceUnavailable: this process was forked since the gate was made.
         """
         self._home.check()
@@ -246,7 +245,7 @@ class Gate:
         with self._lock:
             if self._turns.inside(who):
                 raise Contradiction(
-                    "a release cannot be applied inside reading(), nor inside apply(): it would wait for itself"
+                    "a release cannot be applied inside reading() or apply(), because it would wait for itself"
                 )
             self._come(who, self._turns.write, _PATIENCE_SECONDS)
         try:
@@ -255,7 +254,7 @@ class Gate:
             self._leave(who)
 
     def reads_here(self) -> bool:
-        """Whether this thread reads."""
+        """Whether this thread is a reader."""
         return threading.get_ident() in self._turns.readers
 
     def _come(self, who: int, comes: Callable[[int], bool], patience: float | None = None) -> None:
@@ -265,7 +264,7 @@ class Gate:
             if not self._moved.wait_for(lambda: self._turns.inside(who), patience):
                 self._tell_of_readers()
                 self._moved.wait_for(lambda: self._turns.inside(who))
-        except BaseException:  # Interrupted; others must not wait for who never comes.
+        except BaseException:  # If this thread is interrupted, others must not wait for its turn.
             self._turns.withdraw(who)
             self._moved.notify_all()
             raise
@@ -273,15 +272,15 @@ class Gate:
     def _tell_of_readers(self) -> None:
         names = {each.ident: each.name for each in threading.enumerate()}
         readers = [names.get(who, "a thread that has ended") for who in self._turns.readers]
-        self._lock.release()  # Who logs, or is logging just now, may have to go in or out.
+        self._lock.release()  # A log handler may itself enter or leave `reading`.
         try:
-            text = "a release has waited %g s for readers to leave reading(), and waits on: they came in from %s"
+            text = "a release has waited %g s for readers to leave reading(), and still waits; their threads: %s"
             logger.warning(text, _PATIENCE_SECONDS, ", ".join(readers))
         finally:
             self._lock.acquire()
 
     def _leave(self, who: int) -> None:
-        if self._home.left:  # The lock may be that of a thread which was not copied.
+        if self._home.left:  # A thread that the fork has not copied may have the lock.
             return
         with self._lock:
             self._turns.leave(who)
@@ -289,16 +288,16 @@ class Gate:
 
 
 class Turns:
-    """Who is inside, who waits, and who goes next: the decisions of a `Gate`, without threads.
+    """The order in which readers and writers enter a `Gate`, without threads.
 
-    Readers and writers take turns. A reader goes in at once unless a writer is inside or waits; where one does, it
-    waits for one writer at most: once that has left, all readers that wait go in together. Writers go in the order
-    in which they came, each after one turn of readers at most. Whoever reads already may read once more: its first
-    reading keeps writers out anyway.
+    Readers and writers take turns. A reader enters at once unless a writer is inside or waits. Otherwise it waits
+    for one writer at most: when that leaves, all waiting readers enter together. Writers enter in the order of
+    arrival, each after at most one turn of readers. A reader that is inside may always enter again, because it
+    keeps writers out anyway.
 
     Attributes:
-        readers: those inside, and how often each has come in.
-        writer: the one inside.
+        readers: the readers inside, with their nesting depth.
+        writer: the writer inside.
     """
 
     def __init__(self) -> None:
@@ -308,7 +307,7 @@ class Turns:
         self._waiting_writers: deque[int] = deque()
 
     def read(self, who: int) -> bool:
-        """A reader comes: whether it is inside now; else it waits."""
+        """Add a reader; returns whether it is inside now. Otherwise it waits."""
         if who in self.readers or (self.writer is None and not self._waiting_writers):
             self.readers[who] = self.readers.get(who, 0) + 1
             return True
@@ -316,17 +315,17 @@ class Turns:
         return False
 
     def write(self, who: int) -> bool:
-        """A writer comes: whether it is inside now; else it waits."""
+        """Add a writer; returns whether it is inside now. Otherwise it waits."""
         self._waiting_writers.append(who)
         self._next_writer()
         return self.writer == who
 
     def inside(self, who: int) -> bool:
-        """Whether somebody who waited has been let in."""
+        """Whether a thread is inside."""
         return who == self.writer or who in self.readers
 
     def leave(self, who: int) -> None:
-        """Somebody goes, who was inside."""
+        """Remove a thread that is inside."""
         if who == self.writer:
             self.writer = None
             self._all_readers()
@@ -337,7 +336,7 @@ class Turns:
         self._next_writer()
 
     def withdraw(self, who: int) -> None:
-        """Somebody who waited does not want to go in any more; it may be inside by now."""
+        """Remove a thread that has waited, and may have entered meanwhile."""
         if self.inside(who):
             self.leave(who)
         elif who in self._waiting_readers:

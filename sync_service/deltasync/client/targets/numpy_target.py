@@ -1,4 +1,4 @@
-"""Rows in NumPy arrays."""
+"""The target for NumPy arrays, and writing rows into memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ _NO_WEIGHTS = np.empty(0, np.uint64)
 
 
 class NumpyTarget(LocalTarget["_Arrays", "TableReading"]):
-    """Keeps every table as a NumPy array; those that are no longer followed are dropped."""
+    """Keeps every table as a NumPy array. Drops tables that the consumer no longer follows."""
 
     def __init__(self, *, reads: Reads = "pause") -> None:
         """Start with no tables.
 
         Args:
-            reads: "pause": readers wait while a release is written. "copies": every array is there twice, and
-                no reader waits.
+            reads: "pause": readers wait while a release is written. "copies": no reader waits, but every array
+                needs memory twice.
 
         Raises:
             InvalidInput: `reads` is something else.
@@ -36,9 +36,9 @@ class NumpyTarget(LocalTarget["_Arrays", "TableReading"]):
 
     @property
     def tables(self) -> dict[str, Values]:
-        """[rows, dim] array by table name; outside of `reading()` a release may be writing them.
+        """[rows, dim] array by table name. Outside of `reading()` a release may be changing them.
 
-        Set it before a subscriber starts where rows have outlived the process.
+        To continue with rows of an earlier process, set this before you start a subscriber.
         """
         return self._copies[0].tables
 
@@ -62,18 +62,18 @@ class TableReading(Reading):
 
 
 class _Arrays:
-    """Every table, once."""
+    """One array for every table."""
 
     def __init__(self) -> None:
         self.tables: dict[str, Values] = {}
 
     def stage(self, release: Release) -> Callable[[], Written]:
-        """See `Copy`. New arrays are filled at once, since nobody reads them yet.
+        """See `Copy`. New arrays are filled at once, since they have no readers yet.
 
         Raises:
-            Contradiction: a table has no such rows; nothing was written.
+            Contradiction: a row id is outside of its table; nothing was written.
         """
-        before = dict(self.tables)  # Kept until all is written: to free them takes time, too.
+        before = dict(self.tables)  # Freed after the write, because freeing takes time, too.
         tables = {table.name: self._array(table, reset=release.resets(table)) for table in release.tables}
         fresh = {name for name, array in tables.items() if array is not before.get(name)}
         puts = [
@@ -104,18 +104,18 @@ class _Arrays:
         return None if rows is None else rows_at(rows, ids)
 
     def _rows_of(self, table: TableSpec) -> Values | None:
-        """The rows of a table if they have its form: its rows may come in another form than before."""
+        """The current rows of a table, unless its rows now have another form."""
         rows = self.tables.get(table.name)
         return rows if rows is not None and (rows.shape[1], rows.dtype) == (table.dim, table.dtype) else None
 
     def _array(self, table: TableSpec, *, reset: bool) -> Values:
-        """The array for a table: the one it has, or a new one with the rows that stay."""
-        held = self._rows_of(table)
-        if held is not None and (len(held) == table.rows if reset else len(held) >= table.rows):
-            return held
+        """The array for a table: the current one, or a new one with the rows that it keeps."""
+        current = self._rows_of(table)
+        if current is not None and (len(current) == table.rows if reset else len(current) >= table.rows):
+            return current
         array = np.zeros((table.rows, table.dim), table.dtype)
-        if held is not None and not reset:
-            array[: len(held)] = held
+        if current is not None and not reset:
+            array[: len(current)] = current
         return array
 
 
@@ -125,11 +125,11 @@ def staged_rows(
     """Prepare to write `values` ([n, D]) to the rows `ids` ([n]) of an array [N, D] of their type.
 
     Returns:
-        A function that writes them, and does no more. If they are to be `digested`, it returns the digests of the
-        rows as they then lie in the array.
+        A function that only writes them. With `digested` it returns the digests of the rows in the array after
+        the write.
 
     Raises:
-        Contradiction: they do not fit.
+        Contradiction: the rows do not fit into the array.
     """
     check_fit(len(array), array.shape[1] * array.itemsize, ids, values)
     memory = _memory_of(array)
@@ -142,37 +142,37 @@ def staged_rows(
         return write_by_numpy
     words = memory.view(f"<u{min(array.itemsize, 4)}")
     factors = weights(0, values.shape[1] * array.itemsize // words.itemsize) if digested else _NO_WEIGHTS
-    put.compile()  # Not in front of readers that wait.
+    put.compile()  # Now, so that no reader waits for the compiler.
     numbers, digests = _numbers(ids), np.empty(len(ids), np.uint64)
-    # Zeros of deleted rows take no memory: only a block of them is made.
+    # The zeros of deleted rows are a broadcast view: copy them block by block.
     rows = max(1, len(ids)) if values.flags.c_contiguous else BLOCK_ROWS
 
     def write() -> RowDigests | None:
         for start in range(0, len(ids), rows):
             some = slice(start, start + rows)
-            given = np.ascontiguousarray(values[some]).view(np.uint8)
-            put(memory, words, numbers[some], given, factors, digests[some])
+            source = np.ascontiguousarray(values[some]).view(np.uint8)
+            put(memory, words, numbers[some], source, factors, digests[some])
         return digests if digested else None
 
     return write
 
 
 def check_fit(rows: int, row_bytes: int, ids: Ids, values: Values) -> None:
-    """Check that memory of `rows` rows of `row_bytes` bytes can take `values` ([n, D]) as its rows `ids` ([n]).
+    """Check that `values` ([n, D]) fit into the rows `ids` ([n]) of memory with `rows` rows of `row_bytes` bytes.
 
     Raises:
-        Contradiction: it has no such rows, or wider or narrower ones.
+        Contradiction: an id is out of range, or rows have another size.
     """
-    given = values.shape[1] * values.itemsize
-    if given != row_bytes or not _within(rows, ids):
+    size = values.shape[1] * values.itemsize
+    if size != row_bytes or not _within(rows, ids):
         ids_text = f"ids {ids.min()} to {ids.max()}" if len(ids) else "no ids"
         raise Contradiction(
-            f"{ids_text} of {given} bytes a row, for memory of {rows} rows of {row_bytes} bytes: not written"
+            f"{ids_text} of {size} bytes a row, for memory of {rows} rows of {row_bytes} bytes: not written"
         )
 
 
 def rows_at(array: Values, ids: Ids) -> Values:
-    """A copy of the rows `ids` ([n]) of an array [N, D]: [n, D], zeros where they are past its end."""
+    """A copy of the rows `ids` ([n]) of an array [N, D]: [n, D], zeros past the array's end."""
     values, memory = np.empty((len(ids), array.shape[1]), array.dtype), _memory_of(array)
     if memory is not None and _within(len(array), ids):
         gather(memory, _numbers(ids), values.view(np.uint8))
@@ -183,11 +183,11 @@ def rows_at(array: Values, ids: Ids) -> Values:
 
 
 def _memory_of(array: Values) -> Bytes | None:
-    """The bytes of rows and of their padding, [N, bytes from one row to the next]; None if a row has gaps."""
+    """The bytes of rows with their padding, [N, stride]; None if a row is not contiguous."""
     apart, step = array.strides
     if step != array.itemsize or apart < array.shape[1] * step:
         return None
-    # Behind the last row there may be no padding; nothing reads that of any row.
+    # The last row may have no padding. No code reads the padding.
     memory: Bytes = np.lib.stride_tricks.as_strided(array[:, :1].view(np.uint8), (len(array), apart), (apart, 1))
     return memory
 

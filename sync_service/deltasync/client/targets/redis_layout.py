@@ -1,4 +1,4 @@
-"""How a model lies in Redis: the names of its keys, its fields, and what its hash `meta` says."""
+"""The layout of a model in Redis: keys, fields, and the hash `meta`."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -28,28 +28,29 @@ class Names:
 
     @property
     def meta(self) -> str:
-        """The hash that says what the others are."""
+        """The hash with the model's version and tables."""
         return f"{self.prefix}:meta"
 
     def rows(self, table: str) -> str:
-        """The hash of a table's rows: by raw id where it has a map, else by row number."""
+        """The hash of a table's rows: by raw id if the table has a map, else by row number."""
         return f"{self.prefix}:rows:{table}"
 
     def free(self, table: str) -> str:
-        """The hash of the rows of a table with a map that no raw id has, by row number."""
+        """The hash of rows without a raw id, by row number, for a table with a map."""
         return f"{self.prefix}:free:{table}"
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What the hash `meta` says: strings by field.
+    """The content of the hash `meta`.
 
     Attributes:
         model: the model's name.
-        position: the one to go on from; an empty one while everything is written anew.
-        version: what all rows are of, or newer; with its step and times as `Release` has them, None before any.
-        tables: those that the store has rows of.
-        writing: the version that is being written, 0 while none is: until it is there, rows are of both.
+        position: the position to continue from; empty while all rows are being replaced.
+        version: all rows are of this version or newer. Its step and times are as in `Release`; None before the
+            first release.
+        tables: the tables with rows in the store.
+        writing: the version that is being written, or 0. Meanwhile, rows are of either version.
     """
 
     model: str
@@ -62,16 +63,16 @@ class Meta:
     writing: int = 0
 
     def begun(self, release: Release, tables: "tuple[StoredTable, ...]") -> "Meta":
-        """The same while a release is written."""
-        known = {table.name: table for table in (*self.tables, *tables)}
-        told = self
-        if release.resync:  # Another consumer's, say: if it is cut off, nothing else can go on from there.
+        """The content while a release is being written."""
+        by_name = {table.name: table for table in (*self.tables, *tables)}
+        base = self
+        if release.resync:  # If this is interrupted, no writer can continue from the old position.
             older = release.version < self.version
-            told = replace(self.after(release, tables) if older else self, position=Position())
-        return replace(told, tables=tuple(known.values()), writing=release.version)
+            base = replace(self.after(release, tables) if older else self, position=Position())
+        return replace(base, tables=tuple(by_name.values()), writing=release.version)
 
     def after(self, release: Release, tables: "tuple[StoredTable, ...]") -> "Meta":
-        """The same once a release is there."""
+        """The content after a release."""
         return replace(
             self,
             tables=tables,
@@ -84,7 +85,7 @@ class Meta:
         )
 
     def fields(self) -> dict[str, str]:
-        """As they are written: what is not known is empty."""
+        """The fields of the hash; unknown values are empty."""
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         return {
             "format": str(FORMAT),
@@ -97,18 +98,18 @@ class Meta:
         }
 
     @classmethod
-    def of_fields(cls, found: Mapping[bytes, bytes], where: str) -> "Meta | None":
-        """What a hash says; None where it is empty.
+    def of_fields(cls, stored: Mapping[bytes, bytes], where: str) -> "Meta | None":
+        """Read the fields of a hash; None if it is empty.
 
         Raises:
-            Contradiction: it is of another format, or is no such hash.
+            Contradiction: the hash has another format, or is not from a `RedisTarget`.
         """
-        if not found:
+        if not stored:
             return None
-        fields = {name.decode(): value.decode() for name, value in found.items()}
+        fields = {name.decode(): value.decode() for name, value in stored.items()}
         if fields.get("format") != str(FORMAT):
             raise Contradiction(
-                f"{where} has rows of format {fields.get('format')!r}, this version of deltasync writes and reads "
+                f"{where} has rows of format {fields.get('format')!r}, this version of deltasync uses format "
                 f"{FORMAT}: update deltasync, or use another prefix"
             )
         try:
@@ -133,14 +134,14 @@ class StoredTable:
     """A table of the store.
 
     Attributes:
-        rows: how many rows the model has of it; of them, those that never were or are deleted are not there.
-        dim: values of a row.
-        dtype: their type, as NumPy writes it.
-        tbe_bits: 8 or 4 where they are the bytes of an inference TBE: codes of so many bits, then scale and bias
-            (fp16 each); else 0.
-        kind: as `TableKind` has it.
+        rows: number of rows in the model. The store lacks deleted rows and rows that were never written.
+        dim: number of values in a row.
+        dtype: their type, in NumPy's notation.
+        tbe_bits: 8 or 4 for rows of an inference TBE: codes of this many bits, then scale and bias (fp16 each).
+            Otherwise 0.
+        kind: the name of the `TableKind`.
         of: the table that a map or ranges belong to.
-        mapped: whether rows are named by raw ids.
+        mapped: whether the keys of rows are raw ids.
     """
 
     name: str
@@ -154,7 +155,7 @@ class StoredTable:
 
     @classmethod
     def of_spec(cls, table: TableSpec, *, mapped: bool) -> "StoredTable":
-        """The same of a table of a release."""
+        """Describe a table of a release."""
         tbe_bits = (table.value_type.tbe_bits or 0) if isinstance(table, HeldSpec) else 0
         return cls(
             table.name, table.rows, table.dim, table.dtype.str, tbe_bits, table.kind.value, table.of, mapped
@@ -166,36 +167,34 @@ class StoredTable:
         return self.dim * np.dtype(self.dtype).itemsize
 
     def values(self, rows: list[bytes | None]) -> Values:
-        """Rows as they lie in the store, as [n, dim]; zeros for None."""
+        """Rows of the store as an array [n, dim]; zeros for None."""
         nothing = bytes(self.row_bytes)
-        joined = bytearray().join(
-            nothing if row is None else row for row in rows
-        )  # What is made of it is writable.
+        joined = bytearray().join(nothing if row is None else row for row in rows)  # For a writable array.
         return np.frombuffer(joined, self.dtype).reshape(len(rows), self.dim)
 
     def lies_as(self, other: "StoredTable") -> bool:
-        """Whether rows of both are named and read alike."""
+        """Whether rows of both have the same keys and form."""
         return replace(self, rows=other.rows) == other
 
     def __str__(self) -> str:
-        """What readers of its rows rely on."""
-        named = "raw id" if self.mapped else "row number"
+        """The form of the rows, for readers."""
+        key = "raw id" if self.mapped else "row number"
         coding = f" (int{self.tbe_bits} of a TBE)" if self.tbe_bits else ""
-        return f"{self.kind}, {self.dim} values of {np.dtype(self.dtype)}{coding} by {named}"
+        return f"{self.kind}, {self.dim} values of {np.dtype(self.dtype)}{coding} by {key}"
 
 
 def key_fields(keys: Ids) -> list[bytes]:
-    """Keys as the names of fields: 8 bytes each, little-endian."""
+    """The field names for keys: 8 bytes each, little-endian."""
     fields: list[bytes] = np.ascontiguousarray(keys, "<i8").view("V8").tolist()
     return fields
 
 
 def keys_of(fields: Iterable[bytes]) -> Ids:
-    """The keys that the names of some fields are."""
+    """The keys of field names."""
     return np.frombuffer(b"".join(fields), "<i8")
 
 
 def row_values(values: Values) -> list[bytes]:
-    """Rows ([n, dim]) as the values of fields: their bytes, little-endian, without padding."""
+    """The field values for rows ([n, dim]): their bytes, little-endian, without padding."""
     rows: list[bytes] = np.ascontiguousarray(values).view(f"V{values.shape[1] * values.itemsize}").ravel().tolist()
     return rows

@@ -1,4 +1,4 @@
-"""Rows that a `RedisTarget` writes, looked up."""
+"""Look up rows that a `RedisTarget` writes."""
 
 from typing import TYPE_CHECKING
 
@@ -19,16 +19,16 @@ class RedisRows:
     """Looks up the rows that a `RedisTarget` writes under a prefix."""
 
     def __init__(self, client: "redis.Redis", prefix: str, *, retry_seconds: float = 0.0) -> None:
-        """Look up under a prefix; arguments and errors of `RedisTarget`."""
+        """Read under a prefix; see `RedisTarget` for arguments and errors."""
         self._store, self._names = RedisStore(client, retry_seconds), Names(prefix)
         self._where = f"the store at {place_of(client)}, prefix {prefix!r},"
         self._tables: dict[str, StoredTable] = {}
 
     def newest(self) -> Reading:
-        """Which version the store tells: rows that are looked up afterwards are of it, or newer.
+        """The store's version. Later lookups return rows of this version or newer.
 
         Raises:
-            NotFound: it tells none yet.
+            NotFound: the store has no version yet.
         """
         meta = self._meta()
         return Reading(
@@ -40,27 +40,27 @@ class RedisRows:
         )
 
     def lookup(self, table: str, keys: Ids) -> tuple[Values, Mask]:
-        """Some rows of a table.
+        """Look up rows of a table.
 
         Args:
             table: its name.
-            keys: int64 [n], in any order: raw ids where the table has a map, else row numbers.
+            keys: int64 [n], in any order: raw ids if the table has a map, else row numbers.
 
         Returns:
-            The rows, [n, dim], zeros for keys that are not there; and which are there, bool [n].
+            The rows, [n, dim], zeros for missing keys; and a mask of the existing keys, bool [n].
 
         Raises:
             NotFound: the store has no such table, or no version yet.
-            Contradiction: rows do not lie as the store tells.
+            Contradiction: rows do not have the form that the store declares.
             InvalidInput: keys of another type or shape.
         """
         stored = self._table(table)
         rows = self._store.get(self._names.rows(table), key_fields(checked_keys(keys)))
-        known = [len(row) for row in rows if row is not None]
-        if any(size != stored.row_bytes for size in known) or not known:
+        sizes = [len(row) for row in rows if row is not None]
+        if any(size != stored.row_bytes for size in sizes) or not sizes:
             # The prefix may have been emptied, and written again in another form.
             stored = self._table(table, again=True)
-        if wrong := next((size for size in known if size != stored.row_bytes), None):
+        if wrong := next((size for size in sizes if size != stored.row_bytes), None):
             raise Contradiction(f"{self._where} has a row of {wrong} bytes in table {table!r}, which is {stored}")
         return stored.values(rows), np.array([row is not None for row in rows], np.bool_)
 
@@ -74,5 +74,5 @@ class RedisRows:
     def _meta(self) -> Meta:
         meta = Meta.of_fields(self._store.fields(self._names.meta), self._where)
         if meta is None or meta.step is None:
-            raise NotFound(f"{self._where} holds no version yet")
+            raise NotFound(f"{self._where} has no version yet: start a subscriber with a RedisTarget on it")
         return meta

@@ -1,4 +1,4 @@
-"""How a model lies in Redis, and the connection that reads and writes it there."""
+"""Read and write hashes of a Redis server, with retries and a single writer."""
 
 import time
 import uuid
@@ -13,7 +13,7 @@ from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput, S
 from deltasync.base.waiting import backoff
 from deltasync.client.targets.redis_layout import _LONGEST_TEXT
 
-# Of a command, and of commands that take effect together: the server serves nobody else meanwhile.
+# Bounds of a command and of a transaction, during which the server serves no other client.
 _COMMAND_BYTES, _COMMAND_FIELDS, _BATCH_COMMANDS = 1 << 18, 1024, 2
 T = TypeVar("T")
 
@@ -22,13 +22,13 @@ class RedisStore:
     """The hashes of one server."""
 
     def __init__(self, client: "redis.Redis", retry_seconds: float) -> None:
-        """Use a client; for so long a command is tried again where the connection is lost."""
+        """Use a client. Commands are retried for `retry_seconds` while the connection is lost."""
         self._client: Any = client
         self._retry_seconds = retry_seconds
         self._place = place_of(client)
 
     def setting(self, name: str) -> str | None:
-        """A setting of the server; None where it does not tell."""
+        """A setting of the server; None if the server does not reveal it."""
 
         def ask() -> Any:
             try:
@@ -40,34 +40,34 @@ class RedisStore:
         return value.decode() if isinstance(value, bytes) else value
 
     def fields(self, name: str) -> dict[bytes, bytes]:
-        """All fields of a hash, which is a small one."""
-        found: dict[bytes, bytes] = self._tried(lambda: self._client.hgetall(name))
-        return found
+        """All fields of a small hash."""
+        fields: dict[bytes, bytes] = self._tried(lambda: self._client.hgetall(name))
+        return fields
 
     def get(self, name: str, fields: Sequence[bytes]) -> list[bytes | None]:
-        """The values of some fields of a hash, None for those that it has not."""
-        found: list[bytes | None] = []
+        """The values of fields of a hash, None for missing fields."""
+        values: list[bytes | None] = []
         for batch in _batches(_commands("HMGET", name, fields, 1)):
-            for values in self._send(batch):
-                found += values
-        return found
+            for answer in self._send(batch):
+                values += answer
+        return values
 
     def size(self, name: str) -> int:
         """The number of a hash's fields."""
-        found: int = self._tried(partial(self._client.hlen, name))
-        return found
+        size: int = self._tried(partial(self._client.hlen, name))
+        return size
 
     def scan(self, name: str) -> Iterator[dict[bytes, bytes]]:
-        """All fields of a hash that are there all along, some several times."""
+        """Iterate over the fields of a hash. Fields may repeat; changes meanwhile may be missed."""
         cursor = 0
         while True:
-            cursor, found = self._tried(partial(self._client.hscan, name, cursor, count=_COMMAND_FIELDS))
-            yield found
+            cursor, fields = self._tried(partial(self._client.hscan, name, cursor, count=_COMMAND_FIELDS))
+            yield fields
             if not cursor:
                 return
 
     def _send(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """The answers to some commands, which may be given twice."""
+        """Send commands, which must be safe to repeat; returns the answers."""
 
         def send() -> list[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
@@ -79,12 +79,12 @@ class RedisStore:
         return self._tried(send)
 
     def _tried(self, what: Callable[[], T]) -> T:
-        """Do it, and again while the server cannot be reached.
+        """Call a function, again while the server cannot be reached.
 
         Raises:
-            ServiceUnavailable: for too long.
-            Contradiction: a key holds something else than a hash.
-            StorageFailed: the server refuses.
+            ServiceUnavailable: the server cannot be reached for too long.
+            Contradiction: a key is not a hash.
+            StorageFailed: the server refuses the command.
         """
         deadline = time.monotonic() + self._retry_seconds
         for pause in backoff():
@@ -100,39 +100,37 @@ class RedisStore:
         raise AssertionError
 
     def _error(self, error: redis.RedisError) -> DeltasyncError:
-        text = str(error).rpartition("caused error: ")[2][
-            :_LONGEST_TEXT
-        ]  # Before it the client names the command.
-        said = f"the store at {self._place} says: {text}"
+        text = str(error).rpartition("caused error: ")[2][:_LONGEST_TEXT]  # Without the command before it.
+        reported = f"the store at {self._place} reports: {text}"
         for kind, result, hint in _HINTS:
             if isinstance(error, kind):
-                return result(f"{said}. {hint}")
+                return result(f"{reported}. {hint}")
         if "WRONGTYPE" in str(error):
-            return Contradiction(f"{said}. Something else has keys under this prefix: use another one")
-        return StorageFailed(f"{said}. Nothing is lost: put that right, and start the subscriber again")
+            return Contradiction(f"{reported}. Another program has keys under this prefix: use another prefix")
+        return StorageFailed(f"{reported}. No rows are lost: solve the problem, and restart the subscriber")
 
 
 class RedisWriter(RedisStore):
-    """The hashes of one server, and the right to change them, which one writer has.
+    """The hashes of one server, with exclusive write access.
 
-    Every change is made together with one of a hash that says who has made it, and how many: if another writer has
-    come, or the server has lost some of them (it was restarted, or a replica that lags took over), none is made.
+    Every transaction also updates the writer's id and its number of changes in the hash `meta`. It fails if there
+    is another writer, or if the server has lost changes because it was restarted or a lagging replica took over.
     """
 
     def __init__(self, client: "redis.Redis", retry_seconds: float, meta: str, where: str) -> None:
-        """Take the right over with the first `exchange`; `meta` is the hash, `where` names the store in errors."""
+        """Become the writer with the first `exchange`. `meta` is the hash, `where` the store's name in errors."""
         super().__init__(client, retry_seconds)
         self._meta, self._where = meta, where
         self._id, self._changes = uuid.uuid4().hex, 0
 
     def put(self, name: str, fields: Sequence[bytes], values: Sequence[bytes]) -> None:
-        """Set some fields of a hash."""
+        """Set fields of a hash."""
         pairs = [each for pair in zip(fields, values, strict=True) for each in pair]
         for batch in _batches(_commands("HSET", name, pairs, 2)):
             self.exchange(lambda _: {}, batch)
 
     def drop(self, name: str, fields: Sequence[bytes]) -> None:
-        """Delete some fields of a hash."""
+        """Delete fields of a hash."""
         for batch in _batches(_commands("HDEL", name, fields, 1)):
             self.exchange(lambda _: {}, batch)
 
@@ -141,20 +139,22 @@ class RedisWriter(RedisStore):
         change: Callable[[dict[bytes, bytes]], Mapping[str, str]],
         commands: Sequence[Sequence[Any]] = (),
     ) -> None:
-        """Set the fields that `change` makes of all that the hash `meta` holds, and at once give some commands.
+        """Update the hash `meta` and run commands in one transaction, which may be retried.
 
-        Both may be done several times.
+        Args:
+            change: returns the fields to set from all current fields of `meta`.
+            commands: the commands.
 
         Raises:
-            Contradiction: somebody else has written, or the server has lost what was written before.
+            Contradiction: there is another writer, or the server has lost earlier changes.
         """
         number = self._changes + 1
 
         def do(pipeline: Any) -> None:
-            found = pipeline.hgetall(self._meta)
-            self._check_writer(found)
-            fields = {**change(found), "writer": self._id, "changes": number}
-            self._check_changes(found)
+            current = pipeline.hgetall(self._meta)
+            self._check_writer(current)
+            fields = {**change(current), "writer": self._id, "changes": number}
+            self._check_changes(current)
             pipeline.multi()
             for command in commands:
                 pipeline.execute_command(*command)
@@ -163,35 +163,35 @@ class RedisWriter(RedisStore):
         self._tried(lambda: self._client.transaction(do, self._meta))
         self._changes = number
 
-    def _check_writer(self, found: Mapping[bytes, bytes]) -> None:
-        if self._changes and found.get(b"writer") != self._id.encode():
-            what = "taken over by another target" if found else "emptied"
+    def _check_writer(self, meta: Mapping[bytes, bytes]) -> None:
+        if self._changes and meta.get(b"writer") != self._id.encode():
+            what = "changed by another target" if meta else "emptied"
             raise Contradiction(
-                f"{self._where} was {what} while this one writes there: let one target write, and start it again "
-                "from what the store then holds"
+                f"{self._where} was {what} while this target writes to it: run only one target, and restart it "
+                "with held=target.position"
             )
 
-    def _check_changes(self, found: Mapping[bytes, bytes]) -> None:
-        told, made = int(found.get(b"changes", 0)), self._changes
-        if made and told not in (made, made + 1):  # The answer to the last one may have been lost.
+    def _check_changes(self, meta: Mapping[bytes, bytes]) -> None:
+        stored, made = int(meta.get(b"changes", 0)), self._changes
+        if made and stored not in (made, made + 1):  # The answer to the last change may have been lost.
             raise Contradiction(
-                f"{self._where} has lost changes: it tells of {told} by this target, which has made {made}. "
-                "Was it restarted, or has a replica taken over? Start the target again from what it holds"
+                f"{self._where} has lost changes: it has {stored} of the {made} changes of this target. Was it "
+                "restarted, or did a replica take over? Restart the target with held=target.position"
             )
 
 
 _HINTS: list[tuple[type[redis.RedisError], type[DeltasyncError], str]] = [
-    (redis.AuthenticationError, StorageFailed, "Give the client a name and a password that it takes"),
-    (redis.exceptions.NoPermissionError, StorageFailed, "Let this user use hashes, UNLINK and transactions"),
-    (redis.exceptions.OutOfMemoryError, StorageFailed, "Give it more memory (maxmemory), or follow fewer tables"),
+    (redis.AuthenticationError, StorageFailed, "Check the user name and the password of the client"),
+    (redis.exceptions.NoPermissionError, StorageFailed, "Allow this user hashes, UNLINK and transactions"),
+    (redis.exceptions.OutOfMemoryError, StorageFailed, "Raise its maxmemory, or follow fewer tables"),
     (redis.exceptions.ReadOnlyError, StorageFailed, "It is a replica: write to its master"),
-    (redis.ConnectionError, ServiceUnavailable, "Nothing is lost: start the subscriber again once it answers"),
-    (redis.TimeoutError, ServiceUnavailable, "Nothing is lost: start the subscriber again once it answers"),
+    (redis.ConnectionError, ServiceUnavailable, "No rows are lost: restart the subscriber when it answers again"),
+    (redis.TimeoutError, ServiceUnavailable, "No rows are lost: restart the subscriber when it answers again"),
 ]
 
 
 def _commands(command: str, name: str, arguments: Sequence[bytes], step: int) -> Iterator[list[Any]]:
-    """A command on a hash, as often as its arguments are too many for once; they belong together by `step`."""
+    """Split a command on a hash into several if it has too many arguments, in groups of `step`."""
     start = size = 0
     for end in range(step, len(arguments) + 1, step):
         size += sum(map(len, arguments[end - step : end]))
@@ -207,16 +207,16 @@ def _batches(commands: Iterable[list[Any]]) -> Iterator[list[list[Any]]]:
 
 
 def place_of(client: "redis.Redis") -> str:
-    """The server of a client, as errors name it.
+    """The name of a client's server in errors.
 
     Raises:
-        InvalidInput: the client is of another kind, or decodes what it reads.
+        InvalidInput: the client has another type, or `decode_responses`.
     """
     if not isinstance(client, redis.Redis):
         kind = f"{type(client).__module__}.{type(client).__qualname__}"
-        raise InvalidInput(f"client: a {kind}, expected a redis.Redis: of one server, and not of asyncio")
+        raise InvalidInput(f"client: a {kind}, expected a redis.Redis of one server, without cluster and asyncio")
     if client.get_encoder().decode_responses:
-        raise InvalidInput("decode_responses: rows are bytes; make the client without it")
+        raise InvalidInput("client: decode_responses is set, but rows are bytes; create the client without it")
     pool: Any = client.connection_pool
     settings = pool.connection_kwargs
     host = (

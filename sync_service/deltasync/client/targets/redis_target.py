@@ -1,4 +1,4 @@
-"""Rows in the hashes of a Redis or Valkey server."""
+"""The target for a Redis or Valkey server."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -26,31 +26,32 @@ _NO_ROW = b""
 
 
 class RedisTarget:
-    """Writes a model into hashes of a Redis or Valkey server: rows by raw id, or by number where there is no map.
+    """Writes a model into hashes of a Redis or Valkey server: rows by raw id, or by row number without a map.
 
-    The version is written after all rows are: a reader that has read it finds rows of it, or newer ones. A target
-    that begins where another has ended, or was killed, goes on from it: `SubscriberOptions(held=target.position)`.
+    The target writes the version after the rows, so readers of a version find rows of that version or newer. To
+    continue from an earlier target that has ended or was killed, use `SubscriberOptions(held=target.position)`.
 
     Attributes:
-        position: what the store holds, as it says itself.
+        position: the position of the rows in the store.
     """
 
     def __init__(self, client: "redis.Redis", prefix: str, *, retry_seconds: float = 30.0) -> None:
         """Write under a prefix.
 
         Args:
-            client: of one server, without `decode_responses`; it may be used for other things, too.
-            prefix: what the names of all keys begin with, before a colon. One model and one target have it alone.
-            retry_seconds: how long a command is tried again while the server cannot be reached.
+            client: a client of one server, without `decode_responses`. You may also use it for other things.
+            prefix: the prefix of all keys, before a colon. Use each prefix for one model and one target only.
+            retry_seconds: how long to retry commands while the server cannot be reached.
 
         Raises:
-            InvalidInput: an empty prefix, or a client that decodes what it reads.
-            Contradiction: under the prefix lies what this version cannot read, or the server may evict rows.
+            InvalidInput: the prefix is empty, or the client has `decode_responses`.
+            Contradiction: there is data under the prefix that this version cannot read, or the server may evict
+                rows.
             ServiceUnavailable: the server cannot be reached.
-            StorageFailed: it refuses.
+            StorageFailed: the server refuses a command.
         """
         if not prefix:
-            raise InvalidInput("prefix: empty, expected one that no other keys of the store begin with")
+            raise InvalidInput("prefix: empty, expected a prefix that no other keys of the store have")
         self._names = Names(prefix)
         self._where = f"the store at {place_of(client)}, prefix {prefix!r},"
         self._store = RedisWriter(client, retry_seconds, self._names.meta, self._where)
@@ -59,14 +60,14 @@ class RedisTarget:
         self.position = self._ending = meta.position if meta else Position()
 
     def apply(self, release: Release) -> None:
-        """Write a release, its version last. After an error the same or a later release can be written again.
+        """Write a release, its version last. After an error, write the same release again, or a later one.
 
         Raises:
-            Contradiction: the store has rows of another model, or of tables that lie otherwise; somebody else has
-                written there, or emptied it, or the server has lost changes; two rows would have one raw id; or
-                the consumer streams ids only.
+            Contradiction: the store has rows of another model or in another form; another writer has changed or
+                emptied it; the server has lost changes; two rows would get the same raw id; or the consumer's mode
+                is `ids`.
             ServiceUnavailable: the server cannot be reached.
-            StorageFailed: it refuses: its memory is full, say.
+            StorageFailed: the server refuses a command, for example because its memory is full.
         """
         release.check_values()
         maps = maps_of(release.tables)
@@ -82,14 +83,18 @@ class RedisTarget:
         self.position = release.position
 
     def _begin(self, release: Release, tables: tuple[StoredTable, ...]) -> tuple[Meta, bool]:
-        """Say in the store that this target writes: what it says now, and whether a release may lie there half."""
+        """Mark the release as being written.
+
+        Returns:
+            The new `meta`, and whether an earlier release was only partly written.
+        """
         states = list[Meta]()
 
-        def begin(found: Mapping[bytes, bytes]) -> dict[str, str]:
-            held = self._meta(found)
-            self._check(held, release, tables)
-            held = held or Meta(release.model, ())
-            states.extend([held, held.begun(release, tables)])
+        def begin(fields: Mapping[bytes, bytes]) -> dict[str, str]:
+            stored = self._meta(fields)
+            self._check(stored, release, tables)
+            stored = stored or Meta(release.model, ())
+            states.extend([stored, stored.begun(release, tables)])
             return states[-1].fields()
 
         self._store.exchange(begin)
@@ -117,45 +122,45 @@ class RedisTarget:
     def _refuse_eviction(self) -> None:
         policy, limit = self._store.setting("maxmemory-policy"), self._store.setting("maxmemory")
         if policy is None:
-            logger.warning("%s does not tell its maxmemory-policy: see that it evicts no rows", self._where)
+            logger.warning("%s does not reveal its maxmemory-policy: make sure it evicts no rows", self._where)
         elif policy.startswith("allkeys") and limit != "0":
             raise Contradiction(
-                f"{self._where} evicts keys when its memory is full (maxmemory {limit}, policy {policy}): "
-                "tables would be lost unseen. Set maxmemory-policy to noeviction, or to one of volatile-*"
+                f"{self._where} evicts keys when its memory is full (maxmemory {limit}, policy {policy}), which "
+                "loses rows without an error. Set maxmemory-policy to noeviction, or to one of volatile-*"
             )
 
-    def _meta(self, found: Mapping[bytes, bytes]) -> Meta | None:
-        return Meta.of_fields(found, self._where)
+    def _meta(self, fields: Mapping[bytes, bytes]) -> Meta | None:
+        return Meta.of_fields(fields, self._where)
 
-    def _check(self, held: Meta | None, release: Release, tables: tuple[StoredTable, ...]) -> None:
-        """Check that a release may be written to what is held."""
-        position = held.position if held else Position()
-        # The answer may have been lost when a release ended.
+    def _check(self, meta: Meta | None, release: Release, tables: tuple[StoredTable, ...]) -> None:
+        """Check that a release can be written to the store."""
+        position = meta.position if meta else Position()
+        # `_ending`: the answer at the end of the last release may have been lost.
         expected = position.number and position in (self.position, self._ending)
         if not release.resync and not expected:
             raise Contradiction(
-                f"{self._where} holds {_text(position)}, expected {_text(self.position)}: something else has "
-                "written there or brought back a copy, or the subscriber began without held=target.position"
+                f"{self._where} has {_text(position)}, expected {_text(self.position)}: another program has "
+                "written to it or restored a copy, or the subscriber was started without held=target.position"
             )
         hint = "use another prefix, or delete the keys of this one"
-        if held and held.model != release.model:
+        if meta and meta.model != release.model:
             raise Contradiction(
-                f"{self._where} has rows of model {held.model!r}, the consumer follows {release.model!r}: {hint}"
+                f"{self._where} has rows of model {meta.model!r}, the consumer follows {release.model!r}: {hint}"
             )
-        for stored, sent in ((s, t) for s in (held.tables if held else ()) for t in tables if s.name == t.name):
+        for stored, sent in ((s, t) for s in (meta.tables if meta else ()) for t in tables if s.name == t.name):
             if not stored.lies_as(sent):
                 text = f"table {sent.name!r} in {self._where} is {stored}, the consumer sends {sent}: {hint}"
                 raise Contradiction(text)
 
 
 def _text(position: Position) -> str:
-    return f"number {position.number} of history {position.history}" if position.number else "nothing"
+    return f"number {position.number} of history {position.history}" if position.number else "no position"
 
 
 class MappedTable:
-    """A table whose rows are named by raw ids.
+    """A table with rows by raw id.
 
-    A row lies in one of two hashes: under its raw id, or under its number while it has none.
+    Each row is in one of two hashes: under its raw id, or under its row number if it has no raw id.
     """
 
     def __init__(self, store: RedisWriter, names: Names, table: TableSpec, id_map: TableSpec) -> None:
@@ -175,20 +180,20 @@ class MappedTable:
         """Write a release.
 
         Args:
-            rows: what it brings of the table.
-            entries: what it brings of the map.
-            reset: whether all other rows are no more.
-            reset_map: whether all other rows have no raw id.
-            interrupted: whether an earlier release was not written to its end.
+            rows: the release's rows of the table.
+            entries: the release's rows of the map.
+            reset: whether to delete all other rows.
+            reset_map: whether to delete all other map entries.
+            interrupted: whether an earlier release was only partly written.
 
         Raises:
-            Contradiction: two rows would have one raw id; nothing was written.
+            Contradiction: two rows would get the same raw id; nothing was written.
         """
         changed = [self._freed(), *entries] if reset_map else entries
         change = RawIdChange.of(ids_of(rows), changed, self._entries)
         brought, deleted = (ids_of(each for each in rows if each.deleted == gone) for gone in (False, True))
         moving = np.isin(change.rows, np.concatenate([brought, deleted]), invert=True)
-        if not interrupted:  # Else what has its raw id again may lie under its number.
+        if not interrupted:  # Otherwise a row may still be under its number although its raw id is the same.
             moving &= change.before != change.after
         values = [_NO_ROW] * int(moving.sum()) if reset else self._parked(change, moving)
         dead = np.isin(change.rows, deleted)
@@ -203,28 +208,31 @@ class MappedTable:
         self._clean(change, brought, reset=reset, interrupted=interrupted)
 
     def _freed(self) -> RowBatch:
-        """All entries of the map made free."""
+        """All entries of the map, set to free."""
         rows = np.unique(np.concatenate([np.empty(0, np.int64), *map(keys_of, self._store.scan(self._map))]))
         return RowBatch.of_table(self._spec, rows, np.zeros((len(rows), 1), np.int64))
 
     def _entries(self, rows: Ids) -> Entries:
         entries = np.empty(len(rows), np.int64)
         for at in range(0, len(rows), _BLOCK_ROWS):
-            found = self._store.get(self._map, key_fields(rows[at : at + _BLOCK_ROWS]))
-            entries[at : at + _BLOCK_ROWS] = keys_of(bytes(8) if entry is None else entry for entry in found)
+            block = self._store.get(self._map, key_fields(rows[at : at + _BLOCK_ROWS]))
+            entries[at : at + _BLOCK_ROWS] = keys_of(bytes(8) if entry is None else entry for entry in block)
         return entries
 
     def _parked(self, change: RawIdChange, moving: Mask) -> list[bytes]:
-        """The values of rows that get other raw ids and do not come themselves, which have been put under their
-        numbers: their raw ids may soon be those of others."""
+        """Copy rows with changing raw ids under their numbers, since other rows may get their raw ids.
+
+        Returns:
+            The values of these rows, which the release does not bring itself.
+        """
         rows, before = change.rows[moving], change.before[moving]
         values = self._store.get(self._free, key_fields(rows))
         lacking = np.array([value is None for value in values], np.bool_)
         named = lacking & (before != 0)
         under = self._store.get(self._rows, key_fields(raw_ids_of(before[named])))
-        found = dict(zip(rows[named].tolist(), under, strict=True))
+        by_row = dict(zip(rows[named].tolist(), under, strict=True))
         parked = [
-            (found.get(row) or _NO_ROW) if value is None else value
+            (by_row.get(row) or _NO_ROW) if value is None else value
             for row, value in zip(rows.tolist(), values, strict=True)
         ]
         self._store.put(
@@ -233,7 +241,7 @@ class MappedTable:
         return parked
 
     def _put(self, entries: Entries, rows: Ids, values: Sequence[bytes]) -> None:
-        """Put rows with these entries under their raw ids, and those that have none under their numbers."""
+        """Write rows under the raw ids in their map entries, or under their numbers if they have none."""
         named, raw_ids = named_raw_ids(entries)
         self._store.put(self._rows, key_fields(raw_ids), _some(values, named))
         self._store.put(self._free, key_fields(rows[~named]), _some(values, ~named))
@@ -242,20 +250,20 @@ class MappedTable:
         self._store.drop(name, key_fields(keys))
 
     def _clean(self, change: RawIdChange, brought: Ids, *, reset: bool, interrupted: bool) -> None:
-        """Remove what no row is any more, where it is not known what that could be."""
+        """After a reset or an interruption, search the hashes for keys without a row, and delete them."""
         if reset:
             named, raw_ids = named_raw_ids(change.after[change.at(brought)])
             _sweep(self._store, self._rows, raw_ids)
             _sweep(self._store, self._free, brought[~named])
         elif interrupted:
-            entries = [keys_of(found.values()) for found in self._store.scan(self._map)]
+            entries = [keys_of(fields.values()) for fields in self._store.scan(self._map)]
             _drop_others(self._store, self._rows, named_raw_ids(np.concatenate(entries))[1])
-            for found in self._store.scan(self._free):
-                self._store.drop(self._free, [row for row, value in found.items() if value == _NO_ROW])
+            for fields in self._store.scan(self._free):
+                self._store.drop(self._free, [row for row, value in fields.items() if value == _NO_ROW])
 
 
 def write_rows(store: RedisWriter, name: str, rows: Sequence[RowBatch], *, reset: bool) -> None:
-    """Write rows by number, or delete them; then, on a reset, remove what the release has not brought."""
+    """Write or delete rows by number. On a reset, then delete all other rows."""
     for block in chain.from_iterable(each.blocks(_BLOCK_ROWS) for each in rows):
         if block.deleted:
             store.drop(name, key_fields(block.ids))
@@ -266,19 +274,19 @@ def write_rows(store: RedisWriter, name: str, rows: Sequence[RowBatch], *, reset
 
 
 def _sweep(store: RedisWriter, name: str, keys: Ids) -> None:
-    """Remove all fields of a hash but these, which are all there."""
+    """Remove all fields of a hash except `keys`, which all exist."""
     if store.size(name) > len(keys):
         _drop_others(store, name, keys)
 
 
 def _drop_others(store: RedisWriter, name: str, keys: Ids) -> None:
     kept = np.sort(keys)
-    for found in store.scan(name):
-        store.drop(name, key_fields(_others(keys_of(found), kept)))
+    for fields in store.scan(name):
+        store.drop(name, key_fields(_others(keys_of(fields), kept)))
 
 
 def _others(keys: Ids, kept: Ids) -> Ids:
-    """The keys that are not among those that are kept, which are sorted."""
+    """The keys that are not in `kept`, which is sorted."""
     at = np.searchsorted(kept, keys)
     others: Mask = at == len(kept)
     others[~others] = kept[at[~others]] != keys[~others]

@@ -1,4 +1,4 @@
-"""What a target is: where a replica puts rows, and how they are read at one version."""
+"""The interface of targets, into which replicas write rows."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,20 +19,20 @@ Reads = Literal["pause", "copies"]
 
 
 class TornTarget(DeltasyncError):
-    """A target cannot be read: a release was not written to its end, or its first copy is still arriving."""
+    """The target cannot be read: a release was only partly written, or a first copy is still arriving."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Which version a target's rows are of, all of them.
+    """The version of a target's rows.
 
     Attributes:
-        position: the one that the last release took the target to; empty before any.
-        version: the model's version that it was made of; 0 before any.
-        step: the trainer's step of that version; None before any release.
-        step_end_unix_ns: when that step ended, nanoseconds since 1970; None before any release.
+        position: the position of the last release; empty before the first.
+        version: the model's version; 0 before the first release.
+        step: the trainer's step of that version; None before the first release.
+        step_end_unix_ns: end of that step, nanoseconds since 1970; None before the first release.
         event_time_unix_ns: the time of the newest event that the model had been trained on at that version,
-            nanoseconds since 1970; None where the trainer does not say it.
+            nanoseconds since 1970; None if the trainer does not report it.
     """
 
     position: Position = field(default_factory=Position)
@@ -43,18 +43,19 @@ class Reading:
 
     @property
     def age_seconds(self) -> float | None:
-        """Seconds since the newest event that the model had been trained on; where the trainer does not say it,
-        since its step ended; None where neither is known. By the clock of this machine, and never negative.
+        """Seconds since the newest event, or else since the end of the step; None if both are unknown.
+
+        Uses the clock of this machine, and is never negative.
         """
-        known = self.step_end_unix_ns if self.event_time_unix_ns is None else self.event_time_unix_ns
-        return seconds_behind(known, time.time_ns())
+        since = self.step_end_unix_ns if self.event_time_unix_ns is None else self.event_time_unix_ns
+        return seconds_behind(since, time.time_ns())
 
 
 def number_of_copies(reads: str) -> int:
-    """How many copies of its rows a target keeps.
+    """The number of copies that a target keeps.
 
     Raises:
-        InvalidInput: no such way of reading.
+        InvalidInput: `reads` is not "pause" or "copies".
     """
     copies = {"pause": 1, "copies": 2}
     if reads not in copies:
@@ -64,28 +65,28 @@ def number_of_copies(reads: str) -> int:
 
 @dataclass(frozen=True)
 class Release:
-    """A release: what takes a replica to `position`.
+    """The changes that bring a replica to `position`.
 
-    It is whole, unless the target `takes_parts` of a large first copy: then it may come as several, of which only
-    the last has a position, a version and a step.
+    If the target `takes_parts`, a large first copy may arrive as several releases. Only the last of them has a
+    position, a version and a step.
 
     Attributes:
-        position: what the replica holds once the release is applied.
+        position: the replica's position after the release.
         step: the trainer's step of that version.
-        step_end_unix_ns: when that step ended, nanoseconds since 1970.
-        resync: the release holds everything, or is a part of it. Ask `resets` whether to reset a table first.
-        tables: every table the consumer follows, changed or not: as a target holds it, a `HeldSpec` where rows are
-            sent in another type than the table's own.
-        rows: the changed rows; a table may appear several times, with different rows each time. A part of a first
-            copy may have rows again that an earlier part had: the later ones count.
-        whole: names of the tables of which it holds all rows, where it is no resync. Ask `resets`.
-        version: the model's version that the release was made of.
-        bytes: what ids and values took on the wire.
+        step_end_unix_ns: end of that step, nanoseconds since 1970.
+        resync: whether the release has all rows, or is a part of such a release. See `resets`.
+        tables: all tables that the consumer follows, changed or not, in the target's form: a `HeldSpec` if rows
+            are sent in another type than the table's own.
+        rows: the changed rows. A table may appear several times with different rows. A part of a first copy may
+            repeat rows of an earlier part; the later ones count.
+        whole: names of the tables that have all rows although `resync` is false. See `resets`.
+        version: the model's version from which the release was made.
+        bytes: size of ids and values on the wire.
         event_time_unix_ns: the time of the newest event that the model had been trained on at that version,
-            nanoseconds since 1970; None where the trainer does not say it.
+            nanoseconds since 1970; None if the trainer does not report it.
         model: the model's name.
-        more: more rows of this first copy follow, and nothing may be read until they are there.
-        continues: this goes on with the first copy that the release before has begun.
+        more: whether more parts of this first copy follow. The target must not be read before the last one.
+        continues: whether this is a later part of a first copy.
     """
 
     position: Position
@@ -103,12 +104,12 @@ class Release:
     continues: bool = False
 
     def resets(self, table: TableSpec) -> bool:
-        """Whether a table must be reset to zero first."""
+        """Whether to set all rows of a table to zero first."""
         return not self.continues and (self.resync or table.name in self.whole)
 
     @property
     def changes(self) -> bool:
-        """Whether it has rows, or resets a table."""
+        """Whether the release has rows or resets a table."""
         return bool(self.rows or self.resync or self.whole)
 
     def check_values(self) -> None:
@@ -118,25 +119,25 @@ class Release:
             Contradiction: the consumer's mode is `ids`.
         """
         if any(rows.norms is not None for rows in self.rows):
-            raise Contradiction("the consumer streams ids and norms, no values: take them with a CallbackTarget")
+            raise Contradiction("the consumer's mode is `ids`, so its rows have no values: use a CallbackTarget")
 
 
-# Digests [n] of the rows of each of some batches; None for a batch whose rows have to be read.
+# Digests [n] of the rows of each batch; None for a batch that must be read back.
 BatchDigests: TypeAlias = Sequence[RowDigests | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """Digests of the rows that a target has written, each made of the target's own memory.
+    """Digests of the rows that a target has written, computed from the target's own memory.
 
     Attributes:
-        digests: of the batches of the release, in their order.
+        digests: the digests of each batch of the release, in order.
     """
 
     digests: BatchDigests
 
     def same_as(self, other: "Written | None") -> bool:
-        """Whether another copy of the target holds the same bits."""
+        """Whether another copy of the target has the same digests."""
         return other is not None and all(
             one is not None and another is not None and np.array_equal(one, another)
             for one, another in zip(self.digests, other.digests, strict=True)
@@ -144,60 +145,60 @@ class Written:
 
 
 class Target(Protocol):
-    """What a subscriber needs of a target."""
+    """The interface that every target has."""
 
     def apply(self, release: Release) -> Written | None:
-        """Take over a release, whole. Called in the subscriber's thread; an exception stops the subscriber.
+        """Write a release. The subscriber's thread calls this; an exception stops the subscriber.
 
-        A readable target may return the digests of what it has written. Otherwise the rows are read back.
+        A readable target may return the digests of the written rows. Otherwise they are read back.
         """
 
 
 @runtime_checkable
 class ReadableTarget(Target, Protocol):
-    """A target whose rows can be read back, so that checksums can show that it holds the right ones."""
+    """A target whose rows can be read back for checksums."""
 
     def read(self, table: TableSpec, ids: Ids) -> Values | None:
         """The rows `ids` ([n], strictly ascending) as [n, D], or None if the target does not keep the table.
 
-        Called in the subscriber's thread.
+        The subscriber's thread calls this.
         """
 
 
 @runtime_checkable
 class PartialTarget(Target, Protocol):
-    """A target that may hold only some of the tables that its consumer follows, and says which."""
+    """A target that may keep only some of the tables that its consumer follows."""
 
     def bound(self) -> frozenset[str]:
-        """Names of the tables of the last release that it holds. Called in the subscriber's thread."""
+        """Names of the tables of the last release that it keeps. The subscriber's thread calls this."""
 
 
 @runtime_checkable
 class GradualTarget(Target, Protocol):
-    """A target that can take a first copy in parts, as its rows arrive: they are then not held twice."""
+    """A target that can write a first copy in parts as it arrives, so that rows are not in memory twice."""
 
     @property
     def takes_parts(self) -> bool:
-        """Whether it takes them now. Called in the subscriber's thread."""
+        """Whether it accepts parts now. The subscriber's thread calls this."""
 
 
 def check_target(call: str, target: object) -> None:
-    """Check that an argument takes releases, see `base.arguments`.
+    """Check that an argument is a target.
 
     Raises:
-        TypeError: it does not.
+        TypeError: it is not.
     """
     apply = getattr(target, "apply", None)
-    # A torch module has an `apply` too, for functions.
+    # A torch module has another `apply`, for functions.
     if not callable(apply) or isinstance(target, type) or getattr(apply, "__qualname__", "") == "Module.apply":
         raise TypeError(
-            f"{call}: target is {type_in_words(target)}, expected an object that takes releases: NumpyTarget(), "
+            f"{call}: target is {type_in_words(target)}, expected a target: NumpyTarget(), "
             "KeyedTarget(), TorchTarget(model) for a torch module, CallbackTarget(function) for a function"
         )
 
 
 class CallbackTarget:
-    """Hands every release to a function. Nothing shows what that makes of it: lag says `delivered`."""
+    """Passes every release to a function. Rows cannot be verified, so lag reports `delivered`."""
 
     def __init__(self, callback: Callable[[Release], None]) -> None:
         if not callable(callback):

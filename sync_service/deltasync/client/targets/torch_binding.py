@@ -1,4 +1,4 @@
-"""Which tensor, TBE or map of a torch module holds which table."""
+"""Find the tensor, TBE or map of a torch module for each table."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ from deltasync.core.tables import TableKind, TableSpec
 from deltasync.core.value_types import ValueType
 
 _COLLISIONS = "._managed_collision_collection."
-# What managed collision wraps: itself quantised, it has the tables.
+# The name of the wrapped module in a managed collision module; a quantised one has the tables itself.
 _EMBEDDINGS = ("._embedding_module.", ".")
-# Names that TorchRec changes as it quantises, by what they were.
+# Names in a quantised TorchRec model, by the name before.
 _QUANTISED_NAMES = {
     "._embedding_module.": ".",
     "._embedding_bag_collection.": ".",
@@ -46,7 +46,7 @@ _QUANTISED_NAMES = {
 
 
 class TablePlace(Protocol):
-    """The part of a module that holds a table."""
+    """The part of a module with the rows of a table."""
 
     @property
     def name(self) -> str:
@@ -57,32 +57,32 @@ class TablePlace(Protocol):
         """The table."""
 
     def stage(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], BatchDigests | None]:
-        """Prepare what a release brings of the table.
+        """Prepare a release's rows of the table.
 
         Args:
             rows: the changed rows.
             reset: whether all other rows become zero.
 
         Returns:
-            A quick function that writes it and cannot fail. It returns the digests of each batch's rows as they
-            then lie in the module, or None if they have to be read.
+            A quick function that writes the rows and cannot fail. It returns the digests of each batch's rows in
+            the module, or None if they must be read back.
 
         Raises:
-            Contradiction: it cannot be written; nothing was.
+            Contradiction: the rows cannot be written; nothing was written.
         """
 
     def read(self, ids: Ids) -> Values:
-        """The rows `ids` ([n], strictly ascending) as [n, dim], in host memory."""
+        """Copy the rows `ids` ([n], strictly ascending) to host memory: [n, dim]."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """Which tables a module holds, and where.
+    """The places of tables in a module.
 
     Attributes:
-        places: by the table's name.
-        problems: why the other tables have none, by the table's name.
-        stale: names of parameters and buffers of the module's state that no table brings.
+        places: the places, by the table's name.
+        problems: the reasons why other tables have no place, by the table's name.
+        stale: names of parameters and buffers in the module's state that no table updates.
     """
 
     places: dict[str, TablePlace]
@@ -96,15 +96,15 @@ def bind(
     before: Collection[str] = (),
     types: Collection[ValueType] | None = None,
 ) -> Binding:
-    """Find the place of each table. A table and its map and ranges have places together, or none has.
+    """Find the place of each table. A table, its map and its ranges all have places, or none of them has.
 
-    If several fit one place, the one with the place's own name gets it, or else the one that had it before.
+    If several tables fit one place, the table with the place's own name gets it, else the one that had it before.
 
     Args:
         module: the module to look in.
         tables: the tables to look for.
         before: names of the tables that had places before.
-        types: the value types in which the consumer's embedding tables come; None = those of `tables`.
+        types: the value types of the consumer's embedding tables; None = the types of `tables`.
     """
     contents = _Contents.of(module, value_types_of(tables) if types is None else types)
     places: dict[str, TablePlace] = {}
@@ -132,7 +132,7 @@ def part_that_fits(module: nn.Module, tables: Sequence[TableSpec], types: Collec
         for length in range(1, len(path)):
             names.setdefault(".".join(path[:length]), []).append(".".join(path[length:]))
     for part in sorted(names.keys() & parts.keys(), key=lambda each: (each.count("."), each)):
-        # The names of one table say which parts are worth to bind everything.
+        # Binding is slow, so only bind parts whose names match this table.
         fits = any(_fits(table, plain_name(parts[part], name)) for name in names[part])
         if fits and not bind(parts[part], tables, types=types).problems:
             return part
@@ -140,7 +140,7 @@ def part_that_fits(module: nn.Module, tables: Sequence[TableSpec], types: Collec
 
 
 def missing_maps(module: nn.Module, binding: Binding) -> list[str]:
-    """Names of the maps of raw ids that the module's bound embedding tables need, and that no table brings."""
+    """Names of the maps of raw ids that the bound embedding tables need, but no table updates."""
     bound = {place.name for place in binding.places.values()}
     return [
         f"{name}.raw_ids"
@@ -150,7 +150,7 @@ def missing_maps(module: nn.Module, binding: Binding) -> list[str]:
 
 
 def accelerators(module: nn.Module) -> set[torch.device]:
-    """The devices on which work on the module's tensors goes on after the call that began it."""
+    """The devices with asynchronous work on the module's tensors."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return set()  # Looking through a module of many parts takes milliseconds.
     tensors = [tensor for _, tensor in _tensors(module)]
@@ -158,7 +158,7 @@ def accelerators(module: nn.Module) -> set[torch.device]:
 
 
 def in_training(module: nn.Module, binding: Binding) -> list[str]:
-    """Names of the modules in training mode whose forward may change what tables bring."""
+    """Names of modules in training mode whose forward may change synchronised buffers or maps."""
     changing = [
         each for each in binding.places.values() if each.table.kind in (TableKind.BUFFER, TableKind.ID_MAP)
     ]
@@ -175,14 +175,14 @@ def _embeds(collision: str, parameter: str) -> bool:
 
 @dataclass(frozen=True)
 class _Contents:
-    """The parts of a module that could hold a table.
+    """The parts of a module that could be places of tables.
 
     Attributes:
         module: the module.
-        tensors: its parameters and buffers by name, without those that its TBEs have, or share with their tables.
+        tensors: its parameters and buffers by name, except the tensors of its TBEs.
         tbes: the tables in its TBEs, by the names of their weights.
-        plain: the names of both without what wrappers add to them, by name.
-        types: the value types in which the consumer's embedding tables come.
+        plain: the names of both without the parts of wrappers, by full name.
+        types: the value types of the consumer's embedding tables.
     """
 
     module: nn.Module
@@ -206,8 +206,8 @@ class _Contents:
         """The place of a table.
 
         Raises:
-            NotFound: nothing in the module has its name.
-            Contradiction: the tensor of its name cannot hold it.
+            NotFound: the module has no tensor of that name.
+            Contradiction: the tensor of that name has another shape or type.
         """
         if table.kind is TableKind.ID_MAP:
             return id_map_of(self.module, table)
@@ -223,8 +223,8 @@ class _Contents:
         return place
 
     def _one_place(self, table: TableSpec) -> str:
-        """The name of the tensor that holds a table. Weights that the trainer ties have to be tied here, too."""
-        # One of its names is enough: a predictor may lack a part of the model.
+        """The name of a table's tensor. Weights that are tied in the trainer must be tied here, too."""
+        # One of the table's names is enough, since a predictor may lack a part of the model.
         places = {name: own for name in table.names if (own := self._name_of(name))}
         if not places:
             raise NotFound(f"table {table.name!r}: {absence(self.module, table.name)}")
@@ -232,16 +232,16 @@ class _Contents:
         for other, also in others:
             if self.identity(also) != self.identity(place):
                 raise Contradiction(
-                    f"table {table.name!r}: {first} and {other} are one tensor in the trainer, and two in the "
-                    f"module, {place} and {also}: tie them there, too"
+                    f"table {table.name!r}: {first} and {other} are one tensor in the trainer, but two in the "
+                    f"module, {place} and {also}: tie them in the module, too"
                 )
         return place
 
     def _name_of(self, table: str) -> str:
-        """The name, in the module, of the tensor named as a table; empty if there is none."""
+        """The name in the module of the tensor for a table; empty if there is none."""
         names = self._names_of(table) or self._names_of(_quantised_name(table))
         if len({self.identity(each) for each in names}) > 1:
-            raise NotFound(f"table {table!r}: {', '.join(names)} fit, expected one")
+            raise NotFound(f"table {table!r}: several tensors match: {', '.join(names)}; expected one")
         return names[0] if names else ""
 
     def _names_of(self, table: str) -> list[str]:
@@ -249,13 +249,13 @@ class _Contents:
         return exact or [name for name, plain in self.plain.items() if _ends_with(table, plain)]
 
     def identity(self, name: str) -> object:
-        """The same for all names of one tensor."""
+        """A key that is equal for all names of one tensor."""
         return id(self.tensors[name]) if name in self.tensors else name
 
 
 def _quantised_name(name: str) -> str:
-    """What TorchRec calls a parameter or buffer of a model in the quantised model."""
-    return reduce(lambda known, pair: known.replace(*pair), _QUANTISED_NAMES.items(), f".{name}").removeprefix(".")
+    """The name of a parameter or buffer in the quantised TorchRec model."""
+    return reduce(lambda each, pair: each.replace(*pair), _QUANTISED_NAMES.items(), f".{name}").removeprefix(".")
 
 
 def _fits(table: TableSpec, name: str) -> bool:
@@ -271,7 +271,7 @@ def _ends_with(table: str, name: str) -> bool:
 def _refuse_untied(
     contents: _Contents, places: dict[str, TablePlace], problems: dict[str, DeltasyncError]
 ) -> None:
-    """Refuse tables that are apart in the trainer, and whose places are names of one tensor of the module."""
+    """Refuse tables that are separate tensors in the trainer, but one tensor in the module."""
     tables: dict[object, list[str]] = {}
     for table, place in places.items():
         if isinstance(place, Tensor):
@@ -280,7 +280,7 @@ def _refuse_untied(
         if len(names := {places[table].name for table in several}) > 1:
             for table in several:
                 problems[table] = Contradiction(
-                    f"table {table!r}: {' and '.join(several)} are apart in the trainer, and one tensor in the "
+                    f"table {table!r}: {' and '.join(several)} are separate in the trainer, but one tensor in the "
                     f"module, {' and '.join(sorted(names))}: tie them in the trainer, or untie them in the module"
                 )
                 del places[table]
@@ -289,7 +289,7 @@ def _refuse_untied(
 def _refuse_shared(
     places: dict[str, TablePlace], problems: dict[str, DeltasyncError], before: Collection[str]
 ) -> None:
-    """Refuse tables that fit one place, but for the one that owns it."""
+    """If several tables fit one place, refuse all except the place's owner."""
     tables: dict[tuple[type[TablePlace], str], list[str]] = {}
     for table, place in places.items():
         kind = Tensor if isinstance(place, Tensor) else type(place)
@@ -299,7 +299,7 @@ def _refuse_shared(
         owners = exact or [table for table in several if table in before] or several
         for table in several:
             if len(owners) > 1 or table not in owners:
-                text = f"tables {', '.join(several)} fit one place, {name}: give the target the whole model"
+                text = f"tables {', '.join(several)} all fit {name}: pass the whole model to the target"
                 problems[table] = Contradiction(text)
                 del places[table]
 
@@ -307,11 +307,11 @@ def _refuse_shared(
 def _refuse_half(
     tables: Sequence[TableSpec], places: dict[str, TablePlace], problems: dict[str, DeltasyncError]
 ) -> None:
-    """Refuse tables that belong to one without a place: a table, its map and its ranges serve together alone."""
+    """Refuse a table, its map and its ranges if one of them has no place, since they only work together."""
     for table in tables:
         together = [each.name for each in tables if (each.of or each.name) == (table.of or table.name)]
         if table.name in places and (broken := [name for name in together if name in problems]):
-            text = f"table {table.name!r} is of no use without {broken[0]!r}, which has no place"
+            text = f"table {table.name!r} needs {broken[0]!r}, which has no place"
             problems[table.name] = type(problems[broken[0]])(text)
             del places[table.name]
 
@@ -319,7 +319,7 @@ def _refuse_half(
 def _stale(contents: _Contents, places: dict[str, TablePlace]) -> list[str]:
     bound = {contents.identity(place.name) for place in places.values()}
     collisions = collision_prefixes(contents.module)
-    # TorchRec's `state_dict` of managed collision that is sharded for inference fails at 4 bits.
+    # Not `state_dict`: TorchRec's fails for managed collision that is sharded for inference with 4 bits.
     not_saved = {
         f"{owner}.{name}".removeprefix(".")
         for owner, each in contents.module.named_modules()
@@ -330,6 +330,6 @@ def _stale(contents: _Contents, places: dict[str, TablePlace]) -> list[str]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Under each of their names."""
+    """All parameters and buffers, under each of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)

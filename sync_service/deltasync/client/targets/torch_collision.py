@@ -1,4 +1,4 @@
-"""Modules of managed collision: their maps from raw ids to rows, and the rows of unknown ids."""
+"""Managed collision modules: their maps from raw ids to rows, and the rows for unknown ids."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ from deltasync.client.targets.torch_tensors import plain_name
 from deltasync.core.rows import Ids, RowBatch, Values
 from deltasync.core.tables import FREE_ID, TableSpec, entries_of, raw_ids_of
 
-# The modules of a collection; those of the shards, in one that is sharded for inference.
+# The modules of a collection, and the modules of its shards if it is sharded for inference.
 MODULES, SHARDED = "_managed_collision_modules", "_managed_collision_modules_per_rank"
-# What holds raw ids: of an `MCHManagedCollisionModule`, and the row of each; of a `HashZchManagedCollisionModule`.
+# Buffers: raw ids and rows of an `MCHManagedCollisionModule`; raw ids of a `HashZchManagedCollisionModule`.
 SORTED, ROWS, IDENTITIES = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_hash_zch_identities"
 Ints = NDArray[np.int64]
 
 
 def id_map_of(module: nn.Module, table: TableSpec) -> "CollisionMap":
-    """The place of a map of raw ids; raises what `collision_module_of` does."""
+    """The place of a map of raw ids, or an error: see `collision_module_of`."""
     name, part = collision_module_of(module, table)
     return (HashedIds if hashes(part) else SortedIds)(module, name, table)
 
@@ -39,7 +39,7 @@ class CollisionMap(ABC):
     """
 
     def __init__(self, module: nn.Module, name: str, table: TableSpec) -> None:
-        """Take the managed collision module `name` of a module."""
+        """Use the managed collision module `name` of a module."""
         self.name, self.table = name, table
         self._module: Any = module.get_submodule(name)
         self._collection: Any = _collection_of(module, name)
@@ -48,7 +48,7 @@ class CollisionMap(ABC):
         """See `TablePlace`.
 
         Raises:
-            Contradiction: the module cannot hold these raw ids; nothing was written.
+            Contradiction: the raw ids do not suit the module; nothing was written.
         """
         write_map = self._staged(rows, reset=reset)
         if not hasattr(self._collection, SHARDED):
@@ -66,36 +66,36 @@ class CollisionMap(ABC):
 
     @abstractmethod
     def _staged(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """Prepare the map alone; as `stage`."""
+        """Like `stage`, without the shards."""
 
     def _look_up_before_sending(self) -> None:
-        """Have a collection sharded for inference look raw ids up whole, and send rows to its shards."""
+        """Patch a collection that is sharded for inference to look up raw ids before it sends rows to shards."""
         module, (_, _, table) = self._module, self.name.rpartition(".")
         vars(module).update(preprocess=MethodType(_rows_of, module), input_size=module.output_size)
         for rank in getattr(self._collection, SHARDED):
             vars(rank[table])["forward"] = _unchanged
-        for dist in self._collection._input_dists:  # Made in the first forward; 0 sends ids to the shards in turn.
+        for dist in self._collection._input_dists:  # From the first forward. Block size 0 would send ids in turn.
             dist.feature_block_sizes.clamp_(min=1)
 
 
 class SortedIds(CollisionMap):
-    """The map of an `MCHManagedCollisionModule`: its raw ids in ascending order, and the row of each."""
+    """The map of an `MCHManagedCollisionModule`: raw ids in ascending order, and their rows."""
 
     def __init__(self, module: nn.Module, name: str, table: TableSpec) -> None:
         super().__init__(module, name, table)
         self._map = _SortedMap.of(*(getattr(self._module, each).cpu().numpy().copy() for each in (SORTED, ROWS)))
 
     def read(self, ids: Ids) -> Values:
-        """See `TablePlace`: as the module has it, so that damage shows."""
+        """See `TablePlace`. Reads the module's own buffers, so that damage shows."""
         at = torch.from_numpy(self._map.places[ids])
         raw, rows = (getattr(self._module, name)[at].cpu().numpy() for name in (SORTED, ROWS))
-        lost = ~entries_of(self._map.raw[at])  # Another entry than the one that it had.
+        lost = ~entries_of(self._map.raw[at])  # An entry that differs from the right one.
         return np.where(rows == ids, entries_of(raw), lost)[:, None]
 
     def _staged(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `IdMap`. Two rows with one raw id are a Contradiction."""
+        """See `CollisionMap`. Two rows with the same raw id are a Contradiction."""
         new = _SortedMap.empty(self.table.rows) if reset else self._map
-        if rows:  # All at once: each change costs as much as the map has rows.
+        if rows:  # All at once, because the cost of a change grows with the rows of the map.
             ids = np.concatenate([each.ids for each in rows])
             new = new.changed(ids, np.concatenate([*map(_numbers, rows)]))
         new.check(self.table.name)
@@ -112,7 +112,7 @@ class SortedIds(CollisionMap):
 
 @dataclass(frozen=True, eq=False)
 class _SortedMap:
-    """Raw ids in ascending order ([rows], free rows last), the row of each, and the place of each row."""
+    """Raw ids in ascending order ([rows], free rows last), their rows, and the index of each row."""
 
     raw: Ints
     rows: Ints
@@ -120,7 +120,7 @@ class _SortedMap:
 
     @classmethod
     def of(cls, raw: Ints, rows: Ints) -> "_SortedMap":
-        """A map as a module has it; an empty one where that is none."""
+        """The map in a module's buffers; an empty one if the buffers are not a valid map."""
         places = np.full(len(rows), -1)
         inside = (rows >= 0) & (rows < len(rows))
         places[rows[inside]] = np.flatnonzero(inside)
@@ -130,11 +130,11 @@ class _SortedMap:
 
     @classmethod
     def empty(cls, rows: int) -> "_SortedMap":
-        """A map of which every row is free."""
+        """A map with only free rows."""
         return cls(np.full(rows, FREE_ID), np.arange(rows), np.arange(rows))
 
     def changed(self, ids: Ids, values: Ints) -> "_SortedMap":
-        """The same with other raw ids in the rows `ids`: `values` holds their entries."""
+        """The map with new entries `values` for the rows `ids`."""
         kept = np.ones(len(self.raw), bool)
         kept[self.places[ids]] = False
         new = raw_ids_of(values)
@@ -150,7 +150,7 @@ class _SortedMap:
         """Check that no raw id has two rows.
 
         Raises:
-            Contradiction: one has.
+            Contradiction: a raw id has two rows.
         """
         twice = np.flatnonzero((self.raw[1:] == self.raw[:-1]) & (self.raw[1:] != FREE_ID))
         if len(twice):
@@ -158,13 +158,13 @@ class _SortedMap:
             raise Contradiction(f"table {table!r}: raw id {self.raw[twice[0]]} has two rows, {first} and {second}")
 
 
-def _changed(held: torch.Tensor, array: Ints) -> tuple[int, torch.Tensor]:
-    """The first place at which a buffer differs from an array, and the buffer's numbers from there to the last.
+def _changed(buffer: torch.Tensor, array: Ints) -> tuple[int, torch.Tensor]:
+    """The first index where a buffer differs from an array, and the array's numbers up to the last difference.
 
-    Raw ids that grow change the end alone. Others move all numbers between their old and new places.
+    Ascending new raw ids only change the end. Others move all numbers between their old and new places.
     """
-    new = torch.from_numpy(array).to(held.device)
-    differs = (held != new).nonzero().flatten().cpu()
+    new = torch.from_numpy(array).to(buffer.device)
+    differs = (buffer != new).nonzero().flatten().cpu()
     first, end = (int(differs[0]), int(differs[-1]) + 1) if len(differs) else (0, 0)
     return first, new[first:end]
 
@@ -174,39 +174,39 @@ def _numbers(rows: RowBatch) -> Ints:
 
 
 class HashedIds(CollisionMap):
-    """The identities of a `HashZchManagedCollisionModule`: the raw id of each row, which is found by hashing."""
+    """The identities of a `HashZchManagedCollisionModule`: the raw id of each row, for lookups by hashing."""
 
     def read(self, ids: Ids) -> Values:
         """See `TablePlace`."""
-        held = self._module._hash_zch_identities.data
-        identities = held[torch.from_numpy(ids.copy())].cpu().numpy()
+        buffer = self._module._hash_zch_identities.data
+        identities = buffer[torch.from_numpy(ids.copy())].cpu().numpy()
         return np.where(identities == -1, 0, entries_of(identities))
 
     def _staged(self, rows: Sequence[RowBatch], *, reset: bool) -> Callable[[], None]:
-        """See `IdMap`. A raw id that the module would not find by its own hashing is a Contradiction."""
-        held = self._module._hash_zch_identities.data
-        staged = torch.full_like(held, -1) if reset else held.clone()
+        """See `CollisionMap`. A raw id that the module's own hashing would not find is a Contradiction."""
+        buffer = self._module._hash_zch_identities.data
+        staged = torch.full_like(buffer, -1) if reset else buffer.clone()
         ids = np.concatenate([np.empty(0, np.int64), *(each.ids for each in rows)])
         values = np.concatenate([np.empty(0, np.int64), *map(_numbers, rows)])
         identities = np.where(values == 0, -1, raw_ids_of(values))
-        changed, raw = (torch.from_numpy(each).to(held.device) for each in (ids, identities))
+        changed, raw = (torch.from_numpy(each).to(buffer.device) for each in (ids, identities))
         staged[changed, 0] = raw
         self._check(staged, values)
 
         def write() -> None:
             if reset:
-                held.copy_(staged)
+                buffer.copy_(staged)
             else:
-                held[changed, 0] = raw
+                buffer[changed, 0] = raw
 
         return write
 
     def _check(self, identities: torch.Tensor, values: Ints) -> None:
-        """Check that the module finds the raw ids of some values in what it is to hold."""
+        """Check that the module would find the raw ids of new entries."""
         raw = torch.from_numpy(raw_ids_of(values[values != 0])).to(identities.device)
         if lost := raw[_not_found(self._module, identities, raw)].tolist():
             raise Contradiction(
-                f"table {self.table.name!r}: module {self.name} hashes otherwise: it does not find id {lost[0]} "
+                f"table {self.table.name!r}: module {self.name} hashes differently: it does not find id {lost[0]} "
                 f"and {len(lost) - 1} others: total_num_buckets ({self._module._buckets}), max_probe "
                 f"({self._module._max_probe}), input_hash_size ({self._module._input_hash_size}) and the share of "
                 "reserved slots must be as in the trainer"
@@ -214,7 +214,7 @@ class HashedIds(CollisionMap):
 
 
 def _not_found(module: Any, identities: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
-    """Which of the raw ids [n] the module would not find if it had these identities: bool [n]."""
+    """A mask of the raw ids [n] that the module would not find in these identities: bool [n]."""
     try:
         values, sizes, offsets = module.input_mapper(values=raw, output_offset=module._output_global_offset_tensor)
     except (IndexError, RuntimeError):  # One belongs to no bucket.
@@ -237,7 +237,7 @@ def _not_found(module: Any, identities: torch.Tensor, raw: torch.Tensor) -> torc
 
 
 def _rows_of(module: Any, features: dict[str, Any]) -> dict[str, Any]:
-    """`preprocess` of a managed collision module: the rows of raw ids, where these are."""
+    """Replaces a managed collision module's `preprocess`: returns the rows of raw ids, on the ids' device."""
     here = next(module.buffers()).device
     raw = {name: each.to(here) for name, each in features.items()}
     rows = module.remap(type(module).preprocess(module, raw))
@@ -245,19 +245,18 @@ def _rows_of(module: Any, features: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unchanged(features: dict[str, Any]) -> dict[str, Any]:
-    """`forward` of a shard's module: what reaches it are rows already."""
+    """Replaces `forward` of a shard's module, which gets rows already."""
     return features
 
 
-# Kept with the module, so that another target over the same module knows them.
+# Stored in the module, so that another target with the same module finds them.
 _RANGES = "_deltasync_id_ranges"
 
 
 class IdRanges:
     """The rows for raw ids that a managed collision module does not know: one row for each rank of the trainer.
 
-    An MCH module by itself has one such row, its last. Where the trainer has others, the module's `remap` is
-    replaced by one that knows them.
+    An MCH module has one such row, its last. If the trainer has others, this class replaces the module's `remap`.
 
     Attributes:
         name: the module's FQN.
@@ -265,7 +264,7 @@ class IdRanges:
     """
 
     def __init__(self, module: nn.Module, table: TableSpec) -> None:
-        """Find the managed collision module in `module`; raises what `collision_module_of` does."""
+        """Find the managed collision module in `module`, or raise an error: see `collision_module_of`."""
         self.name, self._module = collision_module_of(module, table)
         self.table = table
 
@@ -273,10 +272,10 @@ class IdRanges:
         """See `TablePlace`.
 
         Raises:
-            Contradiction: ranges that overlap or leave gaps, or rows that the module cannot give to unknown ids.
+            Contradiction: ranges overlap or leave gaps, or the module cannot use these rows for unknown ids.
         """
         by_row = {} if reset else self._by_row
-        for each in rows:  # Nearly all of them may be zeros: no loop over them.
+        for each in rows:  # Nearly all rows may be zeros, so do not loop over them.
             by_row = {row: span for row, span in by_row.items() if not (each.ids == row).any()}
             some = each.values.any(axis=1)
             by_row.update(zip(each.ids[some].tolist(), map(tuple, each.values[some].tolist()), strict=True))
@@ -284,8 +283,8 @@ class IdRanges:
         by_itself = not by_row or ranges.defaults.tolist() == [self.table.rows - 1]
         if hashes(self._module) and by_row:
             raise Contradiction(
-                f"table {self.table.name!r}: unknown ids take rows {ranges.defaults.tolist()} in the trainer, in "
-                f"module {self.name} those that they hash to"
+                f"table {self.table.name!r}: unknown ids get rows {ranges.defaults.tolist()} in the trainer, but "
+                f"rows by hash in module {self.name}: use the trainer's kind of managed collision module"
             )
 
         def write() -> None:
@@ -306,47 +305,47 @@ class IdRanges:
 
     @property
     def _by_row(self) -> dict[int, tuple[int, ...]]:
-        """The first raw id, the end, and the first row of the shard, by the row that unknown ids take."""
+        """The first raw id, the end, and the first row of the shard, by the row for unknown ids."""
         by_row: dict[int, tuple[int, ...]] = self._module.__dict__.get(_RANGES, ({}, None))[0]
         return by_row
 
 
 @dataclass(frozen=True, eq=False)
 class _Ranges:
-    """The ends of the ranges of raw ids, ascending, and the row that unknown ids of each take: [ranks] each."""
+    """The ends of the ranges of raw ids, ascending, and the row for each range's unknown ids: [ranks] each."""
 
     ends: torch.Tensor
     defaults: torch.Tensor
 
     @classmethod
     def of(cls, by_row: dict[int, tuple[int, ...]], table: TableSpec) -> "_Ranges":
-        """The ranges that a table says.
+        """The ranges in a table's rows.
 
         Raises:
-            Contradiction: they overlap, leave gaps, or are of another shard.
+            Contradiction: ranges overlap, leave gaps, or have a row outside of their shard.
         """
         ordered = sorted((*each, row) for row, each in by_row.items())
         begin = 0
         for first, end, first_row, row in ordered:
             if first != begin or end <= first or not 0 <= first_row <= row < table.rows:
                 raise Contradiction(
-                    f"table {table.name!r}: unknown ids from {first} to {end} take row {row}, of a shard from row "
-                    f"{first_row} on; expected ranges one after another from 0 on, each with a row of its shard"
+                    f"table {table.name!r}: unknown ids from {first} to {end} get row {row} of a shard from row "
+                    f"{first_row} on; expected adjacent ranges from 0 on, each with a row of its shard"
                 )
             begin = end
         ends, defaults = [each[1] for each in ordered], [each[3] for each in ordered]
         return cls(torch.tensor(ends, dtype=torch.int64), torch.tensor(defaults, dtype=torch.int64))
 
     def on(self, device: torch.device) -> "_Ranges":
-        """The same on a device: a forward there need not bring them."""
+        """A copy on a device, so that each forward there need not copy them."""
         return _Ranges(self.ends.to(device), self.defaults.to(device))
 
     def rows(self, raw: torch.Tensor) -> torch.Tensor:
-        """The row that each of some unknown raw ids takes."""
+        """The rows for unknown raw ids."""
         here = self.on(raw.device)
         ends, defaults = here.ends, here.defaults
         ranks = torch.searchsorted(ends, raw, right=True)
-        # Ids outside of all ranges go to the ranks in turn, taken as unsigned numbers.
+        # Ids outside of all ranges go to ranks in turn, as unsigned numbers modulo the number of ranks.
         outside = (raw < 0) | (ranks == len(ends))
         return defaults[torch.where(outside, _unsigned_modulo(raw, len(ends)), ranks)]
 
@@ -356,7 +355,7 @@ def _unsigned_modulo(raw: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _remap(module: Any, features: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
-    """`MCHManagedCollisionModule.remap` of a module whose unknown ids take several rows."""
+    """Replaces `MCHManagedCollisionModule.remap` if there are several rows for unknown ids."""
     raw, rows, (_, ranges) = module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping, module.__dict__[_RANGES]
     remapped = {}
     for name, feature in features.items():
@@ -372,12 +371,12 @@ def _remap(module: Any, features: dict[str, Any], *_: Any, **__: Any) -> dict[st
 
 
 def collision_module_of(module: nn.Module, table: TableSpec) -> tuple[str, nn.Module]:
-    """The managed collision module that a map or ranges belong to, after its FQN.
+    """The FQN and the managed collision module for a map or ranges.
 
     Raises:
-        NotFound: no managed collision module has its name.
+        NotFound: there is no managed collision module of that name.
         Contradiction: the module has another size, is only a shard, is scripted, or is in training mode; or its
-            collection is sharded for inference in a way that cannot follow.
+            collection is sharded for inference in a way that is not supported.
     """
     owner = table.name.rpartition(".")[0]
     modules = collision_modules(module)
@@ -395,8 +394,8 @@ def collision_module_of(module: nn.Module, table: TableSpec) -> tuple[str, nn.Mo
     if hasattr(collection, SHARDED):
         if not collection.need_preprocess:
             raise Contradiction(
-                f"table {table.name!r}: the collection of module {name} is sharded for inference and does not "
-                "prepare raw ids, which is where they are looked up: make it with need_preprocess=True, or serve "
+                f"table {table.name!r}: the collection of module {name} is sharded for inference without "
+                "need_preprocess, so raw ids are not looked up: construct it with need_preprocess=True, or serve "
                 "it unsharded"
             )
         if getattr(modules[name], "_disable_fallback", False):
@@ -416,7 +415,7 @@ def _check(name: str, module: Any, table: TableSpec) -> None:
         getattr(module, "rebuild_with_output_id_range", None)
     ):
         raise Contradiction(
-            f"table {table.name!r}: module {name} is scripted or traced; give the target the one before"
+            f"table {table.name!r}: module {name} is scripted or traced: pass the original module to the target"
         )
     hashed = hashes(module)
     rows = len(module._hash_zch_identities if hashed else module._mch_sorted_raw_ids)
@@ -428,13 +427,13 @@ def _check(name: str, module: Any, table: TableSpec) -> None:
         )
     if module.training:
         raise Contradiction(
-            f"table {table.name!r}: module {name} is in training mode, in which it would admit and evict ids by "
-            "itself: call eval() of the module before the subscriber is started"
+            f"table {table.name!r}: module {name} is in training mode, where it would admit and evict ids itself: "
+            "call its eval() before you start the subscriber"
         )
 
 
 def collision_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The managed collision modules in a module, by their FQNs, without those of shards for inference."""
+    """The managed collision modules in a module, by FQN, except the modules of shards for inference."""
     shards = {
         each
         for collection in module.modules()
@@ -445,13 +444,13 @@ def collision_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def collision_prefixes(module: nn.Module) -> tuple[str, ...]:
-    """How the names of parameters and buffers begin that a module's managed collision has."""
+    """The prefixes of the names of all managed collision parameters and buffers in a module."""
     names = [name for name, each in module.named_modules() if _is_map(each) or hasattr(each, SHARDED)]
     return tuple(f"{name}.".removeprefix(".") for name in names)
 
 
 def hashes(module: nn.Module) -> bool:
-    """Whether a managed collision module finds rows by hashing, and not in a sorted list of raw ids."""
+    """Whether a managed collision module finds rows by hashing instead of in a sorted list of raw ids."""
     return hasattr(module, IDENTITIES)
 
 

@@ -1,4 +1,4 @@
-"""The compiled part of a model, by torch.export and AOTInductor: a module whose constants can follow a trainer."""
+"""A module compiled by torch.export and AOTInductor, whose constants can follow a trainer."""
 
 import copy
 import json
@@ -24,8 +24,8 @@ from deltasync.base.errors import Contradiction, InvalidInput, NotFound
 
 __all__ = ["CompiledModule"]
 
-_CODE_CONSTANT = "_tensor_constant"  # What torch.export calls a tensor that stands in the code.
-# What a `CompiledModule` gets as it is loaded.
+_CODE_CONSTANT = "_tensor_constant"  # torch.export's name for a tensor in the code.
+# Attributes of a `CompiledModule` that `_load` sets.
 _LOADED = (
     *("_library", "_runner", "_inputs", "_outputs", "_served", "_spare", "_staged"),
     *("_modules", "_buffers", "_parameters", "_non_persistent_buffers_set"),
@@ -34,18 +34,18 @@ _KEEP = 'inductor_configs={"always_keep_tensor_constants": True}'
 
 
 class CompiledModule(nn.Module):
-    """A package made by `torch._inductor.aoti_compile_and_package`, in the place of what it was compiled from.
+    """Runs a package from `torch._inductor.aoti_compile_and_package` in place of the original module.
 
-    The parameters and buffers that it was compiled with are its buffers, by the names that they had: a
-    `TorchTarget` finds them as it does those of any module. Of each there are two: a release is written into one
-    while the other is served, and both are swapped at once. Checksums read the memory that forwards read.
+    The original parameters and buffers are its buffers, with the same names, so a `TorchTarget` can update them.
+    Each exists twice: a release is written into one set while the other is served, then both are swapped at once.
+    Checksums read the memory that forwards read.
 
-    Compile with `inductor_configs={"always_keep_tensor_constants": True}`: otherwise the compiler writes biases
-    of one element, and other small constants, into the code. Packages whose constants are folded, or lie outside
-    of the compiled library, are refused. A parameter that has several names keeps one of them.
+    Compile with `inductor_configs={"always_keep_tensor_constants": True}`. Otherwise the compiler writes small
+    constants, such as biases of one element, into the code. Packages with folded constants, or with constants
+    outside of the compiled library, are refused. A parameter with several names keeps one of them.
 
-    It is called as it was for its export; AOTInductor does not check shapes and types. `copy.deepcopy` loads the
-    package again. `to()`, `half()` and the like are refused where they would change anything.
+    Call it with the same arguments as for the export; AOTInductor does not check shapes and types. `copy.deepcopy`
+    loads the package again. `to()`, `half()` and similar methods raise an error if they would change anything.
     """
 
     _library: "_Library"
@@ -58,35 +58,35 @@ class CompiledModule(nn.Module):
         """Load a package.
 
         Args:
-            package: path of the `.pt2` file; not needed any more afterwards.
-            name: of the model in it.
+            package: path of the `.pt2` file, which you may delete afterwards.
+            name: name of the model in the package.
 
         Raises:
-            TypeError: `package` is no path.
+            TypeError: `package` is not a path.
             NotFound: there is no such file, or no such model in it.
-            InvalidInput: it is no package, or not compiled for a CPU, or has no constants that can be written.
+            InvalidInput: the file is not a package, is not compiled for a CPU, or has no writable constants.
         """
         check_type("CompiledModule(package)", "package", package, str, PathLike, remedy="the path of a .pt2 file")
         super().__init__()
         self._load(_Library(fspath(package), name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what was compiled."""
+        """Run the compiled model."""
         inputs = pytree.tree_leaves((args, reorder_kwargs(kwargs, self._inputs)))
         outputs = self._runner.run([each for each in inputs if isinstance(each, torch.Tensor)])
         return pytree.tree_unflatten(outputs, self._outputs)
 
     def served(self, name: str) -> torch.Tensor:
-        """The constant `name` that forwards read, whatever has been assigned to its name in the module."""
+        """The constant `name` in the memory of forwards, even if the module's attribute was replaced."""
         return self._served[name]
 
     def spare(self, name: str) -> torch.Tensor:
-        """The constant `name` that is not served: what a release brings of it is to be written there.
+        """The spare copy of the constant `name`, for a release to write to.
 
-        At first in a release all of them become what is served.
+        The first call for a release copies all served constants to the spare ones.
         """
         if not self._staged:
-            # Whole, whatever the last releases changed: what is served may have been loaded, or be damaged.
+            # Copy everything, not only the last changes: served constants may have been loaded or damaged.
             with torch.inference_mode():
                 for each, spare in self._spare.items():
                     spare.copy_(self._served[each])
@@ -94,11 +94,11 @@ class CompiledModule(nn.Module):
         return self._spare[name]
 
     def discard(self) -> None:
-        """Forget what was written into `spare` and not swapped: the release failed."""
+        """Discard changes in spare constants after a failed release."""
         self._staged = False
 
     def swap(self) -> None:
-        """Serve what was written into `spare`; called once or several times for a release, while nobody reads."""
+        """Serve the spare constants. May be called several times for a release, while there are no readers."""
         if self._staged:
             self._runner.swap_constant_buffer()
             self._served, self._spare = self._spare, self._served
@@ -113,20 +113,20 @@ class CompiledModule(nn.Module):
         vars(copied).update(copy.deepcopy(others, memo))
         copied._load(self._library)
         with torch.inference_mode():
-            for name, held in copied._served.items():
-                held.copy_(self._served[name])
+            for name, tensor in copied._served.items():
+                tensor.copy_(self._served[name])
         return copied.train(self.training)
 
     def _load(self, library: "_Library") -> None:
         self._library = library
-        # One instance is enough: as of torch 2.13 a run keeps Python's lock, so that forwards go one by one.
+        # One instance is enough: torch 2.13 keeps the GIL during a run, so forwards do not overlap.
         self._runner = AOTIModelContainerRunnerCpu(library.path, 1)
         self._inputs, self._outputs = map(pytree.treespec_loads, self._runner.get_call_spec())
         library.check(self._runner)
-        # The loader of packages writes inactive constants, too, and has no swap; the runner below it has.
+        # Use the runner, because torch's package loader cannot swap constants.
         keys = {name: key for key, name in self._runner.get_constant_names_to_original_fqns().items()}
-        held = self._runner.extract_constants_map(False)
-        self._runner.update_constant_buffer({keys[name]: each for name, each in held.items()}, True, True)
+        constants = self._runner.extract_constants_map(False)
+        self._runner.update_constant_buffer({keys[name]: each for name, each in constants.items()}, True, True)
         self._served, self._spare = (
             {
                 name: _kept(each, self._runner)
@@ -144,7 +144,7 @@ class CompiledModule(nn.Module):
                 if each not in owner._modules:
                     owner.add_module(each, nn.Module())
                 owner = owner.get_submodule(each)
-            # One of the code is no state: nothing brings it, which is as it should be.
+            # A constant of the code is not part of the state, so no table needs to update it.
             owner.register_buffer(leaf, tensor, persistent=not name.startswith(_CODE_CONSTANT))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:  # noqa: ARG002
@@ -154,7 +154,7 @@ class CompiledModule(nn.Module):
             if (changed.dtype, changed.device) != (empty.dtype, empty.device):
                 raise Contradiction(
                     f"{name} was compiled as {each.dtype} on the CPU, and cannot become {changed.dtype} on "
-                    f"{changed.device}: convert the other modules by themselves, or compile the model anew"
+                    f"{changed.device}: convert the other modules separately, or compile the model again"
                 )
         return self
 
@@ -165,7 +165,7 @@ def compiled_modules(module: nn.Module) -> list[CompiledModule]:
 
 
 def compiled_module_of(module: nn.Module, name: str) -> tuple[CompiledModule, str] | None:
-    """The compiled module that has the tensor `name` of a module as a constant, and its name there; else None."""
+    """The compiled module with the tensor `name` of a module, and its name there; None if it is not compiled."""
     owner, rest = module, name
     while rest and not isinstance(owner, CompiledModule):
         first, _, rest = rest.partition(".")
@@ -179,20 +179,20 @@ def absence(module: nn.Module, table: str) -> str:
         inside = f".{table}".partition(f".{name}." if name else ".")[2]
         if inside and isinstance(each, CompiledModule):
             return (
-                f"the compiled module {name or '(the target)'} has no constant {inside}: it is written "
-                f"into the code, for which compile with {_KEEP} and without freezing; or goes by another of its "
-                "names; or nothing that was compiled reads it, such as num_batches_tracked: then leave it out"
+                f"the compiled module {name or '(the target)'} has no constant {inside}: either it is part of the "
+                f"code (then compile with {_KEEP} and without freezing), or it has another of its names, or the "
+                "compiled code does not read it, like num_batches_tracked (then leave it out)"
             )
         if inside and isinstance(each, torch.jit.ScriptModule) and not [*each.parameters(), *each.buffers()]:
             return (
-                f"module {name or '(the target)'} is of TorchScript and has no parameters: torch.jit.freeze and "
-                "optimize_for_inference write them into the code; use it as torch.jit.script or trace made it"
+                f"the TorchScript module {name or '(the target)'} has no parameters, because torch.jit.freeze and "
+                "optimize_for_inference write them into the code: use the module from torch.jit.script or trace"
             )
     return "the module has no parameter or buffer of that name"
 
 
 class _Library:
-    """The shared library of a model in a package, in a folder that lives as long as this."""
+    """The shared library of a model in a package, in a temporary folder that exists as long as this object."""
 
     def __init__(self, package: str, name: str) -> None:
         self._of = f"model {name!r} of {package}"
@@ -203,7 +203,7 @@ class _Library:
         except FileNotFoundError:
             raise NotFound(f"{self._of}: there is no such file") from None
         except BadZipFile as error:
-            raise InvalidInput(f"{self._of}: not a package ({error})") from None
+            raise InvalidInput(f"{self._of}: the file is not a package ({error})") from None
         libraries = [str(each) for each in files if each.suffix == ".so"]
         if len(libraries) != 1:
             raise NotFound(f"{self._of}: the package has {len(libraries)} libraries of that name, expected one")
@@ -211,23 +211,26 @@ class _Library:
         self._check_device([each for each in files if each.name.endswith(".wrapper_metadata.json")])
 
     def check(self, runner: AOTIModelContainerRunnerCpu) -> None:
-        """Check that what was compiled can follow a trainer.
+        """Check that the compiled constants can follow a trainer.
 
         Raises:
-            InvalidInput: constants are folded or packed, which nothing does again after a swap; or there are none.
+            InvalidInput: there are no constants, or some are derived (folded or packed) and would go out of date.
         """
-        names, held = runner.get_constant_names_to_original_fqns().values(), runner.extract_constants_map(False)
-        if not held:
+        names, constants = (
+            runner.get_constant_names_to_original_fqns().values(),
+            runner.extract_constants_map(False),
+        )
+        if not constants:
             raise InvalidInput(
                 f"{self._of}: it has no constants; compile with aot_inductor.package_constants_in_so"
             )
-        derived = {name for name, each in held.items() if each.layout is not torch.strided} | (
-            set(names) - held.keys()
+        derived = {name for name, each in constants.items() if each.layout is not torch.strided} | (
+            set(names) - constants.keys()
         )
         if derived:
             raise InvalidInput(
-                f"{self._of}: {', '.join(sorted(derived))} are made of other constants, and would not follow; "
-                "compile without freezing and aot_inductor.use_runtime_constant_folding"
+                f"{self._of}: {', '.join(sorted(derived))} are derived from other constants and would go out of "
+                "date: compile without freezing and aot_inductor.use_runtime_constant_folding"
             )
 
     def _unpack(self, package: str, name: str) -> Iterator[str]:
@@ -241,17 +244,17 @@ class _Library:
     def _check_device(self, metadata: list[Path]) -> None:
         devices = {json.loads(each.read_text()).get("AOTI_DEVICE_KEY", "cpu") for each in metadata}
         if devices - {"cpu"}:
-            raise InvalidInput(f"{self._of}: compiled for {', '.join(devices)}; only one for a CPU can follow yet")
+            raise InvalidInput(f"{self._of}: compiled for {', '.join(devices)}; only CPU packages are supported")
 
 
 def _remove(folder: str, owner: int) -> None:
-    # A process that was forked off ends without it: its parent goes on with the folder.
+    # A forked process must not remove the folder, because its parent still uses it.
     if os.getpid() == owner:
         shutil.rmtree(folder)
 
 
 class _Memory:
-    """Memory of a runner, which is not freed as long as somebody has a view of it."""
+    """Memory of a runner, which stays alive as long as there is a view of it."""
 
     def __init__(self, tensor: torch.Tensor, runner: AOTIModelContainerRunnerCpu) -> None:
         flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
@@ -260,6 +263,6 @@ class _Memory:
 
 
 def _kept(tensor: torch.Tensor, runner: AOTIModelContainerRunnerCpu) -> torch.Tensor:
-    """A constant of a runner as a tensor that keeps the runner."""
+    """A constant of a runner as a tensor that keeps the runner alive."""
     flat = torch.from_numpy(np.asarray(_Memory(tensor, runner)))
     return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,4 +1,4 @@
-"""The target over a torch module: rows in its parameters and buffers."""
+"""The target for a torch module, which writes to its parameters and buffers."""
 
 import copy
 import logging
@@ -36,42 +36,42 @@ __all__ = ["ModuleReading", "TorchTarget"]
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 5  # Names, and problems, that an error lists.
-# Attributes of a module whose contents `named_parameters` and so on list.
+_SHOWN = 5  # Limit of names and problems in an error.
+# Attributes of a module that `named_parameters` and similar methods cover.
 _OWN = ("_parameters", "_buffers", "_modules")
 
 
 class TorchTarget(LocalTarget["ModuleCopy", "ModuleReading"]):
     """Writes tables into a module's parameters and buffers: an `EmbeddingBagCollection`, or a whole model.
 
-    A table belongs to the parameter or buffer whose name, without ".weight", is the table's name or the end of it:
-    table "sparse.embedding_bags.user" to "embedding_bags.user.weight" of a lone collection. Of several tables the
-    one of that very name has it, then the one that had it first. A map of raw ids belongs to the managed collision
-    module of its name, which must be in evaluation mode and not scripted, and may be sharded for inference: ids
-    that nobody knows then take the rows that they take in the trainer.
+    A table's place is the parameter or buffer whose name, without ".weight", is the table's name or the end of it.
+    For example, table "sparse.embedding_bags.user" fits "embedding_bags.user.weight" of a single collection. If
+    several tables fit, the table with the exact name gets the place, else the one that had it first.
 
-    A module that TorchRec has quantised, or one of half precision, is written if the consumer's value type is its
-    own: int8-tbe or int4-tbe, fp16 or bf16.
+    The place of a map of raw ids is the managed collision module of its name. The module must be in evaluation
+    mode and not scripted; it may be sharded for inference. Unknown ids get the same rows as in the trainer.
 
-    Every table of the first release must have its place, but for those that are left out. Of tables that come
-    later, or grow, the others are followed, and lag names those that have no place.
+    To write to a module that is quantised by TorchRec or in half precision, set the consumer's value type to the
+    module's: int8-tbe or int4-tbe, fp16 or bf16.
+
+    Each table of the first release must have a place, except the tables in `leave_out`. If a table that is added
+    or grows later has no place, the other tables are still updated, and lag names that table.
     """
 
     def __init__(self, module: nn.Module, *, leave_out: Sequence[str] = (), reads: Reads = "pause") -> None:
         """Write into `module`.
 
         Args:
-            module: not replaced inside while it is followed; with `reads="pause"`, `to()` and `load_state_dict()`
-                do no harm.
-            leave_out: names of tables not to write, as shell patterns: "*.user". A table's map goes with it.
-            reads: "pause": readers wait while a release is written. "copies": no reader waits; the target makes a
-                copy of the module, which must have been loaded, in evaluation mode and where it is to stay by now,
-                and serves one and the other in turn. It can be found in a `reading()` alone: `module` itself is of
-                no one version.
+            module: the module. Do not replace its submodules later. With `reads="pause"` you may still call `to()`
+                and `load_state_dict()`.
+            leave_out: tables not to write, as shell patterns of their names: "*.user". Also leaves out their maps.
+            reads: "pause": readers wait while a release is written. "copies": no reader waits. The target copies
+                the module and serves both in turn, so load it, move it to its device and call `eval()` before. Use
+                the module of a `reading()` only, because `module` itself has mixed versions.
 
         Raises:
-            TypeError: `module` is no torch module.
-            InvalidInput: `leave_out` is one string, or `reads` is something else.
+            TypeError: `module` is not a torch module.
+            InvalidInput: `leave_out` is a string, or `reads` is not "pause" or "copies".
             Contradiction: the module cannot be copied.
         """
         check_type("TorchTarget(module)", "module", module, nn.Module, remedy="the model, not its state_dict()")
@@ -86,30 +86,30 @@ class TorchTarget(LocalTarget["ModuleCopy", "ModuleReading"]):
 
     @property
     def takes_parts(self) -> bool:
-        """See `LocalTarget`. Of a compiled module each part would copy all constants."""
+        """See `LocalTarget`. Not with compiled modules, where each part would copy all constants."""
         return super().takes_parts and not compiled_modules(self._copies[0].module)
 
     def tables(self) -> dict[str, torch.Tensor]:
-        """The rows of every table received so far, as live [rows, dim] views of the parameters and buffers.
+        """Live views [rows, dim] of the parameters and buffers, by table.
 
-        Maps of raw ids have none, nor have quantised tables. Those of a `CompiledModule` are live until the next
-        release.
+        Does not include maps of raw ids and quantised tables. Views of a `CompiledModule` are only valid until the
+        next release.
         """
         places = self._copies[0].binding.places
         return {name: place.rows for name, place in places.items() if isinstance(place, Tensor)}
 
     def bound(self) -> frozenset[str]:
-        """Names of the tables of the last release that the module holds."""
+        """Names of the tables of the last release that have a place in the module."""
         return frozenset(self._copies[0].binding.places)
 
     def apply(self, release: Release) -> Written | None:
-        """Write a release into the module: all of it, or nothing where one of these is raised.
+        """Write a release into the module. If this raises one of the errors below, nothing was written.
 
         Raises:
             NotFound: a table has no place in the module and is not left out; the message names all of them.
-            Contradiction: a place has another shape or type than its table, or several tables; the module cannot
-                follow a map of raw ids; the consumer streams ids only; or this thread is inside `reading()`.
-            TornTarget: a release before was not written to its end, and this one does not bring everything.
+            Contradiction: a place has another shape or type than its table, or several tables; the module does not
+                support a map of raw ids; the consumer's mode is `ids`; or this thread is inside `reading()`.
+            TornTarget: an earlier release was only partly written, and this one does not replace everything.
         """
         release.check_values()
         if release.tables != self._followed:
@@ -119,11 +119,11 @@ class TorchTarget(LocalTarget["ModuleCopy", "ModuleReading"]):
         return super().apply(release)
 
     def _follow(self, tables: list[TableSpec]) -> None:
-        """Bind the tables of a first release, or of one with other tables than before."""
+        """Bind the tables of the first release, or of a release with other tables than before."""
         types = value_types_of(tables)
         bindings = [each.bind(tables, self.bound(), types) for each in self._copies]
         binding, before = bindings[0], self._copies[0].binding
-        # A table that comes later, or grows, has no place until the module has one. The other tables go on.
+        # A table that is added or grows later may lack a place. The other tables must go on.
         rows = {table.name: table.rows for table in self._followed if table.name in self.bound()}
         unchanged = {table.name for table in tables if rows.get(table.name) == table.rows}
         if binding.problems and (not self._followed or unchanged & binding.problems.keys()):
@@ -131,40 +131,40 @@ class TorchTarget(LocalTarget["ModuleCopy", "ModuleReading"]):
             part = part_that_fits(self._copies[0].module, written, types)
             plain = all(name.isidentifier() for name in part.split("."))
             argument = part and (f"model.{part}" if plain else f"model.get_submodule({part!r})")
-            _refuse(list(binding.problems.items()), argument)  # All: one may explain another.
+            _refuse(list(binding.problems.items()), argument)  # All problems, since one may explain another.
         if not self._followed:
             self._check_first(tables, binding)
         for name in binding.problems.keys() - before.problems.keys():
-            logger.warning("not followed: %s", binding.problems[name])
+            logger.warning("not updated: %s", binding.problems[name])
         for each, bound in zip(self._copies, bindings, strict=True):
             each.follow(bound)
         self._followed = tables
 
     def _check_first(self, tables: list[TableSpec], binding: Binding) -> None:
-        """Check that the tables of a first release bring all that the module needs; log what they do not bring.
+        """Check that the first release has the module's maps, and log parts of the module that no table updates.
 
         Raises:
-            NotFound: the module maps raw ids, and no table brings the map.
+            NotFound: the module maps raw ids, and no table has the map.
         """
         module = self._copies[0].module
         needed = missing_maps(module, binding)
-        text = "the module maps raw ids by managed collision, and no table brings the map {}: update the trainer"
+        text = "the module maps raw ids by managed collision, and no table has the map {}: update the trainer"
         if missing := [name for name in needed if not self._leave_out.matches(name)]:
             _refuse([(name, NotFound(text.format(name))) for name in missing])
         names = [*(name for table in tables for name in table.names), *needed]
         patterns = self._leave_out.patterns
         if idle := [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]:
-            logger.warning("leave_out: no table fits %s", ", ".join(idle))
+            logger.warning("leave_out: no table matches %s", ", ".join(idle))
         left_out = bind(module, [table for table in tables if self._leave_out.fits(table)], types=list(ValueType))
         if stale := [name for name in binding.stale if name in left_out.stale]:
-            logger.warning("no table brings these of the module, which stay as they are: %s", ", ".join(stale))
+            logger.warning("no table updates these parts of the module: %s", ", ".join(stale))
 
     def _warn_of_training(self) -> None:
-        """Warn of modules in training mode, whose forward may change tables: also before a repair."""
+        """Warn about modules in training mode, whose forward may change tables. Also before a repair."""
         training = [name for each in self._copies for name in in_training(each.module, each.binding)]
         if names := dict.fromkeys(training):
             logger.warning(
-                "in training mode, in which a forward may change what follows the trainer: %s; call eval()",
+                "in training mode, where a forward may change synchronised values: %s; call eval()",
                 ", ".join(name or "the module" for name in names),
             )
 
@@ -174,26 +174,26 @@ class ModuleReading(Reading):
     """A `Reading` of a module.
 
     Attributes:
-        module: the module, or the copy of it that is served now.
+        module: the module, or its copy that is served now.
     """
 
     module: nn.Module
 
 
 def _refuse(problems: list[tuple[str, DeltasyncError]], part: str = "") -> NoReturn:
-    """Raise one error for the places of some tables; `part` of the model has places for all of them."""
+    """Raise one error for all problems. If `part` is set, that part of the model has places for all tables."""
     kind = Contradiction if any(isinstance(each, Contradiction) for _, each in problems) else NotFound
     remedy = (
         f"all tables have places in a part of the module: TorchTarget({part})"
         if part
-        else "give the target a module with places for them, let the consumer follow other tables, or leave them "
-        "out by their names: TorchTarget(module, leave_out=[...])"
+        else "use a module with places for them, restrict the consumer's tables, or leave them out: "
+        "TorchTarget(module, leave_out=[...])"
     )
     raise kind(f"{_sentences(problems)}. Nothing was written: {remedy}")
 
 
 def _sentences(problems: list[tuple[str, DeltasyncError]]) -> str:
-    """The problems, one sentence for all tables with the same one; of many the first."""
+    """The problems as sentences, one for all tables with the same problem, up to a limit."""
     tables: dict[str, list[str]] = {}
     for name, problem in problems:
         subject, colon, what = str(problem).partition(": ")
@@ -210,11 +210,11 @@ def _subject(names: list[str]) -> str:
 
 
 class ModuleCopy:
-    """A module, and the places of tables in it.
+    """A module and the places of tables in it.
 
     Attributes:
         module: the module.
-        binding: places of the tables of the last release.
+        binding: the places of the last release's tables.
     """
 
     def __init__(self, module: nn.Module, leave_out: "_LeaveOut") -> None:
@@ -226,7 +226,7 @@ class ModuleCopy:
         self._early: dict[str, TablePlace | None] = {}
 
     def bind(self, tables: Iterable[TableSpec], before: Collection[str], types: Collection[ValueType]) -> Binding:
-        """Find places for tables, as `torch_binding.bind` does; nothing is followed yet."""
+        """Find places for tables without using them yet: see `torch_binding.bind`."""
         return bind(self.module, [table for table in tables if not self._leave_out.fits(table)], before, types)
 
     def follow(self, binding: Binding) -> None:
@@ -238,7 +238,7 @@ class ModuleCopy:
         """See `Copy`.
 
         Raises:
-            Contradiction: a place cannot be written, or is not in the module any more.
+            Contradiction: a place cannot be written, or is no longer in the module.
         """
         for each in compiled_modules(self.module):
             each.discard()
@@ -256,15 +256,15 @@ class ModuleCopy:
 
         def write() -> Written:
             digests = dict[str, Iterator[RowDigests | None]]()
-            # A module that was made in inference mode can be written in no other.
+            # A module that was constructed in inference mode can only be written in inference mode.
             with torch.inference_mode():
                 for device in devices:
-                    torch.cuda.synchronize(device)  # Readers may have begun work on streams of their own.
+                    torch.cuda.synchronize(device)  # Readers may have pending work on other streams.
                 for name, write_table in writes.items():
                     digests[name] = iter(write_table() or ())
                 for device in devices:
                     torch.cuda.synchronize(device)
-            # Autocast keeps casts of parameters until its outermost block ends, and readers may live in one.
+            # Autocast caches casts of parameters until its outermost block ends, and readers may be inside one.
             torch.clear_autocast_cache()
             return Written([next(digests.get(rows.table.name, iter(())), None) for rows in release.rows])
 
@@ -274,36 +274,36 @@ class ModuleCopy:
         """See `Copy`.
 
         Raises:
-            Contradiction: its place is not in the module any more.
+            Contradiction: the table's place is no longer in the module.
         """
         place = self.binding.places.get(table.name) if self._followed else self._outlived(table)
         if place and self._followed:
             self._check_owner(place)
-        # A table that has grown meanwhile is another one.
+        # A table that has grown since then does not count.
         return place.read(ids) if place and place.table == table else None
 
     def _check_owner(self, place: TablePlace) -> None:
-        """Check that a place is in the module still. A tensor is looked up by name each time, and always is.
+        """Check that a place is still in the module. Tensors need no check, since they are looked up by name.
 
         Raises:
-            Contradiction: something else is where it was.
+            Contradiction: the place was replaced.
         """
         name = place.table.name
         if not isinstance(place, Tensor) and _owner_of(self.module, place) is not self._owners[name]:
             raise Contradiction(
-                f"table {name!r}: what was {place.name} has been replaced in the module, and serves no more: give "
-                "the module as it is now to a new target"
+                f"table {name!r}: {place.name} was replaced in the module and can no longer be updated: pass the "
+                "current module to a new target"
             )
 
     def _outlived(self, table: TableSpec) -> TablePlace | None:
-        """The place of a table before any release: a module may have outlived another process."""
+        """The place of a table before the first release, when the module may already have rows."""
         if table.name not in self._early:
             self._early[table.name] = self.bind([table], (), list(ValueType)).places.get(table.name)
         return self._early[table.name]
 
 
 def _owner_of(module: nn.Module, place: TablePlace) -> nn.Module:
-    """The innermost module that a place is in."""
+    """The innermost module that contains a place."""
     for part in place.name.split("."):
         inner = getattr(module, part, None)
         if not isinstance(inner, nn.Module):
@@ -314,25 +314,25 @@ def _owner_of(module: nn.Module, place: TablePlace) -> nn.Module:
 
 @dataclass(frozen=True)
 class _LeaveOut:
-    """The tables that are not written, as patterns of their names."""
+    """Patterns for the names of tables that are not written."""
 
     patterns: tuple[str, ...]
 
     def fits(self, table: TableSpec) -> bool:
-        """Whether a table is left out: by all of its names, or by that of the table that it belongs to."""
+        """Whether all names of a table match, or the name of the table that it belongs to."""
         return all(map(self.matches, table.names)) or bool(table.of and self.matches(table.of))
 
     def matches(self, name: str) -> bool:
-        """Whether a name fits a pattern."""
+        """Whether a name matches a pattern."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
 
 def copy_of(module: nn.Module) -> nn.Module:
-    """A copy of a module that shares no memory with it.
+    """Copy a module without sharing memory.
 
     Raises:
-        Contradiction: the module cannot be copied, its copy shares memory with it, or tensors that share memory
-            with each other do not in the copy.
+        Contradiction: the module cannot be copied, the copy shares memory with it, or tensors that share memory in
+            the module do not share it in the copy.
     """
     try:
         made = copy.deepcopy(module, _memo(module))
@@ -344,14 +344,14 @@ def copy_of(module: nn.Module) -> nn.Module:
     storages, owners = {_storage(each) for each in tensors.values()}, dict[int, int]()
     for name, tensor in copies.items():
         if _storage(tensor) and _storage(tensor) in storages:
-            raise _no_copy(f"its copy has {name} in common with it")
+            raise _no_copy(f"its copy shares {name} with it")
         if owners.setdefault(_storage(tensors[name]), _storage(tensor)) != _storage(tensor):
-            raise _no_copy(f"{name} shares memory with another of its tensors, and would not in a copy")
+            raise _no_copy(f"{name} shares memory with another of its tensors, but not in a copy")
     return made
 
 
 def _memo(module: nn.Module) -> dict[int, Any]:
-    """Copies for `deepcopy` of what it cannot copy: sharded tensors that belong to no group of processes."""
+    """Copies of tensors that `deepcopy` cannot copy: sharded tensors without a process group."""
     memo: dict[int, Any] = {}
     for each in _tensors(module).values():
         if isinstance(each, ShardedTensorBase) and not hasattr(each, "_process_group"):
@@ -363,28 +363,28 @@ def _memo(module: nn.Module) -> dict[int, Any]:
 
 def _no_copy(why: str) -> Contradiction:
     return Contradiction(
-        f'reads="copies": the module cannot be copied: {why}. Give the target one that can, or reads="pause"'
+        f'reads="copies": the module cannot be copied: {why}. Use reads="pause", or another module'
     )
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """All tensors that a module keeps, also in plain attributes, as quantised collections do."""
-    found: dict[str, torch.Tensor] = {}
+    """All tensors of a module, also in plain attributes, as in quantised collections."""
+    tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     todo: list[tuple[str, Any]] = [("", module)]
     while todo:
         name, value = todo.pop()
         if isinstance(value, torch.Tensor):
-            found[name] = value
+            tensors[name] = value
             todo.extend((f"{name}.{key}", each) for key, each in _wrapped(value).items())
         elif id(value) not in seen:
             seen.add(id(value))
             todo.extend((f"{name}.{key}".lstrip("."), each) for key, each in _parts(value))
-    return found
+    return tensors
 
 
 def _wrapped(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors inside of one that has no memory of its own: TorchRec's of 4 bits, torch's of several shards."""
+    """The tensors inside a wrapper tensor: TorchRec's for 4 bits, or torch's for several shards."""
     if isinstance(tensor, ShardedTensorBase):
         return {str(number): shard.tensor for number, shard in enumerate(tensor.local_shards())}
     names = [*getattr(type(tensor), "__slots__", ()), *vars(tensor)]
@@ -404,7 +404,7 @@ def _parts(value: object) -> Iterator[tuple[object, object]]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Where its memory begins; 0 where it has none of its own."""
+    """The address of a tensor's memory; 0 if it has none of its own."""
     if isinstance(tensor, ShardedTensorBase):
         return 0
     try:

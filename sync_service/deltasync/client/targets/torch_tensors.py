@@ -1,6 +1,6 @@
-"""Where a torch module holds the rows of a table: in a tensor, in one of another type, or quantised in a TBE.
+"""The places of tables in a torch module: a tensor, a tensor of another type, or quantised rows in a TBE.
 
-Each place reads rows and prepares writes, as `torch_binding.TablePlace` has it.
+Each place implements `torch_binding.TablePlace`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ _HALVES = {torch.float16: ValueType.FP16, torch.bfloat16: ValueType.BF16}
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter or buffer of a module, as the place of a table of its type."""
+    """A parameter or buffer as the place of a table of its own type."""
 
     module: nn.Module
     name: str
@@ -43,14 +43,14 @@ class Tensor:
 
     @property
     def rows(self) -> torch.Tensor:
-        """The live view [rows, dim]; raises what `check` does."""
+        """The live view [rows, dim], or an error: see `check`."""
         return self.check().view(self.table.rows, self.table.dim)
 
     def check(self) -> torch.Tensor:
-        """Check that the tensor can hold the table, and return it.
+        """Check that the table fits the tensor; returns the tensor.
 
         Raises:
-            Contradiction: it has another shape or type, or cannot be written by rows.
+            Contradiction: the tensor has another shape or type, or cannot be written by rows.
         """
         table, tensor = self.table, named_tensor(self.module, self.name)
         what = f"the module has {self.name} of shape {list(tensor.shape)} and type {tensor.dtype}"
@@ -60,7 +60,7 @@ class Tensor:
             advice = self._advice(tensor, shaped=shaped)
             raise Contradiction(f"table {table.name!r} is {_form(table)}, {what}{advice}")
         if tensor.is_meta or not tensor.is_contiguous():
-            where = "on the meta device" if tensor.is_meta else "that does not lie in memory row by row"
+            where = "on the meta device" if tensor.is_meta else "that is not contiguous"
             raise Contradiction(f"table {table.name!r}: {what} {where}, which cannot be written")
         return tensor
 
@@ -75,7 +75,7 @@ class Tensor:
         if not compiled:
             return write
         with torch.inference_mode():
-            digests = write()  # Nobody reads the spare constants until the swap.
+            digests = write()  # Spare constants have no readers until the swap.
 
         def swap() -> BatchDigests | None:
             compiled[0].swap()
@@ -89,29 +89,26 @@ class Tensor:
 
     def _advice(self, tensor: torch.Tensor, *, shaped: bool) -> str:
         if self.table.kind is TableKind.EMBEDDING and not tensor.dtype.is_floating_point:
-            return (
-                ", which looks quantised: give the target the whole collection, as it was before it was scripted "
-                "or traced"
-            )
+            return ", which looks quantised: pass the whole collection to the target, not a scripted or traced one"
         if _for_tbe(self.table):
-            return ": quantise the module, or let the consumer's policy say another value_type"
+            return ": quantise the module, or set another value_type in the consumer's policy"
         if shaped and self.dtype.is_floating_point and tensor.dtype in _HALVES:
-            return f": let the consumer's policy say value_type {_HALVES[tensor.dtype].value}"
+            return f": set value_type {_HALVES[tensor.dtype].value} in the consumer's policy"
         return ""
 
 
-# Kept with the module, so that another target over the same module, or a copy of it, knows them.
+# Stored in the module, so that another target with the same module, or with a copy of it, finds them.
 _ROUNDED = "_deltasync_rounded_rows"
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class CastTensor(Tensor):
-    """A floating parameter or buffer, as the place of a floating table of another type.
+    """A floating-point parameter or buffer as the place of a floating-point table of another type.
 
-    The module holds the rows rounded, or in more bits. `read` returns the rows as they were written if the module
-    still holds their cast, and other rows if it does not. Rows of an embedding table lose nothing. Of other tables
-    the exact rows are kept beside the module.
+    The tensor has the rows in a narrower or wider type. If they are unchanged, `read` returns the original rows,
+    otherwise rows with a flipped bit. For embedding tables the cast is exact. For other tables, the original rows
+    are stored beside the module.
 
     Attributes:
         held_type: the type that the tensor must have.
@@ -144,22 +141,22 @@ class CastTensor(Tensor):
 
     def read(self, ids: Ids) -> Values:
         """See `TablePlace`."""
-        held = self._held(ids)
-        rows = self._exact_rows()[ids] if self._rounds else self._back(held)
+        actual = self._held(ids)
+        rows = self._exact_rows()[ids] if self._rounds else self._back(actual)
         cast, unsigned = self._cast(rows), np.dtype(f"u{rows.itemsize}")
-        same = torch.from_numpy(_bits(held) == _bits(cast)) | (held.isnan() & cast.isnan())
-        # Damage has to show: a row that differs is returned with a flipped bit.
+        same = torch.from_numpy(_bits(actual) == _bits(cast)) | (actual.isnan() & cast.isnan())
+        # Damage must show: flip a bit in rows that differ.
         damaged: Values = np.bitwise_xor(rows.view(unsigned), (~same).numpy(), dtype=unsigned)
         return damaged.view(rows.dtype)
 
     @property
     def _rounds(self) -> bool:
-        """Whether rows lose something."""
+        """Whether the cast loses precision."""
         wider = torch.promote_types(torch_type(self.table), self.held_type) == self.held_type
         return not wider and self.table.kind is not TableKind.EMBEDDING
 
     def _exact_rows(self) -> Values:
-        """All rows as they were written, or as the module has them if none were."""
+        """All original rows, or the module's rows if none were written."""
         rounded: dict[str, Values] = self.module.__dict__.get(_ROUNDED, {})
         exact = rounded.get(self.name)
         if exact is not None and (exact.shape, exact.dtype) == (tuple(self.rows.shape), self.table.dtype):
@@ -173,27 +170,27 @@ class CastTensor(Tensor):
     def _cast(self, rows: Values) -> torch.Tensor:
         return torch.from_numpy(np.array(rows)).to(self.held_type)
 
-    def _back(self, held: torch.Tensor) -> Values:
-        rows: Values = held.to(torch_type(self.table)).numpy()
+    def _back(self, tensor: torch.Tensor) -> Values:
+        rows: Values = tensor.to(torch_type(self.table)).numpy()
         return rows
 
 
 def _bits(tensor: torch.Tensor) -> Values:
-    """The bits of a tensor's numbers as integers: NumPy has no bf16."""
+    """The bits of a tensor's numbers as integers, since NumPy has no bf16."""
     bits: Values = tensor.view(_INTEGERS[tensor.itemsize]).numpy()
     return bits
 
 
 def casts(table: TableSpec, dtype: torch.dtype, types: Collection[ValueType]) -> bool:
-    """Whether a tensor of type `dtype` may hold a table of another type.
+    """Whether a tensor of type `dtype` may be the place of a table of another type.
 
-    A wider type always may. A narrower type may hold an embedding table whose rows come in that type. It may hold
-    the tables beside embedding tables if one of these comes in that type, or quantised for a TBE.
+    A wider type is always allowed. A narrower type is allowed for an embedding table whose rows are sent in that
+    type, and for other tables if some embedding table is sent in that type, or quantised for a TBE.
 
     Args:
         table: the table.
         dtype: the tensor's type.
-        types: the types in which the consumer's embedding tables come.
+        types: the value types of the consumer's embedding tables.
     """
     own = torch_type(table)
     if own == dtype or not (own.is_floating_point and dtype.is_floating_point):
@@ -207,12 +204,12 @@ def casts(table: TableSpec, dtype: torch.dtype, types: Collection[ValueType]) ->
 
 
 def value_types_of(tables: Sequence[TableSpec]) -> set[ValueType]:
-    """The types in which the rows of embedding tables come."""
+    """The value types of embedding tables."""
     return {value_type_of(table) for table in tables if table.kind is TableKind.EMBEDDING}
 
 
 def torch_type(table: TableSpec) -> torch.dtype:
-    """The type of a table's values, as torch calls it."""
+    """The torch type of a table's values."""
     return torch.from_numpy(np.empty(0, table.dtype)).dtype
 
 
@@ -227,9 +224,9 @@ def _form(table: TableSpec) -> str:
     return f"{shape} {torch_type(table)}"
 
 
-# What collections call their tables.
+# The attributes for tables in collections.
 TABLES_OF = ("embedding_bags", "embeddings")
-# By what fbgemm calls them.
+# Value types by fbgemm's name.
 _TBE_TYPES = {f"int{each.tbe_bits}": each for each in ValueType if each.tbe_bits}
 _PRUNING = ("index_remappings_array", "index_remapping_hash_table")
 _WRITABLE = ("HOST", "DEVICE")
@@ -237,12 +234,12 @@ _WRITABLE = ("HOST", "DEVICE")
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """A table in a TBE, or in several that hold some of its rows each, as its place.
+    """A table in one TBE, or row-sharded over several, as its place.
 
     Attributes:
-        name: the FQN that its weight has in the module.
+        name: the FQN of the table's weight in the module.
         table: the table; its rows are codes, scale and bias.
-        shards: where the rows are, from the first one on.
+        shards: the shards with its rows, in row order.
     """
 
     name: str
@@ -254,7 +251,7 @@ class QuantisedRows:
         """The place of a table.
 
         Raises:
-            Contradiction: the shards hold another table, or cannot be written.
+            Contradiction: the shards do not match the table, or cannot be written.
         """
         place = cls(name, table, tuple(sorted(shards, key=lambda shard: (shard.row, shard.column))))
         place._check_type()
@@ -285,15 +282,15 @@ class QuantisedRows:
         """See `TablePlace`."""
         rows = np.empty((len(ids), self.table.dim), np.uint8)
         for shard, some in zip(self.shards, self._slices(ids), strict=True):
-            held, sent = self._memory(shard).read(ids[some] - shard.row), rows[some]
+            stored, sent = self._memory(shard).read(ids[some] - shard.row), rows[some]
             first = 0 if shard.scale_last else SCALE_AND_BIAS_BYTES
             last = sent.shape[1] - first
-            sent[:, :last], sent[:, last:] = held[:, first:], held[:, :first]
+            sent[:, :last], sent[:, last:] = stored[:, first:], stored[:, :first]
             of_tbe(sent)
         return rows
 
     def _slices(self, ids: Ids) -> list[slice]:
-        """The ids, of these in ascending order, that each shard has."""
+        """The slice of ascending ids that belongs to each shard."""
         ends = np.searchsorted(ids, [shard.row for shard in self.shards[1:]]).tolist()
         return [slice(first, end) for first, end in zip([0, *ends], [*ends, len(ids)], strict=True)]
 
@@ -304,16 +301,16 @@ class QuantisedRows:
             raise Contradiction(f"table {self.table.name!r}: {error}") from None
 
     def _check_type(self) -> None:
-        held, sent = self.shards[0].value_type, value_type_of(self.table)
-        if _TBE_TYPES.get(held) is sent:
+        own, sent = self.shards[0].value_type, value_type_of(self.table)
+        if _TBE_TYPES.get(own) is sent:
             return
         advice = (
-            f"let the consumer's policy say value_type {_TBE_TYPES[held].value}"
-            if held in _TBE_TYPES
+            f"set value_type {_TBE_TYPES[own].value} in the consumer's policy"
+            if own in _TBE_TYPES
             else f"quantise the module to {' or '.join(_TBE_TYPES)}"
         )
         raise Contradiction(
-            f"table {self.table.name!r}: rows come as {sent.value}, the module's TBE holds {held}: {advice}"
+            f"table {self.table.name!r}: rows are sent as {sent.value}, the module's TBE has {own}: {advice}"
         )
 
     def _check_shape(self) -> None:
@@ -321,8 +318,8 @@ class QuantisedRows:
         dim = table.table_dim if isinstance(table, HeldSpec) else table.dim
         if any(shard.column for shard in shards):
             raise Contradiction(
-                f"table {table.name!r}: {self.name} is sharded by column in the module, each piece quantised "
-                "apart: shard it by row or by table"
+                f"table {table.name!r}: {self.name} is sharded by column in the module, so each piece is "
+                "quantised separately: shard it by row or by table"
             )
         ends = [shard.row + shard.rows for shard in shards]
         whole = [0, *ends] == [*(shard.row for shard in shards), table.rows]
@@ -334,22 +331,22 @@ class QuantisedRows:
 
 
 def _to_tbe(rows: Values, scale_last: bool) -> Bytes:
-    """Rows [n, width] in the form of a TBE, from the form in which they are sent."""
+    """Convert rows [n, width] from the form on the wire to the form of a TBE."""
     if scale_last:
         return to_tbe(np.array(rows, np.uint8))
     extra = SCALE_AND_BIAS_BYTES
-    held: Bytes = np.concatenate([rows[:, -extra:], rows[:, :-extra]], axis=1)
-    to_tbe(held[:, :extra])
-    return held
+    stored: Bytes = np.concatenate([rows[:, -extra:], rows[:, :-extra]], axis=1)
+    to_tbe(stored[:, :extra])
+    return stored
 
 
 @dataclass(frozen=True, eq=False)
 class TbeShard:
-    """The rows of one table that a TBE holds.
+    """The rows of one table in a TBE.
 
     Attributes:
         tbe: the TBE.
-        index: the table's number in it.
+        index: the index of the table in the TBE.
         row: the id of the first row.
         column: the first column.
     """
@@ -376,32 +373,32 @@ class TbeShard:
 
     @property
     def value_type(self) -> str:
-        """The type of values as fbgemm calls it: int8, int4, fp16 and so on."""
+        """fbgemm's name for the type of values: int8, int4, fp16 and so on."""
         return str(self._spec[3].value)
 
     @property
     def scale_last(self) -> bool:
-        """Whether scale and bias come at the end of a row, and not first."""
+        """Whether scale and bias are at the end of a row instead of the start."""
         return bool(self.tbe.module.reverse_qparam)
 
     def memory(self, width: int) -> torch.Tensor:
         """The rows' live memory [rows, width], without padding.
 
         Raises:
-            Contradiction: there is none that could be written.
+            Contradiction: the memory cannot be written.
         """
         self.tbe.check()
         location = self._spec[4].name
         if location not in _WRITABLE:
             raise Contradiction(
-                f"{self.tbe.name} keeps rows in {location} memory; expected {' or '.join(_WRITABLE)}"
+                f"{self.tbe.name} has rows in {location} memory; expected {' or '.join(_WRITABLE)}"
             )
         alignment: int = self.tbe.module.row_alignment
         view, padded = self.tbe.view(self.index), -(-width // alignment) * alignment
         if (view.shape, view.stride(), view.dtype) != ((self.rows, padded), (padded, 1), torch.uint8):
             raise Contradiction(
-                f"{self.tbe.name} holds rows as {view.dtype} {list(view.shape)}, {view.stride()} apart; expected "
-                f"bytes [{self.rows}, {padded}]: {width} aligned to {alignment}"
+                f"{self.tbe.name} has rows as {view.dtype} {list(view.shape)} with strides {view.stride()}; "
+                f"expected bytes [{self.rows}, {padded}]: {width} aligned to {alignment}"
             )
         return view[:, :width]
 
@@ -415,7 +412,7 @@ class Tbe:
     """One of a module's TBEs.
 
     Attributes:
-        name: what to call it in a sentence.
+        name: its name in errors.
         module: fbgemm's module.
     """
 
@@ -426,32 +423,32 @@ class Tbe:
 
     @property
     def memory(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that rows are kept in."""
+        """The tensors with the rows."""
         return self.module.weights_host, self.module.weights_dev, self.module.weights_uvm
 
     def check(self) -> None:
-        """Check that lookups read the TBE's own rows, and that these lie where they can be written.
+        """Check that the TBE's rows can be written, and that lookups read them.
 
         Raises:
-            Contradiction: they do not.
+            Contradiction: the TBE is of a kind that is not supported.
         """
         module = self.module
         pruned = any(getattr(module, name).numel() for name in _PRUNING)
         if pruned or module.index_remapping_hash_table_cpu is not None:
-            raise Contradiction(f"{self.name} is pruned: it has only some rows; quantise the model unpruned")
+            raise Contradiction(f"{self.name} is pruned and lacks rows: quantise the model without pruning")
         if hasattr(module, "kv_embedding_cache"):
-            raise Contradiction(f"{self.name} keeps rows by key: make the collection without virtual tables")
+            raise Contradiction(f"{self.name} has rows by key: construct the collection without virtual tables")
         if module.scale_bias_size_in_bytes != SCALE_AND_BIAS_BYTES:
             size = module.scale_bias_size_in_bytes
             raise Contradiction(f"{self.name} has {size} bytes of scale and bias in a row, expected 4")
 
     def view(self, index: int) -> torch.Tensor:
-        """The live memory of table number `index`: uint8 [rows, bytes of a row with its padding].
+        """The live memory of table `index`: uint8 [rows, bytes of a row with padding].
 
         Raises:
-            Contradiction: there is none, or none that may be written.
+            Contradiction: there is no memory, or it cannot be written.
         """
-        # Views are made again only after a move: fbgemm makes those of all tables at once.
+        # Create views only after a move, because fbgemm always creates the views of all tables.
         lies = tuple((each.data_ptr(), each.numel()) for each in self.memory)
         if lies != self._viewed:
             self._views, self._viewed = self._views_now(), lies
@@ -464,16 +461,16 @@ class Tbe:
             raise Contradiction(f"{self.name} is on the meta device, which cannot be written")
         try:
             views = [each[0] for each in self.module.split_embedding_weights_with_scale_bias(0)]
-        except RuntimeError:  # fbgemm cuts the views out of its memory, and shapes each.
-            raise Contradiction(f"{self.name}: its memory is not as long as its tables") from None
+        except RuntimeError:  # fbgemm's slicing of its memory has failed.
+            raise Contradiction(f"{self.name}: its memory is shorter than its tables") from None
         extents = sorted((each.data_ptr(), each.data_ptr() + each.numel()) for each in views)
         if any(end > begin for (_, end), (begin, _) in pairwise(extents)):
-            raise Contradiction(f"{self.name}: its tables lie in one another's memory")
+            raise Contradiction(f"{self.name}: its tables overlap in memory")
         return views
 
 
 def tables_in_tbes(module: nn.Module) -> dict[str, list[TbeShard]]:
-    """The tables in the TBEs of a module's quantised collections, by the names that their weights have there."""
+    """The tables in the TBEs of a module's quantised collections, by the names of their weights."""
     tables: dict[str, list[TbeShard]] = {}
     for owner, collection in module.named_modules():
         kind = TABLES_OF[not hasattr(collection, "embedding_bag_configs")]
@@ -494,13 +491,13 @@ def _shards_in(owner: str, collection: Any) -> Iterator[TbeShard]:
 
 
 def tbe_prefixes(module: nn.Module, tables: Iterable[str]) -> tuple[str, ...]:
-    """How the names of parameters and buffers begin that a module's TBEs have, or share with their `tables`."""
+    """The prefixes of the names of all parameters and buffers that belong to a module's TBEs or their `tables`."""
     registered = [f"{name}." for name, each in module.named_modules() if _is_tbe(each)]
     return (*registered, *(name.removesuffix("weight") for name in tables))
 
 
 def tbe_memory(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors that a module's TBEs keep rows in."""
+    """The tensors with the rows of a module's TBEs."""
     tbes = {shard.tbe for shards in tables_in_tbes(module).values() for shard in shards}
     return [each for tbe in tbes for each in tbe.memory]
 
@@ -511,7 +508,7 @@ def _is_tbe(module: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TensorRows:
-    """The rows of a tensor [rows, width], each of which lies in one piece.
+    """The rows of a tensor [rows, width] with contiguous rows.
 
     Attributes:
         held: the tensor.
@@ -522,15 +519,15 @@ class TensorRows:
     def stage(
         self, rows: Iterable[tuple[Ids, Values]], fill: Values | None = None, *, digested: bool = False
     ) -> Callable[[], BatchDigests | None]:
-        """Prepare rows, and return a function that writes them.
+        """Prepare rows; returns a function that writes them.
 
         Args:
-            rows: ids [n] and values [n, width], of the tensor's type or of one as wide.
-            fill: a row [1, width] that all rows become first; None keeps the others.
-            digested: whether the function returns digests of the rows as they then lie in host memory.
+            rows: ids [n] and values [n, width], of the tensor's type or another type of the same size.
+            fill: a row [1, width] that first replaces all rows; None keeps other rows.
+            digested: whether the function returns digests of the written rows in host memory.
 
         Raises:
-            Contradiction: the tensor has no such rows; nothing was written.
+            Contradiction: an id is out of range; nothing was written.
         """
         if self._in_host_memory:
             return self._stage_in_host_memory(rows, fill, digested=digested)
@@ -550,13 +547,13 @@ class TensorRows:
 
     @property
     def _bytes(self) -> Bytes:
-        held: Bytes = self.held.view(torch.uint8).numpy()
-        return held
+        rows: Bytes = self.held.view(torch.uint8).numpy()
+        return rows
 
     def _stage_in_host_memory(
         self, rows: Iterable[tuple[Ids, Values]], fill: Values | None, *, digested: bool
     ) -> Callable[[], BatchDigests | None]:
-        held, memory = self.held, self._bytes
+        tensor, memory = self.held, self._bytes
         puts = [
             staged_rows(memory.view(values.dtype), ids, values, digested=digested)
             if digested
@@ -569,64 +566,64 @@ class TensorRows:
             if first is not None:
                 _items(memory)[:] = first
             digests = [put() for put in puts]
-            if not held.is_inference():
-                increment_version(held)  # Autograd has to know.
+            if not tensor.is_inference():
+                increment_version(tensor)  # Autograd must detect the change.
             return digests if digested else None
 
         return write
 
     def _stage_on(self, rows: Iterable[tuple[Ids, Values]], fill: Values | None) -> Callable[[], None]:
-        """On another device than the CPU."""
-        held, first = self.held, None if fill is None else self._on_device(fill)
+        """`stage` for a device other than the CPU."""
+        tensor, first = self.held, None if fill is None else self._on_device(fill)
         puts = list[tuple[torch.Tensor, torch.Tensor]]()
         for ids, values in rows:
-            check_fit(held.shape[0], held.shape[1] * held.itemsize, ids, values)
-            puts.append((torch.from_numpy(ids.copy()).to(held.device), self._on_device(values)))
+            check_fit(tensor.shape[0], tensor.shape[1] * tensor.itemsize, ids, values)
+            puts.append((torch.from_numpy(ids.copy()).to(tensor.device), self._on_device(values)))
 
         def write() -> None:
             if first is not None:
-                held.copy_(first.expand_as(held))
+                tensor.copy_(first.expand_as(tensor))
             for at, some in puts:
-                held.index_copy_(0, at, some)
+                tensor.index_copy_(0, at, some)
 
         return write
 
     def _on_device(self, values: Values) -> torch.Tensor:
-        # Copied, since torch has no read-only tensors.
+        # Copy, since torch has no read-only tensors.
         rows = torch.empty(len(values), self.held.shape[1], dtype=self.held.dtype)
         rows.view(torch.uint8).numpy()[:] = np.ascontiguousarray(values).view(np.uint8)
         return rows.to(self.held.device)
 
 
 def _items(rows: Bytes) -> NDArray[np.void]:
-    """Rows [n, width] as [n] items, which NumPy copies several times as fast as it copies rows."""
+    """Rows [n, width] as [n] items, which NumPy copies several times faster."""
     items: NDArray[np.void] = rows.view(np.dtype((np.void, rows.shape[1])))[:, 0]
     return items
 
 
 def named_tensor(module: nn.Module, name: str) -> torch.Tensor:
-    """A parameter or buffer, detached: of a compiled module, what the compiled code reads."""
+    """A parameter or buffer, detached. For a compiled module, the tensor that the compiled code reads."""
     if compiled := compiled_module_of(module, name):
         return compiled[0].served(compiled[1])
-    # Looked up by name each time: `module.to(...)` puts other memory behind a name.
-    found: Any = reduce(getattr, name.split("."), module)
-    tensor: torch.Tensor = found.detach()
+    # Look the name up each time, since `module.to(...)` replaces the memory.
+    attribute: Any = reduce(getattr, name.split("."), module)
+    tensor: torch.Tensor = attribute.detach()
     return tensor
 
 
-# Where the wrappers of activation checkpointing, FSDP, torch.compile and TorchRec keep what they wrap.
+# Attributes for the wrapped module: activation checkpointing, FSDP, torch.compile, TorchRec.
 _INSIDE = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod", "_dmp_wrapped_module")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside of all its wrappers."""
+    """The module inside all of its wrappers."""
     while name := _name_inside(module):
         module = getattr(module, name)
     return module
 
 
 def plain_name(module: nn.Module, name: str) -> str:
-    """The name of a parameter or buffer of a module without the parts that wrappers add."""
+    """The name of a module's parameter or buffer without the parts of wrappers."""
     plain, each = list[str](), module
     for part in name.split("."):
         inner = getattr(each, part, None)
@@ -640,7 +637,7 @@ _NOTHING = nn.Module()
 
 
 def _name_inside(module: nn.Module) -> str:
-    """The attribute in which a wrapper keeps what it wraps; empty for a module that is no wrapper."""
+    """A wrapper's attribute for the wrapped module; empty for a module that is not a wrapper."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
     return next((name for name in _INSIDE if name in module._modules), "")

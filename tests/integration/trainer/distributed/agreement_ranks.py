@@ -29,7 +29,7 @@ from deltasync.trainer.distributed.sharding import OptimizerOptions, click_table
 from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.example.model import ClickModel
 from deltasync.trainer.example.options import ModelOptions
-from deltasync.trainer.pipelines import LockstepBatches
+from deltasync.trainer.pipelines import LockstepBatches, OnlinePipeline, PipelineOptions
 from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
@@ -68,7 +68,7 @@ def states_of_different_versions_go_on_from_the_lowest(service: str) -> None:
     _, sync = delta_sync(service)
     sync.flush(PATIENCE_SECONDS)
     early, full = sync.state_dict(), sync.stats.rows
-    user = next(tracked for tracked in sync.tracker.shards if tracked.shard.table.name.endswith("user"))
+    user = next(table.shards[0] for table in sync.tracker.tables if table.name.endswith("user"))
     user.weight[0] += 1
     sync.tracker.mark(user.shard.table.name, torch.tensor([user.shard.row_offset]))
     late = sync.state_dict() | {"tracker": sync.tracker.state_dict()}
@@ -90,7 +90,7 @@ def a_part_refused_on_one_rank_fails_on_all(service: str) -> None:
     _, sync = delta_sync(service)
     sync.flush(PATIENCE_SECONDS)
     if dist.get_rank() == 0:
-        user = next(tracked for tracked in sync.tracker.shards if tracked.shard.table.name.endswith("user"))
+        user = next(table.shards[0] for table in sync.tracker.tables if table.name.endswith("user"))
         user.weight[3, 1] = float("nan")
     sync.mark_all()
     check_refused(sync, "row 3 holds nan")
@@ -222,6 +222,27 @@ def options_that_differ_are_named_on_all_ranks(service: str) -> None:
             f"Tracker: {name} is {first} on rank 0, {second} on rank 1; all ranks need the same",
         )
     Tracker(tables, TrackerOptions(dense=rank == 0, replicas=rank == 0)).close()
+    of_pipeline: dict[str, tuple[str, str, Any]] = {
+        "grad_accum": ("1", "2", 2),
+        "accumulate_tables": ("False", "True", True),
+        "enable_amp": ("False", "True", True),
+        "amp_dtype": ("torch.bfloat16", "torch.float16", torch.float16),
+        "loss_scale": ("65536.0", "1.0", 1.0),
+        "dmp_collection_sync_interval_batches": ("1", "None", None),
+    }
+    own: dict[str, Any] = {
+        "not_ahead": ["bags"],
+        "custom_model_fwd": tables.forward,
+        "enqueue_batch_after_forward": True,
+    }
+    assert {field.name for field in fields(PipelineOptions)} == {*own, *of_pipeline}
+    pipeline = partial(OnlinePipeline, tables, torch.optim.SGD(tables.parameters()), torch.device("cpu"))
+    for name, (first, second, other) in of_pipeline.items():
+        check_refused_on_all(
+            partial(pipeline, PipelineOptions(**{name: other} if rank else {})),
+            f"OnlinePipeline: {name} is {first} on rank 0, {second} on rank 1; all ranks need the same",
+        )
+    pipeline(PipelineOptions(**own if rank else {}))
 
 
 def check_refused_on_all(make: Callable[[], object], why: str, kind: type[DeltasyncError] = InvalidInput) -> None:

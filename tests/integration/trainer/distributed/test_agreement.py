@@ -1,4 +1,4 @@
-"""Ranks that hold different things, or of which one fails, still come to an end together."""
+"""Ranks end together even if their options or states differ, or one of them fails."""
 
 from pathlib import Path
 

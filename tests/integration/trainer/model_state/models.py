@@ -175,7 +175,7 @@ def _sorted(case: Case) -> nn.Module:
 
 
 def _mixed(ids: torch.Tensor, below: int) -> torch.Tensor:
-    """Ids below, of which ones next to each other are not."""
+    """Ids below, no two of them neighbours."""
     return ids * 7919 % below
 
 

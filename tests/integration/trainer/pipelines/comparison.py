@@ -56,7 +56,7 @@ def check_like_plain(
         ahead: how many calls of each module are made ahead of each forward, from the first on; a module counts
             its `calls`.
         refused: modules that are not pipelined, and a pattern of the reason that is logged for each.
-        batches: so many of them, the same each time.
+        batches: the number of batches, the same each time.
         options: of the pipeline.
     """
     plain, pipelined = Training(make(), BOTH_RANKS), Training(make(), BOTH_RANKS)

@@ -147,7 +147,7 @@ class Training:
         return outputs
 
     def pipelined(self, batches: Iterable[Any], **options: Any) -> list[Any]:
-        """Train with a pipeline, until it says that there is no more, and detach it; the outputs."""
+        """Train with a pipeline to the end of the data, and detach it; return the outputs."""
         pipeline = self.pipeline(**options)
         outputs = through(pipeline, batches)
         pipeline.detach()

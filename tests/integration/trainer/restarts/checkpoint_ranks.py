@@ -22,7 +22,7 @@ SIZES = ModelOptions(users=20, items=30, cross_buckets=10, dim=4, hidden=4)
 
 
 class Training:
-    """A model of which each step changes all rows of a table."""
+    """A model whose steps change all rows of a table."""
 
     def __init__(self, folder: Path, every: int = 1) -> None:
         device = torch.device("cpu")
@@ -42,9 +42,9 @@ class Training:
         return {float(value) for weight in self._weights() for value in weight.flatten().tolist()}
 
     def _weights(self) -> list[torch.Tensor]:
-        """Of the table of which each rank has some rows."""
-        shards = self.sync.tracker.shards
-        return [tracked.weight for tracked in shards if tracked.shard.table.name.endswith("user")]
+        """The weights of the table that is sharded by rows."""
+        tables = [table for table in self.sync.tracker.tables if table.name.endswith("user")]
+        return [tracked.weight for table in tables for tracked in table.shards]
 
 
 def names(folder: Path) -> list[str]:
@@ -102,7 +102,7 @@ def one_that_cannot_be_written_leaves_the_one_before(folder: Path, patch: pytest
     with patch.context() as patched:
         patched.setattr(module, "write_checkpoint", refused)
         again.step()
-        with pytest.raises(StorageFailed, match=f"no checkpoint of the end of the run is in {folder}"):
+        with pytest.raises(StorageFailed, match=f"the last checkpoint is missing in {folder}"):
             again.checkpoints.finish()
     assert names(folder) == ["partial", "step-000000000001"]
     third = Training(folder)

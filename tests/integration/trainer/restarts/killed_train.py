@@ -1,4 +1,4 @@
-"""`deltasync.trainer.example.train` of which every rank is killed after a step, once there is a
+"""`deltasync.trainer.example.train`, with every rank killed after a step, once there is a
 checkpoint, and a version that it has published.
 
 python killed_train.py STEP CHECKPOINTS HTTP OPTION...

@@ -1,4 +1,4 @@
-"""Ranks of which one knows of a cut, or of a refusal, that another does not know of."""
+"""One rank knows of a cut or a refusal, and another does not."""
 
 from pathlib import Path
 

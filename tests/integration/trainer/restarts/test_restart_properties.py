@@ -1,5 +1,5 @@
 """A trainer of one rank, its checkpoints and a service, with crashes and copies put back: in the end the service
-has what the trainer holds, and no more than may differ was sent.
+has the rows of the trainer, and only rows that may differ were sent.
 """
 
 import copy
@@ -86,7 +86,7 @@ class Scenario:
         self._parted = False
 
     def crash(self) -> None:
-        """Every row of whoever has no checkpoint, otherwise those that may differ."""
+        """Every row of a trainer without a checkpoint, otherwise the rows that may differ."""
         self.sync.abort()
         self._begin()
         may_differ = (ROWS + 1) if self._parted else None

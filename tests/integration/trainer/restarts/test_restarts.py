@@ -1,4 +1,4 @@
-"""A trainer of one rank and a service process, of which one comes back with less than the other has."""
+"""A trainer of one rank and a service process: one of them comes back with less than the other has."""
 
 import shutil
 from pathlib import Path

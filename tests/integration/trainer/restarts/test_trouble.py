@@ -13,8 +13,7 @@ from torch import nn
 
 from deltasync.base.errors import Contradiction, DeltasyncError, InvalidInput
 from deltasync.base.process import this_process
-from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions
-from deltasync.trainer.sync_metrics import Trouble
+from deltasync.trainer.sync import DeltaSync, OnRefusal, SyncOptions, Trouble
 
 
 class Trainer:
@@ -65,7 +64,7 @@ def test_a_row_of_nan_stops_publishing_until_it_is_finite_again(
         refusals = trainer.sync.stats.refusals
         while trainer.sync.stats.refusals < refusals + 2:
             trainer.step()
-    said = [each.getMessage() for each in caplog.records if each.name == "deltasync.trainer.sync_metrics"]
+    said = [each.getMessage() for each in caplog.records if each.name == "deltasync.trainer.sync"]
     assert len(said) == 1, "once, however often it is tried"
     assert trainer.sync.stats.cuts[-1][0] == 1
     trainer.weight[2, 1] = 7.0
@@ -129,8 +128,8 @@ def test_steps_before_a_checkpoint_are_not_unpublished_ones(running: RunningServ
     assert trainer.sync.metrics()["unpublished_steps"] == 0
     trainer.sync.abort()
     restarted = Trainer(running)
-    restarted.sync.tracker._marking.restore(1000)
     saved = restarted.sync.state_dict()
+    saved["tracker"]["steps"] = 1000
     restarted.sync.load_state_dict([saved])
     assert restarted.sync.metrics()["unpublished_steps"] == 0
     restarted.sync.abort()

@@ -18,7 +18,7 @@ def ids_of(delta: Delta) -> dict[str, list[int]]:
 
 
 class Copy:
-    """The tables of a receiver who has nothing, and is then given the deltas of one consumer."""
+    """The tables of a receiver that begins without rows and gets the deltas of one consumer."""
 
     def __init__(self, model: DistributedModelParallel, tracker: Tracker, consumer: str | None = None) -> None:
         self._tracker, self._consumer = tracker, consumer

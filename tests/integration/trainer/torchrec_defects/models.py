@@ -64,7 +64,7 @@ def collided(
     every: int = 1,
     **options: Any,
 ) -> nn.Module:
-    """Tables of one kind behind managed collision, which may evict ids every so many batches."""
+    """Tables of one kind behind managed collision, which may evict ids at intervals of batches."""
     remappings = {
         table.name: MCHManagedCollisionModule(
             zch_size=table.num_embeddings,

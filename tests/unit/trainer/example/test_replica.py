@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync.client import Position, Release, RowBatch, Shard, TableSpec
+from deltasync.client import Position, Release, RowBatch, Shard, TableSpec, Written
 from deltasync.trainer.example.replica import HeldTarget
 
 TABLE = TableSpec("weight", 4, 2)
@@ -36,7 +36,7 @@ class Fed:
         self.target = HeldTarget(torch.nn.Linear(2, 4, bias=False), last_step)
         self._thread = ThreadPoolExecutor(1)
 
-    def feed(self, step: int) -> "Future[None]":
+    def feed(self, step: int) -> "Future[Written | None]":
         return self._thread.submit(self.target.apply, release(step))
 
     def score(self) -> int:
@@ -64,7 +64,9 @@ def test_a_release_waits_until_its_batches_are_scored() -> None:
         second = each.feed(2)
         assert each.score() == 0
         assert each.score() == 0, "what was trained on the second batch did not come before it was scored"
-        second.result()
+        written = second.result()
+        assert written
+        assert written.digests[0] is not None, "the proof is handed on"
         assert each.score() == 2
 
 

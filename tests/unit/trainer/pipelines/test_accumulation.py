@@ -22,7 +22,7 @@ class Step:
 
 
 def steps(micro_batches: int, last: list[bool]) -> list[Step]:
-    """Those of so many micro-batches, and shorter ones where one is the last that there is."""
+    """Cycles of this number of micro-batches, and shorter ones at the end of the data."""
     found, numbers = list[Step](), list[int]()
     for number, is_last in enumerate(last):
         numbers.append(number)

@@ -28,7 +28,7 @@ EXAMPLE = st.lists(st.integers(0, 2**40), max_size=3)
 
 
 def plain_batches(keys: int) -> st.SearchStrategy[list[Plain]]:
-    """Some batches of so many keys, each of a size of its own."""
+    """Some batches with this number of keys, each of its own size."""
     one = st.integers(1, 4).flatmap(
         lambda size: st.lists(st.lists(EXAMPLE, min_size=size, max_size=size), min_size=keys, max_size=keys)
     )

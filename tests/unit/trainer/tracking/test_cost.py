@@ -7,7 +7,7 @@ import torch
 from tests.support.embeddings import embedding
 from torch import nn
 
-from deltasync.kernels import changes, digests, id_maps, marks
+from deltasync.kernels import digests, tracking
 from deltasync.kernels.compiled import Kernel
 from deltasync.trainer.tracking import Tracker, TrackerOptions, TrackingMode
 
@@ -34,7 +34,7 @@ def refuse(kernel: object) -> None:
 
 
 def test_no_step_and_no_read_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (changes, digests, id_maps, marks):
+    for room in (digests, tracking):
         for kernel in vars(room).values():
             if isinstance(kernel, Kernel):
                 monkeypatch.setattr(kernel, "_compiled", None)

@@ -41,7 +41,7 @@ def tracker(model: nn.Module) -> Tracker:
 
 @pytest.mark.parametrize("arrived", [True, False])
 def test_a_row_under_way_that_became_what_it_was_is_chosen(arrived: bool) -> None:
-    """The receiver has 1.0 by now, or will have; whether it said so makes no difference."""
+    """The receiver has 1.0, or will have it, whether it has acknowledged it or not."""
     model: Any = nn.ParameterDict({"t": torch.zeros(2, 1)})
     tracking = tracker(model)
     model.t.data[0] = 1.0

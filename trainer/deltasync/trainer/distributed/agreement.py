@@ -1,4 +1,4 @@
-"""Agreements of ranks: before a cut, of which all or none publish a part, and before other collectives."""
+"""Agreements of ranks: on a cut, which all or none publish, and before other collectives."""
 
 import hashlib
 import time
@@ -27,8 +27,8 @@ class Consensus:
         failed: at least one rank cannot go on.
         deletes: up to this number, every rank has the requests to delete rows that were not met yet; 0 for none.
         refused: the part of at least one rank was refused, since the service does not hold what it builds on.
-        late: at least one rank waits no longer.
-        again: at least one rank has made a part of this step already.
+        late: the time of at least one rank is up.
+        again: at least one rank has already made a part of this step.
     """
 
     ready: bool
@@ -44,11 +44,11 @@ class Consensus:
 def on_any_rank(
     flags: list[bool], what: str | None, group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> list[bool]:
-    """Which of the flags are set on at least one rank of a group. A collective: all of its ranks call it.
+    """Return the flags that are set on at least one rank of a group. A collective of its ranks.
 
     Args:
         flags: of this rank; all ranks have the same number of them.
-        what: what ranks are about to do, for the log of a rank that waits long; None says nothing there.
+        what: what ranks are about to do, for the log of a rank that waits long; None logs nothing.
         group: None is the default group. Without a process group there is one rank.
         device: where the group's backend takes tensors from; None is the CPU.
     """
@@ -93,10 +93,10 @@ class _State:
 
 
 class Agreement:
-    """Small collectives, over a gloo group of its own: it uses no GPU, and no group that training uses.
+    """Small collectives over a gloo group of its own, apart from GPUs and from groups of training.
 
     Without a process group there is one rank, and nothing is exchanged. In the thread that trains. A rank that
-    waits for others in one of them says in its log for which, and how far these were when last seen.
+    waits logs the ranks it waits for, and how far these were when last seen.
     """
 
     def __init__(self, name: str, unit: str) -> None:
@@ -157,8 +157,8 @@ class Agreement:
     ) -> Consensus:
         """The state of all ranks together, from this rank's. A collective: all ranks call it."""
         flags = [not ready, resync, unpublished, failed, refused, late, again]
-        *found, largest = self._largest([*map(int, flags), -deletes])
-        busy, any_resync, any_unpublished, any_failed, *others = map(bool, found)
+        *largest_flags, largest = self._largest([*map(int, flags), -deletes])
+        busy, any_resync, any_unpublished, any_failed, *others = map(bool, largest_flags)
         return Consensus(not busy, any_resync, any_unpublished, any_failed, -largest, *others)
 
     def any_of(self, flag: bool) -> bool:
@@ -177,7 +177,7 @@ class Agreement:
     def differing(self, digests: Mapping[str, int]) -> list[str]:
         """The names whose digests (signed, 64 bits) differ between ranks. A collective: all ranks call it.
 
-        All have the same names; where they do not, none is told.
+        All ranks have the same names; if they do not, the list is empty.
         """
         names = hashlib.blake2b("\n".join(digests).encode(), digest_size=8).digest()
         if self._differ([int.from_bytes(names, signed=True)]) == [True]:
@@ -195,9 +195,9 @@ class Agreement:
         if self.world_size == 1 or not numbers:
             return [numbers] * self.world_size
         values = torch.tensor(numbers, dtype=torch.int64)
-        found = [torch.empty_like(values) for _ in range(self.world_size)]
-        self._run(lambda: dist.all_gather(found, values, group=group, async_op=True))
-        return [each.tolist() for each in found]
+        every = [torch.empty_like(values) for _ in range(self.world_size)]
+        self._run(lambda: dist.all_gather(every, values, group=group, async_op=True))
+        return [each.tolist() for each in every]
 
     def new_run(self) -> tuple[str, int]:
         """The id of a new run and when it began (nanoseconds since 1970): the first rank's. A collective."""
@@ -255,7 +255,7 @@ class Agreement:
         self._states.write(f"{self._collectives} {self._count} {self.closed:d}")
 
     def _read_states(self) -> list["_State"]:
-        """Those of all ranks; nothing where they cannot be read."""
+        """The states of all ranks; none if they cannot be read."""
         try:
             texts = self._states.read()
         except RuntimeError:

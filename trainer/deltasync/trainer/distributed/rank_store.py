@@ -1,4 +1,4 @@
-"""What each rank writes for the others, in the store of the process group. No collective is needed to read it."""
+"""Texts of ranks for each other, in the store of the process group. Reading them takes no collective."""
 
 import logging
 import os
@@ -56,7 +56,7 @@ _MADE = Counter[str]()
 
 
 class RankStore:
-    """One text of each rank; a newer text replaces it. All `ranks` make theirs in the same order.
+    """One text of each rank, replaced by newer ones. All `ranks` make their stores in the same order.
 
     Attributes:
         rank: this one.
@@ -67,7 +67,7 @@ class RankStore:
         """Write nothing yet.
 
         Args:
-            name: what it is for, in messages.
+            name: purpose of the store, in messages.
             ranks: None for all ranks of the process group.
         """
         self._name, self.rank = name, this_rank()

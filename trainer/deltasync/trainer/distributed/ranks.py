@@ -49,12 +49,12 @@ def join_ranks() -> torch.device:
 
 
 def leave_ranks() -> None:
-    """Leave the process group, and end its threads; called once the model, and all else that has a group, is gone.
+    """Leave the process group, and end its threads. First drop the model and all other users of a group.
 
-    One of gloo's that still drops what the last collective has used would abort a process that exits (torch 2.13).
+    A gloo thread that still frees memory of the last collective would abort a process that exits (torch 2.13).
     """
     dist.destroy_process_group()
-    gc.collect()  # Modules refer to each other, and hold the group as long.
+    gc.collect()  # Modules refer to each other, and keep the group alive until then.
 
 
 def this_rank() -> int:

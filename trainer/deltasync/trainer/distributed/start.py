@@ -1,4 +1,4 @@
-"""What ranks begin together: all of them begin it, or all raise the same error."""
+"""Beginning something on all ranks: all of them begin it, or all raise the same error."""
 
 import json
 from collections import defaultdict
@@ -25,9 +25,9 @@ def begun_together(
     All ranks enter the block, and wait for each other at its end.
 
     Args:
-        what: ranks begin, in messages.
+        what: what ranks begin, in messages.
         options: must be equal on all ranks.
-        ranks: those that begin it; None for all.
+        ranks: the ranks that begin it; None for all.
 
     Raises:
         InvalidInput: ranks have different options. The message has the names, the values and the ranks.
@@ -44,13 +44,13 @@ def begun_together(
             raise failure
         return
     shown = {name: _shown(value) for name, value in (options or {}).items()}
-    told = [type(failure).__name__, error_text(failure)] if failure else None
-    store.write(json.dumps([shown, told]))
+    reason = [type(failure).__name__, error_text(failure)] if failure else None
+    store.write(json.dumps([shown, reason]))
     store.wait_for_all()
-    found = [json.loads(text) for text in store.read()]
-    if differing := _differing(store.ranks, [options for options, _ in found]):
+    states = [json.loads(text) for text in store.read()]
+    if differing := _differing(store.ranks, [options for options, _ in states]):
         raise InvalidInput(f"{what}: {differing}; all ranks need the same") from failure
-    if reasons := _by_value(store.ranks, [told and tuple(told) for _, told in found]):
+    if reasons := _by_value(store.ranks, [reason and tuple(reason) for _, reason in states]):
         (kind, _), *_ = reasons
         raise _error(kind)("; ".join(f"{named(of)}: {text}" for (_, text), of in reasons.items())) from failure
 
@@ -60,19 +60,19 @@ def _differing(ranks: Sequence[int], options: Sequence[Mapping[str, str]]) -> st
     names = {name: None for of_rank in options for name in of_rank}
     values = {name: _by_value(ranks, [of_rank.get(name, "missing") for of_rank in options]) for name in names}
     return "; ".join(
-        f"{name} is " + ", ".join(f"{value} on {named(of)}" for value, of in found.items())
-        for name, found in values.items()
-        if len(found) > 1
+        f"{name} is " + ", ".join(f"{value} on {named(of)}" for value, of in by_value.items())
+        for name, by_value in values.items()
+        if len(by_value) > 1
     )
 
 
 def _by_value(ranks: Sequence[int], values: Sequence[Any]) -> dict[Any, list[int]]:
     """The ranks that have each value, but for None."""
-    found = defaultdict[Any, list[int]](list)
+    by_value = defaultdict[Any, list[int]](list)
     for rank, value in zip(ranks, values, strict=True):
         if value is not None:
-            found[value].append(rank)
-    return found
+            by_value[value].append(rank)
+    return by_value
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What the demo's processes leave in a folder, and the comparison of replicas with the trainer, bit by bit."""
+"""Results of the demo's processes in a folder, and the comparison of replicas with the trainer, bit by bit."""
 
 import json
 import logging
@@ -76,9 +76,9 @@ def save_state(model: nn.Module, file: Path) -> None:
 
 def load_state(file: Path) -> tuple[dict[str, IdMap], dict[str, NDArray[Any]]]:
     """Read the maps and the buffers that `save_state` wrote."""
-    found = torch.load(file, weights_only=True)
-    maps = {name: IdMap(first_row, ids.numpy()) for name, (first_row, ids) in found["maps"].items()}
-    return maps, {name: buffer.numpy() for name, buffer in found["buffers"].items()}
+    state = torch.load(file, weights_only=True)
+    maps = {name: IdMap(first_row, ids.numpy()) for name, (first_row, ids) in state["maps"].items()}
+    return maps, {name: buffer.numpy() for name, buffer in state["buffers"].items()}
 
 
 class TrainerResults:
@@ -131,7 +131,7 @@ class TrainerResults:
 
 def write_shards(folder: Path, rank: int, sync: DeltaSync, facts: dict[str, Any]) -> None:
     """Write this rank's weights, for `compare.trainer_tables`, and where they belong beside other facts."""
-    trained = [each for each in sync.tracker.shards if each.shard.table.kind.trained]
+    trained = [each for table in sync.tracker.tables if table.table.kind.trained for each in table.shards]
     arrays = {f"shard{number}": each.weight.detach().cpu().numpy() for number, each in enumerate(trained)}
     np.savez(folder / f"tables-trainer-{rank}.npz", allow_pickle=False, **arrays)
     tables = {each.shard.table for each in trained}
@@ -152,7 +152,7 @@ def id_map_shards(folder: Path, ranks: int) -> dict[str, list[IdMap]]:
 def trainer_holdings(
     folder: Path, ranks: int, stream: StreamOptions, sizes: ModelOptions, policy: Policy
 ) -> Holdings:
-    """What replicas with a policy should hold in the end, from what the trainer's ranks left in `folder`.
+    """The rows that replicas with a policy should have in the end, from the files of the trainer's ranks.
 
     Buffers are the first rank's. Outputs are those of a model that is gathered from the ranks.
     """
@@ -171,7 +171,7 @@ def trainer_holdings(
 
 
 def replica_holdings(folder: Path, name: str) -> Holdings:
-    """What a replica held in the end."""
+    """The rows that a replica had in the end."""
     maps, buffers = load_state(folder / f"state-{name}.pt")
     tables, logits = (load_arrays(folder / f"{part}-{name}.npz") for part in ("tables", "outputs"))
     ids = {table: its.ids for table, its in maps.items()}

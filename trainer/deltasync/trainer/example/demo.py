@@ -63,7 +63,7 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What the demo runs. The command's help explains the fields."""
+    """Options of the demo. The command's help explains them."""
 
     stream: StreamOptions
     sizes: ModelOptions = field(default_factory=ModelOptions)
@@ -272,16 +272,25 @@ def _lacks(lag: dict[str, Any], fleet: Fleet, states: frozenset[str]) -> str:
 @flags(TrainingOptions, "training", ("input", "grad_accum", "amp"))
 @click.option("--top-k", type=float, help="Send the rows that changed most: a share below 1, or a number of rows.")
 @click.option(
-    "--dtype", type=click.Choice([each.value for each in ValueType]), default="fp32", help="Of rows sent."
+    "--dtype",
+    type=click.Choice([each.value for each in ValueType]),
+    default="fp32",
+    help="Type of the values that replicas receive.",
 )
 @click.option(
     "--serve",
     type=click.Choice(["int8", "int4"]),
-    help="Replicas are predictors that answer over HTTP, from tables that TorchRec has quantised so.",
+    help="Run replicas as predictors that answer over HTTP, from tables that TorchRec quantises to this type.",
 )
-@click.option("--secure", is_flag=True, help="Mutual TLS and roles: a certificate or a token for every process.")
+@click.option(
+    "--secure", is_flag=True, help="Use mutual TLS and roles: a certificate or a token for every process."
+)
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here.")
-@click.option("--hold", is_flag=True, help="Keep everything up at the end, to look at and to break, until Ctrl-C.")
+@click.option(
+    "--hold",
+    is_flag=True,
+    help="Keep all processes running at the end, until Ctrl-C, for you to inspect and to break.",
+)
 def demo(
     stream: StreamOptions,
     model: str | None,
@@ -295,9 +304,9 @@ def demo(
 
     Every event is scored before the trainer learns from it: by the trainer, by a synced replica, and by one that
     is frozen at half time. At the end the demo compares every row of both replicas with the trainer's, also
-    buffers and the map of raw ids if the model has any, and what the replicas make of the last events.
+    buffers and the map of raw ids if the model has any, and the replicas' outputs for the last events.
 
-    With --serve the replicas are predictors, one of them frozen, which are asked over HTTP.
+    With --serve the replicas are predictors that answer over HTTP; one of them is frozen at half time.
     """
     if file and not file.parent.is_dir():  # Not only at the end, when everything has run.
         raise click.UsageError(f"--json {file}: there is no folder {file.parent}")

@@ -84,12 +84,12 @@ class Featurizer:
         )
 
     @staticmethod
-    def _rows_of(known: dict[int, int], raw: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    def _rows_of(row_of: dict[int, int], raw: NDArray[np.int64], size: int) -> NDArray[np.int64]:
         rows = hash_to(size, raw)
         for number, name in enumerate(raw.tolist()):
-            if len(known) < size:
-                known.setdefault(name, len(known))
-            rows[number] = known.get(name, rows[number])
+            if len(row_of) < size:
+                row_of.setdefault(name, len(row_of))
+            rows[number] = row_of.get(name, rows[number])
         return rows
 
 

@@ -101,8 +101,8 @@ class ClickModel(nn.Module):
 
     def logits(self, dense: torch.Tensor, sparse: KeyedJaggedTensor | TensorDict) -> torch.Tensor:
         """Log odds of a click, float32 [B], from dense features [B, 4] and the sparse ones."""
-        found = self.sparse(sparse).values()
-        pooled = found if self.managed is None else torch.cat([self.managed(sparse)[0].values(), found], dim=1)
+        rows = self.sparse(sparse).values()
+        pooled = rows if self.managed is None else torch.cat([self.managed(sparse)[0].values(), rows], dim=1)
         vectors = [pooled.view(-1, len(SPARSE_FEATURES), self._dim), self.bottom(dense).unsqueeze(1)]
         crossed = torch.cat(vectors, dim=1)
         dots = torch.bmm(crossed, crossed.transpose(1, 2))[:, self._first, self._second]

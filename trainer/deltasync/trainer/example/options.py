@@ -30,12 +30,12 @@ def _flag(default: Any, says: str, kind: Any = None) -> Any:
 class ModelOptions:
     """Sizes of the click model. A trainer and its predictors must have the same."""
 
-    users: int = _flag(20_000, "Users there are, and rows of their table; with --managed a fourth of the rows.")
-    items: int = _flag(12_000, "Items there are, likewise.")
+    users: int = _flag(20_000, "Number of users and rows of their table; with --managed a fourth of the rows.")
+    items: int = _flag(12_000, "Number of items and rows of their table; with --managed a fourth of the rows.")
     cross_buckets: int = _flag(10_000, "Rows of the table of user-item crosses.")
     dim: int = _flag(16, "Values of a row; even.")
     hidden: int = _flag(32, "Width of the hidden layers.")
-    managed: bool = _flag(False, "Ids are raw and get rows by managed collision; dense layers are normalised.")
+    managed: bool = _flag(False, "Map raw ids to rows by managed collision; normalise dense layers.")
 
     def __post_init__(self) -> None:
         for name in ("users", "items", "cross_buckets", "dim", "hidden"):
@@ -65,10 +65,10 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """The events. All processes with equal options see the same events at the same time."""
+    """The stream of events. Processes with equal options see the same events at the same time."""
 
     data: str = _flag("synthetic", "synthetic, or ratings:PATH, a file of ratings.")
-    events: int | None = _flag(None, "Events to take; all by default.", click.IntRange(1))
+    events: int | None = _flag(None, "Number of events; all by default.", click.IntRange(1))
     events_per_second: float = _flag(1250.0, "Events that arrive per second.")
     batch_size: int = _flag(128, "Events per step, over all ranks.")
     start_file: Path | None = _flag(
@@ -85,15 +85,15 @@ class TrainingOptions:
     """How the trainer trains."""
 
     grad_accum: int = _flag(1, "Micro-batches of a batch; the optimizer steps once per batch.")
-    amp: bool = _flag(False, "Forward in bfloat16.")
-    input: str = _flag("kjt", "What holds the features of a batch.", click.Choice(["kjt", "tensordict"]))
+    amp: bool = _flag(False, "Run forward in bfloat16.")
+    input: str = _flag("kjt", "Container of the features of a batch.", click.Choice(["kjt", "tensordict"]))
 
     def __post_init__(self) -> None:
         check_whole("grad_accum", self.grad_accum)
 
     @property
     def pipeline(self) -> "PipelineOptions":
-        """The same for the pipeline."""
+        """The options of the pipeline."""
         from deltasync.trainer.pipelines import PipelineOptions  # It imports torch, which help does not need.
 
         return PipelineOptions(grad_accum=self.grad_accum, enable_amp=self.amp)

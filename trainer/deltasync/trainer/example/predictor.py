@@ -38,6 +38,7 @@ from deltasync.client import (
     Subscriber,
     SubscriberOptions,
     ValueType,
+    Written,
 )
 from deltasync.client.targets.torch_target import TorchTarget
 from deltasync.core.seal import seconds_behind
@@ -153,11 +154,12 @@ class MeteredTarget(TorchTarget):
         ):
             Gauge(f"predictor_{name}", text, registry=self.registry).set_function(value)
 
-    def apply(self, release: Release) -> None:
-        """See `TorchTarget.apply`."""
+    def apply(self, release: Release) -> Written | None:
+        """See `TorchTarget.apply`. The result is what proves that the rows were written: a target hands it on."""
         with self.apply_seconds.time():
-            super().apply(release)
+            written = super().apply(release)
         self.rows.inc(sum(len(each.ids) for each in release.rows))
+        return written
 
 
 def predict(target: TorchTarget, ids: Mapping[str, int], body: bytes) -> Prediction:

@@ -32,15 +32,15 @@ class Processes:
 
     def start(self, name: str, arguments: Sequence[str]) -> None:
         """Start `python -m ARGUMENTS`, with its output in NAME.log."""
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("DELTASYNC_")}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("DELTASYNC_")}
         # People read the log where something fails. One thread each: there are more processes than cores.
-        kept |= {"DELTASYNC_LOG_FORMAT": "text", "OMP_NUM_THREADS": "1"}
-        kept |= {"PYTHONUNBUFFERED": "1", "no_proxy": "127.0.0.1,localhost"}
+        environment |= {"DELTASYNC_LOG_FORMAT": "text", "OMP_NUM_THREADS": "1"}
+        environment |= {"PYTHONUNBUFFERED": "1", "no_proxy": "127.0.0.1,localhost"}
         command = [sys.executable, "-m", *arguments]
         with (self.folder / f"{name}.log").open("ab") as log:
             # A group of its own: Ctrl-C is for the parent, which then ends the process.
             self._running[name] = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=kept, process_group=0
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0
             )
 
     def tail(self, name: str) -> str:
@@ -102,12 +102,12 @@ class DemoService:
             if not processes.running("service") or time.monotonic() > deadline:
                 raise DemoFailed(f"the service does not listen; its log:\n{processes.tail('service')}")
             time.sleep(_POLL_SECONDS)
-        found = json.loads(endpoints.read_text())
-        self.grpc, self.http = found["grpc"], found["http"]
+        addresses = json.loads(endpoints.read_text())
+        self.grpc, self.http = addresses["grpc"], addresses["http"]
 
 
 class ProcessCredentials:
-    """Endpoint files by which processes reach the service, with what each of them shows there.
+    """Endpoint files by which processes reach the service, with the credentials of each.
 
     In plain text, only the administrator has a token. With `secure`, everything speaks mutual TLS: each process
     has a certificate of its own with the one role that it needs, and status is read with a token.

@@ -26,7 +26,7 @@ from deltasync.base.logs import log_to_stderr
 from deltasync.base.process import keep_freed_memory, listening_socket
 from deltasync.cli.config import CONTEXT
 from deltasync.cli.endpoint_options import service_options
-from deltasync.client import Release, Subscriber, SubscriberOptions, ValueType
+from deltasync.client import Release, Subscriber, SubscriberOptions, ValueType, Written
 from deltasync.trainer.example.compare import save_state
 from deltasync.trainer.example.features import Features, Featurizer
 from deltasync.trainer.example.model import QUANTISED, ClickModel, click_batch, outputs, quantised, served_rows
@@ -54,15 +54,15 @@ class HeldTarget(MeteredTarget):
         self._last_step, self._scored, self._stopping = last_step, 0, False
         self._moved = threading.Condition()
 
-    def apply(self, release: Release) -> None:
+    def apply(self, release: Release) -> Written | None:
         """Apply a release when its time has come. The subscriber's thread calls this."""
         with self._moved:
             self._moved.wait_for(lambda: self._stopping or release.step <= min(self._scored, self._last_step))
-        super().apply(release)
-        if release.more:
-            return
-        self.receipts["applied"].append((release.position.number, release.step, time.time_ns()))
-        self.receipts["received_bytes"].append(release.bytes)
+        written = super().apply(release)
+        if not release.more:
+            self.receipts["applied"].append((release.position.number, release.step, time.time_ns()))
+            self.receipts["received_bytes"].append(release.bytes)
+        return written
 
     @contextmanager
     def reading(self) -> Iterator[Any]:

@@ -82,7 +82,7 @@ def freshness(step_ends_unix_ns: Sequence[int], applied: Sequence[tuple[int, int
 
 
 def build_report(folder: Path, options: DemoOptions) -> dict[str, Any]:
-    """Compare what the processes left in `folder`. Bytes are those of ids and values."""
+    """Compare the results of the processes in `folder`. Bytes are those of ids and values."""
     replicas, frozen = options.fleets[0].replicas, options.fleets[-1].replicas[-1]
     ranks, stream, policy = options.ranks, options.stream, options.policy
     facts = [json.loads((folder / f"trainer-{rank}.json").read_text()) for rank in range(ranks)]

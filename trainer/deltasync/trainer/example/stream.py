@@ -35,7 +35,7 @@ class RatingEvents:
     user: NDArray[np.int64]
     """Raw user ids, any non-negative numbers."""
     item: NDArray[np.int64]
-    """Raw item ids, likewise."""
+    """Raw item ids, any non-negative numbers."""
     timestamp: NDArray[np.int64]
     """Unix seconds, UTC."""
     label: NDArray[np.float32]
@@ -65,9 +65,9 @@ def batches(stream: StreamOptions, model: ModelOptions) -> Iterator[RatingEvents
     else:
         raise InvalidInput(f"unknown data {stream.data!r}; give 'synthetic' or 'ratings:PATH', a file of ratings")
     for block in blocks:
-        taken = block[: int(min(left, len(block)))]
-        left -= len(taken)
-        waiting = waiting + taken if waiting else taken
+        events = block[: int(min(left, len(block)))]
+        left -= len(events)
+        waiting = waiting + events if waiting else events
         while len(waiting) >= size:
             yield waiting[:size]
             waiting = waiting[size:]
@@ -148,13 +148,13 @@ def read_ratings(path: Path) -> RatingEvents:
 
     A rating of at least 4 counts as liked, or of at least 8 if any rating is above 5.
     """
-    found = ratings_of(path)
-    liked = np.array(found.ratings) >= (8 if max(found.ratings) > 5 else 4)
-    order = np.argsort(found.timestamps, kind="stable")  # Equal times keep the order of the file.
+    ratings = ratings_of(path)
+    liked = np.array(ratings.ratings) >= (8 if max(ratings.ratings) > 5 else 4)
+    order = np.argsort(ratings.timestamps, kind="stable")  # Equal times keep the order of the file.
     return RatingEvents(
         index=np.arange(order.size, dtype=np.int64),
-        user=np.array(found.users)[order],
-        item=np.array(found.items)[order],
-        timestamp=np.array(found.timestamps)[order],
+        user=np.array(ratings.users)[order],
+        item=np.array(ratings.items)[order],
+        timestamp=np.array(ratings.timestamps)[order],
         label=liked[order].astype(np.float32),
     )

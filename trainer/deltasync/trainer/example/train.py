@@ -1,4 +1,4 @@
-"""Online training under torchrun, which publishes what changes:
+"""Online training under torchrun, which publishes changed rows:
 
 torchrun --nproc-per-node 2 -m deltasync.trainer.example.train --service localhost:50051 --model clicks
 """
@@ -88,11 +88,11 @@ def publish_first(sync: DeltaSync, on_refusal: OnRefusal) -> None:
     try:
         sync.flush(_PATIENCE_SECONDS)
     except DeltasyncError as error:
-        logger.warning("training begins, though nothing is published: %s", error)
+        logger.warning("training begins without a published model: %s", error)
 
 
 def finish(sync: DeltaSync, checkpoints: TrainerCheckpoints | None) -> None:
-    """Publish everything that was learnt, and write the last checkpoint.
+    """Publish all changes, and write the last checkpoint.
 
     If the service is away, save a checkpoint before waiting for it. If it refuses, the checkpoint has the rows.
     """
@@ -123,13 +123,22 @@ def finish(sync: DeltaSync, checkpoints: TrainerCheckpoints | None) -> None:
     "--on-refusal",
     type=click.Choice([each.value for each in OnRefusal]),
     default=OnRefusal.CONTINUE.value,
-    help="What a step does that cannot publish.",
+    help="Whether training continues or stops if a step cannot publish.",
 )
 @click.option("--checkpoint", type=_FOLDER, help="Folder of checkpoints: continue from the newest, save there.")
 @click.option("--checkpoint-every", type=click.IntRange(1), default=1000, help="Steps between checkpoints.")
-@click.option("--tensorboard", type=_FOLDER, help="Folder for TensorBoard's scalars, one in it for each rank.")
-@click.option("--tensorboard-lag", multiple=True, metavar="CONSUMER", help="Add its lag; may be repeated.")
-@click.option("--metrics", metavar="HOST:PORT", help="The first rank here answers /metrics; others on next ports.")
+@click.option(
+    "--tensorboard", type=_FOLDER, help="Folder for TensorBoard's scalars, with a subfolder for each rank."
+)
+@click.option(
+    "--tensorboard-lag",
+    multiple=True,
+    metavar="CONSUMER",
+    help="Also write the lag of this consumer; may be repeated.",
+)
+@click.option(
+    "--metrics", metavar="HOST:PORT", help="Serve /metrics: the first rank here, others on the next ports."
+)
 @click.option("--results", type=_FOLDER, help="Folder for scores and tables, for the demo's comparison.")
 def main(**settings: Any) -> None:
     """Train the click model on a stream of events, and publish the rows that change."""

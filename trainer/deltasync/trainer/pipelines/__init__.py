@@ -1,9 +1,8 @@
 """A training pipeline for data that never end, and TensorDicts as input of embedding modules."""
 
-from deltasync.trainer.pipelines.lockstep import LockstepBatches
+from deltasync.trainer.pipelines.batches import LockstepBatches
 from deltasync.trainer.pipelines.online_pipeline import OnlinePipeline
 from deltasync.trainer.pipelines.options import PipelineOptions
-from deltasync.trainer.pipelines.tensordict_to_kjt import to_kjt
-from deltasync.trainer.pipelines.tensordicts import accept_tensordicts
+from deltasync.trainer.pipelines.tensordicts import accept_tensordicts, to_kjt
 
 __all__ = ["LockstepBatches", "OnlinePipeline", "PipelineOptions", "accept_tensordicts", "to_kjt"]

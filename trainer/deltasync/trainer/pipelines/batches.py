@@ -1,8 +1,8 @@
-"""Batches on their way to the device: whatever a forward may be called with."""
+"""Batches on their way from the data to the device."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass
@@ -12,11 +12,42 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Multistreamable, Pipelineable
 
 from deltasync.base.errors import InvalidInput
+from deltasync.trainer.distributed.agreement import Agreement
+
+Batch = TypeVar("Batch")
+
+
+class LockstepBatches(Iterator[Batch], Generic[Batch]):
+    """This rank's batches, for as long as every rank has one.
+
+    A rank that goes on alone would wait for the others in its next collective for ever. This iterator pauses on
+    all ranks once one has no batch; the batches that the others have by then come first when all have some again.
+    Costs one small collective per batch, over a group of its own.
+    """
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        """Called by all ranks together; so is `next`. An iterator that has ended is asked again each time."""
+        self._batches = iter(batches)
+        self._next: Batch | None = None
+        self._agreement = Agreement("LockstepBatches", "batch")
+        self._count = 0
+
+    def __next__(self) -> Batch:
+        if self._next is None:
+            self._next = next(self._batches, None)
+        self._count += 1
+        self._agreement.note(self._count)
+        missing = self._agreement.any_of(self._next is None)
+        if self._next is None or missing:
+            raise StopIteration
+        batch, self._next = self._next, None
+        return batch
+
 
 # Where a tensor is inside of a value.
 Path = tuple[Any, ...]
 _PLAIN = frozenset({int, float, bool, str, type(None)})
-# What a jagged tensor is made of; it computes all its other attributes from these.
+# The parts of a jagged tensor, from which it computes its other attributes.
 _OF_JAGGED = ("_values", "_weights", "_lengths", "_offsets", "_stride_per_key_per_rank", "_inverse_indices")
 
 
@@ -63,7 +94,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def hand_over(value: Any, stream: torch.Stream | None) -> None:
-    """Have the current stream wait for what another one does to a value, whose memory both need until then."""
+    """Let the current stream wait for another stream's work on a value, and keep its memory until then."""
     if stream is None:
         return
     current = torch.get_device_module(stream.device).current_stream()
@@ -88,18 +119,18 @@ def tensors_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
 
 def leaves_in(value: Any) -> list[tuple[Path, Any]]:
     """Tensors as `tensors_in`, and numbers, strings and None beside them."""
-    found: list[tuple[Path, Any]] = []
-    _collect(value, (), found)
-    return found
+    leaves: list[tuple[Path, Any]] = []
+    _collect(value, (), leaves)
+    return leaves
 
 
-def _collect(value: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
+def _collect(value: Any, path: Path, leaves: list[tuple[Path, Any]]) -> None:
     # Nested tensors are slow: all but their attributes goes through Python.
     if type(value) in _PLAIN or (isinstance(value, torch.Tensor) and not isinstance(value, NestedTensor)):
-        found.append((path, value))
+        leaves.append((path, value))
         return
     for name, part in _parts(value):
-        _collect(part, (*path, name), found)
+        _collect(part, (*path, name), leaves)
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:

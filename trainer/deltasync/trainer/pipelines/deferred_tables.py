@@ -39,7 +39,7 @@ class DeferredTables:
 
         Args:
             model: whose tables they are.
-            pipeline: knows whether a forward runs whose gradients are to be kept; others update their tables.
+            pipeline: knows whether a pipeline's forward runs; other forwards update their tables in backward.
 
         Raises:
             InvalidInput: a table's gradients cannot be kept.
@@ -51,7 +51,7 @@ class DeferredTables:
         self.find_lookups()
 
     def find_lookups(self) -> None:
-        """Take the lookups that the model has now for those to attach to: with nothing attached or pending."""
+        """Find the model's lookups again. Nothing may be attached or pending."""
         self._lookups = [
             DeferredLookup(self, f"lookup of module {name!r}", lookup)
             for name, module in sharded_modules(self._model)
@@ -70,12 +70,12 @@ class DeferredTables:
             self._patches.replace(deferred.lookup, "forward", deferred)
 
     def detach(self) -> None:
-        """Have lookups update their tables in backward again. What is pending stays."""
+        """Let lookups update their tables in backward again. Gradients that were kept stay."""
         self._patches.undo()
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """The lookups' outputs that are kept; their `grad` is what is going to be applied."""
+        """The outputs of lookups whose gradients, `grad`, `apply` uses."""
         return [lookup.output for deferred in self._lookups for lookup in deferred.pending]
 
     def apply(self) -> None:
@@ -117,14 +117,14 @@ class DeferredLookup:
                 return self._look_up(sparse_features)
         reason = why_not_deferred(sparse_features)
         if reason:
-            raise InvalidInput(f"{self._name}: {reason}, so that its tables can't be updated once per step only")
+            raise InvalidInput(f"{self._name}: {reason}: its tables can't be updated once per step")
         with torch.no_grad(), _iterations_preserved(_kernels(self.lookup)):
             output = self._look_up(sparse_features).detach().requires_grad_()
         self.pending.append(_PendingLookup(_copy(sparse_features), output))
         return output
 
     def apply(self) -> None:
-        """Update the tables with what was kept, as if it had come in one batch."""
+        """Update the tables with the kept gradients, as if of one batch."""
         lookups = [lookup for lookup in self.pending if lookup.output.grad is not None]
         self.pending.clear()
         if not lookups:
@@ -139,8 +139,8 @@ class DeferredLookup:
         output.backward(self._one_gradient(features, gradients))  # type: ignore[no-untyped-call]
 
     def _look_up(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
-        found: torch.Tensor = type(self.lookup).forward(self.lookup, sparse_features)
-        return found
+        output: torch.Tensor = type(self.lookup).forward(self.lookup, sparse_features)
+        return output
 
     def _one_gradient(self, features: list[KeyedJaggedTensor], gradients: list[torch.Tensor]) -> torch.Tensor:
         if not isinstance(self.lookup, GroupedEmbeddingsLookup):  # [B, sum of dims]
@@ -178,7 +178,7 @@ def one_batch(batches: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 
 def _feature_by_feature(batches: list[torch.Tensor], sizes: list[list[int]]) -> torch.Tensor:
-    """[batch][feature] -> [feature][batch], where each batch has so many values of each feature."""
+    """[batch][feature] -> [feature][batch], `sizes` has the number of values by batch and feature."""
     parts = [torch.split(batch, of_feature) for batch, of_feature in zip(batches, sizes, strict=True)]
     return torch.cat([part for of_feature in zip(*parts, strict=True) for part in of_feature])
 
@@ -198,7 +198,7 @@ def _copy(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 @contextmanager
 def _iterations_preserved(kernels: list[Any]) -> Iterator[None]:
-    """Have lookups not counted: a kernel's forward counts as one of its optimizer's iterations."""
+    """Keep the count of iterations: a kernel's forward counts as an iteration of its optimizer."""
     fused = [kernel for kernel in kernels if _is_fused(kernel)]
     before = [(kernel.training, int(kernel.iter_cpu), kernel.iter.clone()) for kernel in fused]
     for kernel in fused:
@@ -221,7 +221,7 @@ def _is_fused(kernel: Any) -> bool:
 
 
 def _refuse_undeferrable(model: nn.Module) -> None:
-    """Called when a pipeline is made, so that every rank raises, not only those that have such a table."""
+    """Check all tables of the model on every rank, so that all ranks raise the error."""
     for name, module in named_modules(model):
         if isinstance(module, ShardedManagedCollisionCollection):
             reason = "gives rows to other ids between micro-batches (managed collision)"
@@ -229,4 +229,4 @@ def _refuse_undeferrable(model: nn.Module) -> None:
             reason = "learns the weights of its features in the lookups' backward (feature processors)"
         else:
             continue
-        raise InvalidInput(f"module {name!r} {reason}, so that its tables can't be updated once per step only")
+        raise InvalidInput(f"module {name!r} {reason}: its tables can't be updated once per step")

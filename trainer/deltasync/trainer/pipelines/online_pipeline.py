@@ -17,6 +17,7 @@ from torchrec.distributed.train_pipeline.utils import _start_data_dist
 
 from deltasync.base.errors import Contradiction, InvalidInput
 from deltasync.trainer.distributed.ranks import ranks_of
+from deltasync.trainer.distributed.start import begun_together
 from deltasync.trainer.pipelines.batches import hand_over, to_device
 from deltasync.trainer.pipelines.deferred_tables import DeferredTables
 from deltasync.trainer.pipelines.lookahead.attachment import LookAhead
@@ -62,17 +63,18 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         options: PipelineOptions | None = None,
         **others: Any,
     ) -> None:
-        """Attach to a model at the first `progress`.
+        """Attach to a model at the first `progress`. The ranks that share it call this together.
 
         Args:
             model: sharded, with its optimizer's parameters.
             optimizer: of everything that is not updated in backward.
             device: where the model is.
             options: how to train.
-            others: none; arguments of TorchRec's pipelines are refused, each with the reason.
+            others: arguments of TorchRec's pipelines, which are refused with the reason.
 
         Raises:
-            InvalidInput: the model can't be trained as the options say, or they are no options.
+            InvalidInput: the model can't be trained as the options say, or ranks have different options; all ranks
+                raise it. Or `options` are no options.
             TypeError: there are other arguments.
         """
         if others:
@@ -80,17 +82,18 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         options = options or PipelineOptions()
         if not isinstance(options, PipelineOptions):
             raise InvalidInput(f"options: {options!r}, expected PipelineOptions")
-        if options.scales_loss:
-            refuse_backward_updates(model)
-        accept_tensordicts(model)
-        super().__init__(model, optimizer, device, context_type=LookAheadContext)
+        with begun_together("OnlinePipeline", options.of_all_ranks, ranks_of(model)):
+            if options.scales_loss:
+                refuse_backward_updates(model)
+            accept_tensordicts(model)
+            super().__init__(model, optimizer, device, context_type=LookAheadContext)
+            self._ahead = LookAhead(model, device, self._data_dist_stream, options.not_ahead)
+            self._tables = DeferredTables(model, self._ahead) if options.defers_tables else None
         self._options, self._own_optimizer = options, optimizer
-        self._ahead = LookAhead(model, device, self._data_dist_stream, options.not_ahead)
         self._pipelined_modules, self._pipelined_postprocs = self._ahead.modules, self._ahead.preprocessing
         self._in_flight = {model.training: _InFlight(self.batches, self.contexts), not model.training: _InFlight()}
         self._training = model.training
         self._cycle = AccumulationCycle(model, options.grad_accum)
-        self._tables = DeferredTables(model, self._ahead) if options.defers_tables else None
         self._step = Step(optimizer, self._tables)
         self._reshard_watch = ReshardWatch(model)
         self._scale = LossScale(options.loss_scale, model, device) if options.scales_loss else None
@@ -139,7 +142,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         return output
 
     def fill_pipeline(self, dataloader_iter: Iterator[In]) -> None:
-        """Take up to two batches, unless some are in flight. An iterator that had no more is asked again."""
+        """Take up to two batches, unless some are in flight. Ask an iterator that has ended again."""
         if not self.batches:
             self._dataloader_exhausted = False
         while len(self.batches) < 2 and self.enqueue_batch(dataloader_iter):
@@ -205,7 +208,7 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._failure, self._late = "", []
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save beside model and optimizer, after a `progress` that has stepped."""
+        """The state to save beside model and optimizer, after a `progress` that has stepped."""
         return {"trained": self.trained, "loss_scale": self._scale.state_dict() if self._scale else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -281,9 +284,9 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         self._ahead.in_forward = True
         try:
             with record_function(f"## forward {self.contexts[0].index} ##"), autocast(self._options, self._device):
-                found = (self._options.custom_model_fwd or self._model)(batch)
-            if not (isinstance(found, Sequence) and len(found) == 2):
-                kind = type(found).__name__
+                result = (self._options.custom_model_fwd or self._model)(batch)
+            if not (isinstance(result, Sequence) and len(result) == 2):
+                kind = type(result).__name__
                 raise InvalidInput(f"the model's forward returned a {kind}, expected (loss, output)")
         except BaseException:
             self.contexts[0] = self._create_context()  # What was sent out ahead may have been used.
@@ -291,17 +294,17 @@ class OnlinePipeline(TrainPipelineSparseDist[In, Out]):  # type: ignore[misc]  #
         finally:
             self._ahead.in_forward = False
         self._ahead.confirm()
-        return found[0], found[1]
+        return result[0], result[1]
 
     def _forward_and_receive(self, dataloader_iter: Iterator[In]) -> tuple[torch.Tensor, Out]:
-        found = self._forward(self.batches[0])
+        result = self._forward(self.batches[0])
         if self._options.enqueue_batch_after_forward:
             try:
                 self.enqueue_batch(dataloader_iter)
             except Exception as error:  # noqa: BLE001  # Anything that an iterator raises: the batch goes on.
                 self._late.append(error)
         self._receive(1)
-        return found
+        return result
 
     def _evaluate(self, dataloader_iter: Iterator[In]) -> Out:
         with torch.no_grad():  # Else deferred tables would keep the lookup for the next step.
@@ -387,8 +390,8 @@ class AccumulationCycle:
         Raises:
             Contradiction: the model's gradients are those of another pipeline's step, which is not complete.
         """
-        known = _OPEN.get(self._model)
-        other = known() if known else None
+        reference = _OPEN.get(self._model)
+        other = reference() if reference else None
         if other and other is not self and not other.begins:
             raise Contradiction("a step of another pipeline on this model is not complete: reset() that one first")
         _OPEN[self._model] = ref(self)
@@ -417,18 +420,18 @@ class AccumulationCycle:
         return correction
 
     def restart(self) -> None:
-        """Begin a cycle anew."""
+        """Begin a new cycle."""
         self._done = 0
 
     def forget_backward(self) -> None:
-        """Have the model's DDP modules wait no longer for the gradients of a backward that has failed."""
+        """Let the model's DDP modules stop waiting for the gradients of a backward that has failed."""
         for module in _with_lookups(self._model):
             if isinstance(module, DistributedDataParallel):
                 module._has_rebuilt_buckets = False
                 module.reducer._reset_state()
 
     def forget_reducers(self) -> None:
-        """Look for the model's DDP modules anew: it has other lookups."""
+        """Find the model's DDP modules again: its lookups are new."""
         self._reducers = None
 
     def _reducers_to_pause(self) -> list[DistributedDataParallel]:

@@ -16,6 +16,8 @@ _AMP_DTYPES = (torch.bfloat16, torch.float16)
 class PipelineOptions:
     """How an `OnlinePipeline` trains.
 
+    All but `not_ahead`, `custom_model_fwd` and `enqueue_batch_after_forward` must be the same on all ranks.
+
     Attributes:
         grad_accum: micro-batches of one optimizer step.
         accumulate_tables: fused tables are updated once per optimizer step too, with the gradients of all its
@@ -61,6 +63,12 @@ class PipelineOptions:
             check_whole("dmp_collection_sync_interval_batches", self.dmp_collection_sync_interval_batches)
         if self.amp_dtype not in _AMP_DTYPES:
             raise InvalidInput(f"amp_dtype: {self.amp_dtype}, expected torch.bfloat16 or torch.float16")
+
+    @property
+    def of_all_ranks(self) -> dict[str, Any]:
+        """The options that must be the same on all ranks. They agree on what is done ahead when they attach."""
+        own = ("not_ahead", "custom_model_fwd", "enqueue_batch_after_forward")
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     @property
     def scales_loss(self) -> bool:

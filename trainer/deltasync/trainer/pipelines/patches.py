@@ -1,4 +1,4 @@
-"""Attributes that are replaced for a while."""
+"""Replaces attributes of objects, and puts them back."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ _MISSING = object()
 
 
 class AttributePatches:
-    """What was put in the place of attributes of objects, and what was there before.
+    """Replaced attributes of objects, with the values before.
 
     A method replaced on one object hides that of its class until it is put back. A module whose `forward` is
     replaced stays where it is, and so do the names of its parameters.

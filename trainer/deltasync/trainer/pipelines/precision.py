@@ -21,7 +21,7 @@ from deltasync.trainer.tracking.modules import modules_outside_of_tables, outsid
 
 
 def autocast(options: PipelineOptions, device: torch.device) -> AbstractContextManager[Any]:
-    """What forward runs in."""
+    """The context for forward: autocast, or none."""
     return torch.autocast(device.type, dtype=options.amp_dtype) if options.enable_amp else nullcontext()
 
 
@@ -88,11 +88,11 @@ class LossScale:
 
     @property
     def scale(self) -> float:
-        """By how much the loss is multiplied now."""
+        """The factor of the loss."""
         return self._scaler.get_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save, to go on with the same scale."""
+        """The state to save, to go on with the same scale."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,10 +109,10 @@ def refuse_backward_updates(model: nn.Module) -> None:
     Raises:
         InvalidInput: parts of the model would be updated with scaled gradients; it names them.
     """
-    found = [*_fused_modules(model), *_parameters_in_backward(model)]
-    if found:
+    updated = [*_fused_modules(model), *_parameters_in_backward(model)]
+    if updated:
         raise InvalidInput(
-            f"amp_dtype=torch.float16: {', '.join(found)}: updated in backward, while its gradients are still "
+            f"amp_dtype=torch.float16: {', '.join(updated)}: updated in backward, while its gradients are still "
             f"multiplied by the scale of the loss; use torch.bfloat16, which needs no scale, or give it to the "
             f"optimizer, or shard it"
         )

@@ -1,10 +1,12 @@
 """TensorDicts as features of embedding modules."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_tensorclass
 from torch import nn
+from torch.nested._internal.nested_tensor import NestedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -14,10 +16,9 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
 )
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from deltasync.base.errors import InvalidInput
-from deltasync.trainer.pipelines.tensordict_to_kjt import to_kjt
 
 _WITHOUT_TENSORDICTS = (
     FeatureProcessedEmbeddingBagCollection,
@@ -90,7 +91,7 @@ class OrderedInputDist:
         return self._permuted(features, self._order)
 
     def _first_order(self, features: KeyedJaggedTensor | TensorDictBase) -> list[str]:
-        """As the first batch has them; if that has others too, as the module needs them."""
+        """The order of the first batch; if that has other features too, the module's own order."""
         if isinstance(features, TensorDictBase):
             return self._needed
         keys: list[str] = features.keys()
@@ -132,7 +133,7 @@ def _order_of_first(module: Any) -> list[str] | None:
 
 
 def _expect(module: Any, order: list[str]) -> None:
-    """Have a module expect its features in this order, not in that of its first batch."""
+    """Let a module expect its features in this order instead of that of its first batch."""
     places = [order.index(feature) for feature in _features_by_sharding(module)]
     module._features_order, module._has_features_permute = places, True
     module._features_order_tensor = torch.tensor(places, dtype=torch.int32, device=module._device)
@@ -179,7 +180,7 @@ def _refuse_tensordict(features: Any, kind: str) -> None:
 
 
 def refuse_tensorclass(features: Any) -> None:
-    """Some modules take a tensorclass for a TensorDict and some do not: refuse it before any of them."""
+    """Refuse a tensorclass, which only some modules treat as a TensorDict."""
     if is_tensorclass(features):
         raise InvalidInput(f"{type(features).__name__} is a tensorclass: give its `to_tensordict()`")
 
@@ -199,3 +200,102 @@ def _is_weighted(module: Any) -> bool | None:
         return None
     bags = isinstance(module, EmbeddingBagCollectionInterface)
     return bool(module.is_weighted() if bags else module._is_weighted)
+
+
+def to_kjt(features: TensorDictBase, keys: Sequence[str], *, weighted: bool | None = None) -> KeyedJaggedTensor:
+    """The ids of the named keys, in that order; other keys may hold anything.
+
+    Args:
+        features: under each key, ids of B examples: a JaggedTensor, or a nested tensor of layout torch.jagged.
+        keys: the features to take.
+        weighted: True takes the weights of the ids too, which only a JaggedTensor has; False refuses weights; None
+            ignores them.
+
+    Raises:
+        InvalidInput: a key is missing, has no ids, no weights, or another number of examples than the others.
+    """
+    if not keys or len(set(keys)) < len(keys):
+        raise InvalidInput(f"keys {list(keys)}: expected at least one, and each of them once")
+    features_by_key = {key: _jagged(features, key) for key in keys}
+    weights = [_weights(key, jagged) for key, jagged in features_by_key.items()] if weighted else None
+    if weighted is False:
+        _refuse_weights(features_by_key)
+    lengths = _lengths(features_by_key)
+    length_per_key = lengths.sum(1).tolist()
+    for (key, jagged), length in zip(features_by_key.items(), length_per_key, strict=True):
+        if jagged.values().numel() != length:
+            raise InvalidInput(f"key {key!r}: {jagged.values().numel()} ids, and lengths that add up to {length}")
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=torch.cat([jagged.values() for jagged in features_by_key.values()]),
+        weights=torch.cat(weights) if weights else None,
+        lengths=lengths.view(-1),
+        stride=lengths.shape[1],
+        length_per_key=length_per_key,
+    )
+
+
+def _jagged(features: TensorDictBase, key: str) -> JaggedTensor:
+    if key not in features.keys():  # noqa: SIM118  # A TensorDict iterates over its examples.
+        there = ", ".join(map(str, features.keys()))
+        raise InvalidInput(f"key {key!r} is not in the TensorDict, which has {there}")
+    value = features[key]  # `get` hands out a JaggedTensor in a wrapper.
+    # Nested tensors are slow: all but their attributes goes through Python.
+    if isinstance(value, NestedTensor) and value._values.dim() == 1:
+        whole: Any = value if value._lengths is None else value.contiguous()  # A narrowed one has gaps.
+        value = JaggedTensor(values=whole._values, offsets=whole._offsets)
+    if not isinstance(value, JaggedTensor):
+        raise InvalidInput(
+            f"key {key!r}: {_described(value)}, expected ids of B examples: a JaggedTensor, or a nested tensor of "
+            f"two dimensions and layout torch.jagged"
+        )
+    ids = value.values()
+    if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
+        raise InvalidInput(f"key {key!r}: {_described(ids)}, expected ids: int32 or int64, one after the other")
+    return value
+
+
+def _lengths(by_key: dict[str, JaggedTensor]) -> torch.Tensor:
+    """The lengths of all keys: [keys, B]."""
+    lengths = [jagged.lengths_or_none() for jagged in by_key.values()]
+    examples = [
+        jagged.offsets().numel() - 1 if length is None else length.numel()
+        for jagged, length in zip(by_key.values(), lengths, strict=True)
+    ]
+    _check_examples(dict(zip(by_key, examples, strict=True)))
+    if all(length is None for length in lengths):
+        return torch.diff(torch.stack([jagged.offsets() for jagged in by_key.values()]))
+    return torch.stack([jagged.lengths() for jagged in by_key.values()])
+
+
+def _check_examples(examples: dict[str, int]) -> None:
+    first, expected = next(iter(examples.items()))
+    for key, count in examples.items():
+        if count != expected:
+            raise InvalidInput(
+                f"key {key!r} has {count} examples, key {first!r} has {expected}: features of variable batch size "
+                f"need a KeyedJaggedTensor with inverse indices"
+            )
+
+
+def _weights(key: str, jagged: JaggedTensor) -> torch.Tensor:
+    weights: torch.Tensor | None = jagged.weights_or_none()
+    if weights is None:
+        raise InvalidInput(f"key {key!r} has ids without weights, for tables that weight them")
+    if weights.shape != jagged.values().shape:
+        shape = tuple(weights.shape)
+        raise InvalidInput(f"key {key!r} has {jagged.values().numel()} ids, and weights of shape {shape}")
+    return weights
+
+
+def _refuse_weights(by_key: dict[str, JaggedTensor]) -> None:
+    """TorchRec's sharded modules would multiply rows by them, its unsharded ones would not."""
+    for key, jagged in by_key.items():
+        if jagged.weights_or_none() is not None:
+            raise InvalidInput(f"key {key!r} has ids with weights, for tables that do not weight them")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dtype} with {value.dim()} dimensions and layout {value.layout}"
+    return f"a {type(value).__name__}"

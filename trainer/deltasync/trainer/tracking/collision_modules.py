@@ -1,4 +1,4 @@
-"""Managed collision: which rows a module gives to raw ids, which raw ids reach a shard, and maps as tables."""
+"""Managed collision: the rows that raw ids have, the shards that they are looked up in, and maps as tables."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torchrec.modules.mc_modules import ManagedCollisionModule, MCHManagedCollis
 
 from deltasync.base.errors import InvalidInput
 from deltasync.core.tables import FREE_ID, Shard, TableKind, TableSpec
-from deltasync.kernels.id_maps import read_sorted
+from deltasync.kernels.tracking import read_sorted
 from deltasync.trainer.tracking.followed_rows import follow_numbers
 from deltasync.trainer.tracking.modules import named_modules, table_fqn
 from deltasync.trainer.tracking.shards import TrackedShard, TrackedTable
@@ -26,14 +26,14 @@ _LARGEST = int(np.iinfo(np.int64).max)
 
 @dataclass(frozen=True)
 class Routing:
-    """Which of the shards of a table a raw id is looked up in, as TorchRec's input dist does it.
+    """The shard of a table in which a raw id is looked up, as TorchRec's input dist chooses it.
 
     Ids below `block * shards` go to the shard of their block, all others to the shards in turn; ids count as
     unsigned.
 
     Attributes:
-        block: how many ids in a row go to one shard.
-        shards: how many there are.
+        block: number of consecutive ids that go to one shard.
+        shards: number of shards.
     """
 
     block: int
@@ -58,11 +58,11 @@ class CollisionModule:
         name: the module's FQN.
         module: the module, with the raw ids of this rank's rows.
         of: the table's name.
-        rows: the table's.
-        row_offset: of this rank's rows.
-        number: of this rank's shard.
-        shards: how many there are.
-        sharded: the table is, if only over one rank.
+        rows: number of the table's rows.
+        row_offset: the first row of this rank.
+        number: number of this rank's shard.
+        shards: number of shards of the table.
+        sharded: whether the table is sharded, if only over one rank.
     """
 
     name: str
@@ -76,7 +76,7 @@ class CollisionModule:
 
     @property
     def hashes(self) -> bool:
-        """Whether a raw id is found by hashing; else, in a sorted list."""
+        """Whether the module finds a raw id by hashing; otherwise it has a sorted list."""
         return hasattr(self.module, _IDENTITIES)  # Of HashZch, whose import compiles kernels.
 
     @property
@@ -86,7 +86,7 @@ class CollisionModule:
 
     @property
     def routing(self) -> Routing:
-        """To which shard raw ids go."""
+        """The shards that raw ids go to."""
         below = int(self.module.input_size()) or _LARGEST
         return Routing(-(-below // self.shards), self.shards)
 
@@ -146,7 +146,7 @@ def _table(name: str, embeddings: nn.Module, table: str) -> str:
 
 
 def _shard_offsets(collection: nn.Module, table: str) -> tuple[list[int], int]:
-    """Of the rows of a table's shards, and of this rank's."""
+    """The first row of each shard of a table, and of this rank's shard."""
     if not isinstance(collection, ShardedManagedCollisionCollection):
         return [0], 0
     for sharding in collection._embedding_shardings:

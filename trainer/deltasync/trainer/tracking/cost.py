@@ -1,4 +1,4 @@
-"""What the tracker costs."""
+"""The cost of tracking."""
 
 import threading
 import time

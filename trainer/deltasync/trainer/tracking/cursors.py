@@ -1,4 +1,4 @@
-"""The cursors of the tracker's consumers: what each has acknowledged, and in some modes the rows of that time."""
+"""Cursors of the tracker's consumers: the acknowledged stamps, and in some modes the rows as they were then."""
 
 import threading
 import weakref
@@ -170,7 +170,7 @@ class ConsumerCursor:
             Empty unless the mode has first values.
         carried: by FQN, global ids, ascending, of rows that are due although not stamped later.
         memory: for the rows that reads return.
-        lock: held while any of these is used; acquired after the gate.
+        lock: guards all of these; acquired after the gate.
     """
 
     name: str

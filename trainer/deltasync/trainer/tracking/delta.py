@@ -1,4 +1,4 @@
-"""What a read of the tracker returns: changed and deleted rows by table, and the token that acknowledges them."""
+"""The result of a read: changed and deleted rows by table, and the token that acknowledges them."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from deltasync.trainer.tracking.options import TrackingMode, has_rows
 
 @dataclass(eq=False)
 class Delta:
-    """What has changed for a consumer since its cursor.
+    """The changes for a consumer since its cursor.
 
     `Tracker.begin_delta` on a GPU returns one before its rows have arrived in host memory (`gpu.LaunchedDelta`).
     Only `arrived`, `result`, `token` and `deletes` may be used until then, by one thread at a time.
@@ -206,7 +206,7 @@ def check_ranked(mode: TrackingMode, k: float = 1) -> None:
 
 
 def largest(norms: Mapping[str, torch.Tensor], k: float, *, per_table: bool) -> dict[str, torch.Tensor]:
-    """Which rows have the largest norms, as a bool mask [n] by FQN. NaN is the largest.
+    """The rows with the largest norms, as a bool mask [n] by FQN. NaN is the largest.
 
     Args:
         norms: of the changed rows, [n] by FQN.

@@ -33,9 +33,12 @@ class DeltaReader:
         marking: RowMarking,
         cursors: Cursors,
         cost: TrackerCost,
+        *,
+        delete_on_read: bool,
     ) -> None:
         self._tables, self._stamps, self._gate = tables, stamps, gate
         self._marking, self._cursors, self._cost = marking, cursors, cost
+        self._delete_on_read = delete_on_read
         self._counts = dict[str, DueCount]()
         self._bounded = not any(table.compared and table.table.nbytes > _MOST_COMPARED_BYTES for table in tables)
 
@@ -53,7 +56,7 @@ class DeltaReader:
         Args:
             cursor: the consumer's.
             timeout_seconds: how long another thread than the training one waits for the end of a step.
-            values: whether to read values; a mode with first values always does.
+            values: whether to return values beside ids.
             k: read only the rows that have changed most: this number of them, or below 1 this share; None for all.
             per_table: count `k` in each table by itself.
 
@@ -77,11 +80,11 @@ class DeltaReader:
                 rows = {fqn: rows_to_host(each) for fqn, each in rows.items()}
             if cursor.first_values:
                 rows = {fqn: cursor.with_first(each) for fqn, each in rows.items()}
-            kept = (rows, deletes) if cursor.first_values else ({}, {})
-            delta = Delta(rows, Token(cursor.name, position, *kept, {}, cursor), deletes)
+            first = (rows, deletes) if cursor.first_values else ({}, {})
+            delta = Delta(rows, Token(cursor.name, position, *first, {}, cursor), deletes)
             delta = delta if k is None else cursor.most_changed(delta, k, per_table=per_table)
             cursor.memory.trim()
-        return delta
+        return delta if values else delta.without_values()
 
     def count_ahead(self, cursor: ConsumerCursor) -> None:
         """Start to count the rows that are due, for the next `begin`. In the thread that trains."""
@@ -103,7 +106,7 @@ class DeltaReader:
         count = self._counts.pop(cursor.name, None)
         alone = cursor.first_values or cursor.carried
         if count is None or not NOTHING < count.cursor <= cursor.cursor or alone or not self._bounded:
-            return self.read(cursor)
+            return self.hand_out(self.read(cursor))
         rows, counts = dict[str, DeltaRows](), dict[str, torch.Tensor]()
         with ExitStack() as stack:
             with self._settled(cursor, None, stack):
@@ -120,7 +123,15 @@ class DeltaReader:
                 rows = {fqn: rows_to_host(each) for fqn, each in rows.items()}
                 counts = {fqn: to_host(each) for fqn, each in counts.items()}
             arrival = self._gate.arrival()
-        return LaunchedDelta(rows, counts, Token(cursor.name, position, {}, {}, {}, cursor), deletes, arrival)
+        token = Token(cursor.name, position, {}, {}, {}, cursor)
+        return self.hand_out(LaunchedDelta(rows, counts, token, deletes, arrival))
+
+    def hand_out(self, delta: Delta) -> Delta:
+        """Count a delta that the caller gets, and acknowledge it if reading deletes."""
+        self._cost.add_reading(nbytes=delta.nbytes)
+        if self._delete_on_read:
+            self._cursors.acknowledge(delta.token)
+        return delta
 
     @contextmanager
     def _settled(self, cursor: ConsumerCursor, timeout_seconds: float | None, stack: ExitStack) -> Iterator[None]:
@@ -160,7 +171,7 @@ def _delta_rows(
 
 
 def _map_rows_in_use(table: TrackedTable) -> torch.Tensor:
-    """Which rows of a map a consumer that has nothing needs, as a bool mask: a free row is its default, zero."""
+    """The rows of a map that a consumer without rows needs, as a bool mask: free rows are zero, its default."""
     in_use = table.shards[0].weight.any(dim=1)  # Without a copy of the rows.
-    in_use[-1] = True  # A table without any row counts as one that nobody has published.
+    in_use[-1] = True  # A table without any row counts as unpublished.
     return in_use

@@ -1,17 +1,17 @@
-"""Finding changed rows by comparing them with a copy, where no event reveals a change."""
+"""Finds changed rows by comparing them with a copy, where no hook reports a change."""
 
 import numpy as np
 import torch
 
 from deltasync.core.digests import words_of
-from deltasync.kernels import changes
+from deltasync.kernels import tracking
 
 # Integers as wide as other numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def differing_rows(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Which rows of two [n, d] tensors differ in any bit: bool [n]. A NaN equals itself, 0.0 is not -0.0."""
+    """The rows of two [n, d] tensors that differ in any bit: bool [n]. NaN equals itself, 0.0 is not -0.0."""
     bits = BITS[rows.element_size()]
     return (rows.view(bits) != others.view(bits)).any(dim=1)
 
@@ -40,7 +40,7 @@ class FollowedRows:
             return torch.empty(0, dtype=torch.int64)
         ids = np.empty(len(self.copy), np.int64)
         words = rows.numpy().reshape(-1).view(self._words.dtype)
-        return torch.from_numpy(ids[: changes.follow_rows(words, len(words) // len(ids), self._words, ids)])
+        return torch.from_numpy(ids[: tracking.follow_rows(words, len(words) // len(ids), self._words, ids)])
 
     def follow_all(self, rows: torch.Tensor) -> torch.Tensor:
         """As `follow`, but return a mask, bool [n]: to list ids, the host would have to wait for a GPU."""
@@ -64,4 +64,4 @@ def follow_numbers(numbers: torch.Tensor, flip: int, none: int, copy: torch.Tens
     if numbers.is_cuda:
         return _follow(torch.where(numbers == none, 0, numbers ^ flip).view(-1, 1), copy.view(-1, 1))
     ids = np.empty(len(numbers), np.int64)
-    return torch.from_numpy(ids[: changes.follow_numbers(numbers.numpy(), flip, none, copy.numpy(), ids)])
+    return torch.from_numpy(ids[: tracking.follow_numbers(numbers.numpy(), flip, none, copy.numpy(), ids)])

@@ -1,4 +1,4 @@
-"""What only tables on a GPU need: the order of streams, reads that are launched, digests made on the device.
+"""Tables on a GPU: the order of streams, launched reads, and digests made on the device.
 
 Tests run all of it but `Streams` on a CPU too, where nothing is ever waited for.
 """
@@ -136,7 +136,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DueCount:
-    """How many rows are due to a consumer, as the GPU counts them ahead of a read.
+    """The number of rows due to a consumer, which the GPU counts ahead of a read.
 
     Attributes:
         cursor: rows stamped after it are counted.
@@ -151,7 +151,7 @@ class DueCount:
     arrival: torch.cuda.Event | None
 
     def bounds(self, rows: Sequence[int], written: Sequence[int]) -> list[int]:
-        """By table, at most how many rows are stamped after the cursor now.
+        """Upper bounds of the rows stamped after the cursor now, by table.
 
         Waits for what the GPU was given before the count, not for what it was given since.
 
@@ -171,7 +171,7 @@ def due_ids(stamps: torch.Tensor, cursor: int, bound: int) -> tuple[torch.Tensor
     Args:
         stamps: int32 [rows].
         cursor: rows with later stamps are due.
-        bound: no more rows than this are due.
+        bound: at most this number of rows are due.
 
     Returns:
         Local ids of the due rows, ascending, then zeros: int64 [bound]. And how many are due: int64 [1].

@@ -1,4 +1,4 @@
-"""Marking the rows that are looked up: the backward of a lookup changes them."""
+"""Marks rows that are looked up: the backward of a lookup changes them."""
 
 import threading
 import time
@@ -89,7 +89,7 @@ class LookupMarks:
             self.compact_here()
 
     def compact_here(self) -> None:
-        """As `compact`, for callers that hold the gate already."""
+        """As `compact`, within the gate."""
         self._steps_waited = 0
         if not self._waiting:
             return
@@ -121,6 +121,6 @@ class LookupMarks:
 
 
 class _Paused(threading.local):
-    """How many `pause` blocks a thread is in."""
+    """The number of `pause` blocks that a thread is in."""
 
     depth = 0

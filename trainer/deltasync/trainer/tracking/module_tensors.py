@@ -39,13 +39,13 @@ class ModuleTensor:
 
     Attributes:
         name: its FQN, which is its key in the model's `state_dict`; of an embedding table, without `.weight`.
-        owner: the module it is of.
-        attribute: what it is called there.
+        owner: its module.
+        attribute: its name in the module.
         kind: embedding table, parameter or buffer.
         shape: as it was when the place was found.
-        dtype: likewise.
+        dtype: its type then.
         aliases: other places of the same tensor, by FQN.
-        states: the fused optimizer's, as of a `TrackedShard`; none where there is no fused optimizer.
+        states: the states of the fused optimizer, as in `TrackedShard`.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ModuleTensor:
 
     @property
     def table(self) -> TableSpec:
-        """What it is published as.
+        """The table that it is published as.
 
         Raises:
             InvalidInput: its type is not supported.
@@ -79,7 +79,7 @@ class ModuleTensor:
         )
 
     def matrix(self) -> torch.Tensor:
-        """What is there now, [rows, dim] of its table: a view.
+        """The tensor as it is now: a view, [rows, dim] of its table.
 
         Raises:
             InvalidInput: it has another shape or type than at first, does not lie in memory row by row, or is no
@@ -111,8 +111,8 @@ def module_tensors(
 
     Args:
         model: the model.
-        dense: with those that are no embedding tables.
-        fqns_to_skip: tables whose rows nobody reads, so that they may lie in a cache.
+        dense: also return tensors that are no embedding tables.
+        fqns_to_skip: tables that are not read; their newest rows may lie in a cache.
 
     Raises:
         InvalidInput: one has no shape yet, or the newest rows of a table lie in a cache.

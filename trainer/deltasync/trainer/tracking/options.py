@@ -15,7 +15,7 @@ DEFAULT_CONSUMER = "default"
 
 
 class TrackingMode(Enum):
-    """What reads return beside ids, named as in TorchRec's tracker. Values are those of the current step.
+    """The values that reads return beside ids, named as in TorchRec's tracker. Current values are of this step.
 
     Modes with first values cost a copy of the values in host memory for each consumer.
     """
@@ -49,7 +49,7 @@ class TrackerOptions:
             FQN.
         dense: track the parameters and buffers outside of embedding tables too, each as a small table.
         id_maps: track the maps from raw ids to rows that managed collision keeps.
-        replicas: track tables and parameters of which every rank has a copy; one rank is enough to publish them.
+        replicas: track tables and parameters that every rank has a copy of; one rank is enough to publish them.
         verify: keep a copy of every row, and compare all rows at every read: rows that have changed unmarked raise
             `Contradiction`, which names them. To find out whether the tracker sees all writes of a model. Costs
             the memory of a second model, and the time to read both.

@@ -1,4 +1,4 @@
-"""Listening to what changes rows that nobody has looked up: loads, first values, averages of replicas or of time.
+"""Hooks for changes of rows without a lookup: loads, first values, averages over replicas or over time.
 
 All of it runs in the thread that trains.
 """
@@ -26,11 +26,11 @@ _FIRST_VALUES = ("init_embedding_weights_uniform", "init_parameters", "reset_par
 
 @dataclass(frozen=True)
 class RewriteListener:
-    """What is called around a rewrite, with the FQNs of the tables whose rows it may change.
+    """Functions to call around a rewrite, with the FQNs of the tables whose rows it may change.
 
     Attributes:
-        begins: before.
-        ends: after.
+        begins: called before the rewrite.
+        ends: called after it.
     """
 
     begins: Callable[[list[str]], None]
@@ -38,7 +38,7 @@ class RewriteListener:
 
 
 def listen_to_rewrites(hooks: Hooks, model: nn.Module, listener: RewriteListener) -> None:
-    """Call the listener around whatever rewrites tables of sharded modules."""
+    """Call the listener around each rewrite of tables of sharded modules."""
     everything = []
     for name, module in sharded_modules(model):
         tables = [table_fqn(name, module, table) for table in module._table_name_to_config]
@@ -60,14 +60,14 @@ def _listen_to_kernel(
         _listen_to_loads(hooks, owner, listener, tables)
     update = rule_of(kernel).whole_table
     if update:
-        told = partial(_tell_if_due, update, kernel.emb_module, listener.begins, tables)
-        hooks.listen(f"{update.method} of module {name!r}", kernel.emb_module, update.method, told, first=True)
+        begin = partial(_begin_if_due, update, kernel.emb_module, listener.begins, tables)
+        hooks.listen(f"{update.method} of module {name!r}", kernel.emb_module, update.method, begin, first=True)
 
 
-def _tell_if_due(
+def _begin_if_due(
     update: WholeTableUpdate, emb_module: Any, begins: Callable[[list[str]], None], tables: list[str], *_: Any
 ) -> None:
-    # Its rows go on changing in the backward of the same step.
+    # No end: the backward of the same step changes the rows further.
     if update.is_due(getattr(emb_module, update.settings), int(emb_module.iter_cpu)):
         begins(tables)
 
@@ -102,21 +102,21 @@ def _listen_to_averages(hooks: Hooks, model: nn.Module, listener: RewriteListene
 
 
 def check_averages(model: nn.Module) -> None:
-    """Check that rows which replicas of a model average lie on their ranks between steps.
+    """Refuse a `DMPCollection` whose ranks have no whole rows between steps.
 
     Raises:
-        InvalidInput: they do not.
+        InvalidInput: the model has one.
     """
     for module in model.modules():
         if isinstance(module, DMPCollection) and any(map(_is_fully_sharded, module._ctxs)):
             raise InvalidInput(
-                "a DMPCollection of sharding_strategy FULLY_SHARDED has whole rows on no rank between steps, so "
-                "that they cannot be tracked: use DEFAULT or PER_MODULE"
+                "a DMPCollection of sharding_strategy FULLY_SHARDED has whole rows on no rank between steps to "
+                "track: use DEFAULT or PER_MODULE"
             )
 
 
 def is_replica(module: ShardedEmbeddingModule) -> bool:
-    """Whether other ranks are the first to have the rows that this one has of a module, under a DMPCollection."""
+    """Whether this rank has a copy of shards that an earlier rank tracks, under a `DMPCollection`."""
     environment = getattr(module, "_env", None)
     return isinstance(environment, ShardingEnv2D) and dist.get_rank(environment.replica_pg) > 0
 

@@ -1,4 +1,4 @@
-"""Marking: the rows of a rank are stamped when they change.
+"""Stamps the rows of a rank when they change.
 
 The thread that trains looks rows up and ends steps. Rows change in backward, whose hooks run in threads of
 autograd. Threads that read settle marks too, between steps. Marks and stamps are only touched within the gate.
@@ -36,12 +36,11 @@ from deltasync.trainer.tracking.verification import Verification
 
 
 class RowMarking:
-    """Stamps the rows of a model: after lookups, evictions, rewrites and dense updates, and those marked by hand.
+    """Stamps rows of a model: after lookups, evictions, rewrites and dense updates, and by hand.
 
     Attributes:
         lookups: marks the rows of lookups.
-        steps: optimizer steps completed.
-        changes: `steps` and changes by anything else than steps.
+        changes: number of steps, of marks by hand, and of rewrites of whole tables.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class RowMarking:
 
         Args:
             tracked: the model.
-            stamps: its rows'.
+            stamps: the stamps of its rows.
             gate: keeps reads away while rows change.
             cost: adds up the time of marking.
-            options: the tracker's.
+            options: options of the tracker.
         """
         self._tables = tracked.tables
         self._replicas = {table.name: table for table in tracked.replicas}
@@ -77,7 +76,6 @@ class RowMarking:
         self._dense_optimizers = DenseOptimizers()
         self._hooks = Hooks()
         self._rewrites = list[bool]()  # Of those under way, whether rows were changing already.
-        self.steps = 0
         self.changes = 0
 
     def listen(self, model: nn.Module) -> None:
@@ -123,7 +121,6 @@ class RowMarking:
         self.lookups.end_step()
         self._rewrites.clear()
         self._gate.end_updates()
-        self.steps += 1
         self.changes += 1
 
     def settle(self) -> None:
@@ -131,7 +128,7 @@ class RowMarking:
 
         Raises:
             Contradiction: rows are verified, and some have changed unmarked.
-            InvalidInput: something outside of tables was replaced by what cannot be published, or a map of ids
+            InvalidInput: a tensor outside of tables was replaced by one that cannot be published, or a map of ids
                 contradicts itself.
         """
         self.lookups.compact_here()
@@ -149,7 +146,7 @@ class RowMarking:
 
         Raises:
             NotFound: there is no such table.
-            InvalidInput: an id is none of the table's.
+            InvalidInput: the table has no row of one of the ids.
         """
         number = self._number(table)
         local = self._tables[number].local_ids(ids)
@@ -158,11 +155,11 @@ class RowMarking:
             self.changes += 1
 
     def mark_held(self, table: str, ids: torch.Tensor) -> None:
-        """Stamp rows of a table, by global ids, as present or deleted, whichever they are.
+        """Stamp rows of a table again, by global ids: deleted rows as deleted, others as changed.
 
         Raises:
             NotFound: there is no such table.
-            InvalidInput: an id is none of the table's.
+            InvalidInput: the table has no row of one of the ids.
         """
         number = self._number(table)
         local = self._tables[number].local_ids(ids)
@@ -174,16 +171,12 @@ class RowMarking:
                 self._stamps.stamp_deleted(number, deleted)
             self.changes += len(local) > 0
 
-    def holds(self, table: str) -> bool:
-        """Whether this rank has rows of a table, tracked or a copy."""
-        return table in self._numbers or table in self._replicas
-
     def delete(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Reset rows of a table, by global ids, and stamp them as deleted; return their local ids on this rank.
 
         Raises:
             NotFound: there is no such table.
-            InvalidInput: an id is none of the table's.
+            InvalidInput: the table has no row of one of the ids.
         """
         replica = self._replicas.get(table)
         ours = replica or self._tables[self._number(table)]
@@ -222,7 +215,7 @@ class RowMarking:
             self.changes += 1
 
     def follow_maps(self) -> None:
-        """Read maps anew, and stamp the rows whose raw id has changed. Within the gate.
+        """Read the maps again, and stamp the rows whose raw id has changed. Within the gate.
 
         Raises:
             InvalidInput: one contradicts itself.
@@ -233,12 +226,11 @@ class RowMarking:
                 if number is not None:
                     self._stamps.stamp(number, changed.to(self._tables[number].device))
 
-    def restore(self, steps: int) -> None:
-        """Go on after `steps` steps, whose stamps are restored. Within the gate."""
+    def restore(self) -> None:
+        """Go on from stamps that were restored. Within the gate."""
         self.lookups.clear()
         if self._verification:
             self._verification.renew()
-        self.steps = steps
 
     def _begin_rewrite(self, tables: Iterable[str]) -> None:
         with self._gate:

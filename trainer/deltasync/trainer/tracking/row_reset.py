@@ -1,4 +1,4 @@
-"""Resetting rows and what the optimizer keeps of them: deletes, and evictions of managed collision on a CPU.
+"""Resets rows and their optimizer states: for deletes, and for evictions of managed collision on a CPU.
 
 On the thread that trains, between steps. Writes go through `Tensor.data`: a pipeline may have looked rows up
 already whose backward is still to come, and autograd refuses weights that it sees change in between.
@@ -97,7 +97,7 @@ def _state_rows(
 
 
 def evict_on_cpu(model: nn.Module) -> None:
-    """Have managed collision evict rows of fused tables on a CPU, as it does on a GPU.
+    """Let managed collision evict rows of fused tables on a CPU, as on a GPU.
 
     TorchRec resets evicted rows by an operation of FBGEMM that does not exist for CPUs. Each fused kernel of the
     model that is on a CPU gets one in its place that does the same; doing it again changes nothing. TorchRec gives
@@ -121,7 +121,7 @@ def _reset_evicted(
     logical_table_ids: torch.Tensor,
     buffer_ids: torch.Tensor,
 ) -> None:
-    """As FBGEMM on a GPU: rows and momentum become zero where that is row-wise Adagrad's, else nothing does."""
+    """Do as FBGEMM on a GPU: under row-wise Adagrad, set rows and momentum to zero; else do nothing."""
     if emb_module.optimizer is EmbOptimType.NONE:
         raise InvalidInput("rows of a kernel without an optimizer cannot be evicted")
     if emb_module.optimizer is not EmbOptimType.EXACT_ROWWISE_ADAGRAD:

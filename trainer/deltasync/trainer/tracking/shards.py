@@ -1,4 +1,4 @@
-"""A rank's share of a model: ranges of rows of its tables, and the live tensors they are read from."""
+"""A rank's share of a model: its rows of each table, and the live tensors that they are read from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,12 +28,12 @@ class TrackedShard:
     Attributes:
         shard: its rows and columns.
         weight: [rows, cols].
-        states: the fused optimizer's, momentum first, each [rows, cols], or [rows, 1] where it keeps one value per
-            row; none where there is no fused optimizer, or it keeps nothing.
+        states: states of the fused optimizer, momentum first: each [rows, cols], or [rows, 1] for one value a row.
+            Empty without a fused optimizer, or where it has no states.
         rowwise_adagrad: the momentum is that of row-wise Adagrad.
         cached_in: the kernel whose cache has the newest rows, and is flushed before a read; None without a cache.
-        cache_offset: what the cache calls the shard's first row.
-        source: the place of a tensor outside of sharded modules, which may be replaced there.
+        cache_offset: the number of the shard's first row in the cache.
+        source: the place of a tensor outside of sharded modules, where the model may replace it.
     """
 
     shard: Shard
@@ -56,11 +56,11 @@ class TrackedTable:
 
     Attributes:
         table: the table, named as in the model's `state_dict`.
-        shards: of its columns, by column.
+        shards: its shards on this rank, ordered by column.
         features: the features that are looked up in it.
-        fused: only rows that were looked up change, in backward. The rows of a table that is not fused belong to a
-            dense optimizer, which may change any of them at every step (momentum, weight decay), or are a map.
-        replicated: every rank holds the same.
+        fused: only rows that were looked up change, in backward. Otherwise it is a map, or a dense optimizer may
+            change any row at every step, by momentum or weight decay.
+        replicated: every rank has a copy.
     """
 
     table: TableSpec
@@ -91,7 +91,7 @@ class TrackedTable:
 
     @property
     def compared(self) -> bool:
-        """Whether nothing tells which of its rows change, so that they are compared with copies at each read."""
+        """Whether no hook reports which rows change: each read compares all of them with copies."""
         return not self.fused and not self.table.of
 
     @property
@@ -105,13 +105,13 @@ class TrackedTable:
         return f"{self.name}[{self.row_offset}-{self.row_offset + self.rows}]"
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """The same rows counted from the first on this rank: int64 [m], without those of other ranks.
+        """Convert global ids to local ones, without rows of other ranks: int64 [m].
 
         Args:
             ids: global row ids, [n] of any integer type.
 
         Raises:
-            InvalidInput: they are no list of ids, or one is none of the table's.
+            InvalidInput: `ids` is no list of ids, or the table has no row of one of them.
         """
         check_ids(self.table, ids)
         local = ids.to(self.device, torch.int64) - self.row_offset
@@ -123,7 +123,7 @@ def check_ids(table: TableSpec, ids: torch.Tensor) -> None:
 
     Raises:
         TypeError: they are no tensor.
-        InvalidInput: they are no list of ids, or one is none of the table's.
+        InvalidInput: `ids` is no list of ids, or the table has no row of one of them.
     """
     check_type(f"ids of table {table.name!r}", "ids", ids, torch.Tensor, remedy="torch.tensor(ids)")
     if ids.dim() != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
@@ -141,7 +141,7 @@ def check_deletable(table: TableSpec) -> None:
     """Check that rows of a table can be deleted.
 
     Raises:
-        InvalidInput: they are none of embeddings.
+        InvalidInput: it is not an embedding table.
     """
     if not table.kind.ranked:
         raise InvalidInput(
@@ -150,7 +150,7 @@ def check_deletable(table: TableSpec) -> None:
 
 
 def dense_table(tensor: ModuleTensor) -> TrackedTable:
-    """What is outside of sharded modules, as a table.
+    """A parameter, buffer or unsharded table as a tracked table.
 
     Raises:
         InvalidInput: its type or layout cannot be published.
@@ -170,7 +170,7 @@ def lookups_of(module: ShardedEmbeddingModule) -> Iterator[Any]:
 
 
 def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> list[TrackedTable]:
-    """What one kernel of a lookup holds, in the order in which it looks tables up.
+    """The tables of one kernel of a lookup, in the order in which it looks them up.
 
     Raises:
         InvalidInput: its rows cannot be read.
@@ -192,7 +192,7 @@ def kernel_tables(name: str, module: ShardedEmbeddingModule, kernel: Any) -> lis
 
 
 def _cache(kernel: Any, table: int) -> tuple[Any, int]:
-    """The kernel, if its cache has rows of one of its tables, and what the cache calls the first; else None, 0."""
+    """The kernel, and the number of a table's first row in its cache; None and 0 if the table has no cache."""
     config, emb_module = kernel._config.embedding_tables[table], kernel.emb_module
     # The kernel's own config says FUSED: TorchRec has one kernel for tables with a cache and tables without.
     cached = config.compute_kernel is EmbeddingComputeKernel.FUSED_UVM_CACHING
@@ -222,7 +222,7 @@ def merged(tables: list[TrackedTable]) -> list[TrackedTable]:
     """Join column shards of one table, each in a `TrackedTable` of its own.
 
     Raises:
-        InvalidInput: they do not hold the same rows.
+        InvalidInput: the shards have different rows.
     """
     by_name: dict[str, TrackedTable] = {}
     for table in tables:
@@ -250,10 +250,10 @@ def flush_caches(tables: Sequence[TrackedTable]) -> None:
 
 
 def follow_replaced(tables: Sequence[TrackedTable]) -> None:
-    """Have tensors that were replaced in the model read where they are now.
+    """Read tensors that the model has replaced at their new places.
 
     Raises:
-        InvalidInput: one cannot be read any more.
+        InvalidInput: a tensor can no longer be read.
     """
     for table in tables:
         for tracked in table.shards:

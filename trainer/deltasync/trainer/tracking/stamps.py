@@ -1,8 +1,7 @@
 """A stamp per row: when it last changed, by a clock that ticks at every read.
 
-Whatever is marked after a read, by a step or from outside, has a later stamp than the cursor that the read
-returned. Stamps have 32 bits, half the memory of 64; when the clock has used them up it starts over
-(`restart_clock`).
+A row that is marked after a read, by a step or from outside, has a later stamp than the read's cursor. Stamps have
+32 bits, to halve the memory of 64; when the clock reaches their end it starts over (`restart_clock`).
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from deltasync.kernels import marks
+from deltasync.kernels import tracking
 from deltasync.trainer.tracking.followed_rows import BITS, FollowedRows
 from deltasync.trainer.tracking.gpu import ids_by_table
 from deltasync.trainer.tracking.shards import TrackedTable
@@ -53,7 +52,7 @@ class RowStamps:
 
     @property
     def clock(self) -> int:
-        """What rows are stamped with now."""
+        """The stamp of rows that change now."""
         return self._clock.now
 
     @clock.setter
@@ -62,7 +61,7 @@ class RowStamps:
 
     @property
     def stamps(self) -> list[torch.Tensor]:
-        """By table, as `TableStamps.stamps`."""
+        """`TableStamps.stamps` of each table."""
         return [each.stamps for each in self._stamps]
 
     @property
@@ -96,7 +95,7 @@ class RowStamps:
         uneven = features.variable_stride_per_key()
         ends = as_numbers(torch.tensor(features.offset_per_key()) if uneven else features.offsets())
         bits, counts = self._marks.bits, self._marks.counts
-        return marks.mark_looked_up(as_numbers(ids), ends, places.keys, places.tables, bits, counts)
+        return tracking.mark_looked_up(as_numbers(ids), ends, places.keys, places.tables, bits, counts)
 
     def stamp(self, table: int, ids: torch.Tensor) -> None:
         """Stamp rows (local ids, of any integer type, in any order and number).
@@ -184,7 +183,7 @@ class RowStamps:
         return cursor
 
     def restart_clock(self) -> None:
-        """Start over with every row marked: for a cursor of 0, all of them have changed or were deleted."""
+        """Start over with every row marked: after a cursor of 0, every row has changed or was deleted."""
         before, self.clock = self.stamps, 1
         self._last_delete = dict.fromkeys(self._last_delete, self.clock)
         self._replace([torch.where(stamps < 0, -self.clock, self.clock).int() for stamps in before])
@@ -206,7 +205,7 @@ class LookupPlaces:
 
     Attributes:
         keys: number of keys of the lookup.
-        tables: int64 [tables, 5], as `kernels.marks.mark_looked_up` takes them.
+        tables: int64 [tables, 5], as `kernels.tracking.mark_looked_up` takes them.
         only: number of the one table that is looked up; None if there are several.
     """
 
@@ -286,7 +285,7 @@ class HostStamps(TableStamps):
     words of 64 rows without a later stamp are skipped.
     """
 
-    def __init__(self, rows: int, clock: "Clock", bits: marks.Marks, marked: NDArray[np.int64]) -> None:
+    def __init__(self, rows: int, clock: "Clock", bits: tracking.Marks, marked: NDArray[np.int64]) -> None:
         """Begin without stamps. `bits` and `marked` are the table's part of `HostMarks`."""
         super().__init__(rows, clock, torch.device("cpu"))
         self._rows = self._stamps.numpy()
@@ -300,10 +299,10 @@ class HostStamps(TableStamps):
         return super().nbytes + self._marks.nbytes + self._newest.nbytes
 
     def mark(self, ids: torch.Tensor) -> None:
-        """As for any table."""
+        """See `TableStamps`."""
         if len(self._rows):  # Else there is no row 0 either.
             numbers = as_numbers(ids)
-            marks.mark(numbers, len(self._rows), self._marks)
+            tracking.mark(numbers, len(self._rows), self._marks)
             self._marked += len(numbers)
 
     def settle(self) -> None:
@@ -311,61 +310,61 @@ class HostStamps(TableStamps):
         self._stamp_marked()
 
     def delete(self, ids: torch.Tensor) -> None:
-        """As for any table."""
+        """See `TableStamps`."""
         self.settle()
         super().delete(ids)
-        self._newest[ids.numpy() // marks.WORD_ROWS] = self._clock.now
+        self._newest[ids.numpy() // tracking.WORD_ROWS] = self._clock.now
         self._largest = self._clock.now
 
     def mark_all(self) -> None:
-        """As for any table."""
+        """See `TableStamps`."""
         self.settle()
         super().mark_all()
         self._renew()
 
     def mark_present(self) -> None:
-        """As for any table."""
+        """See `TableStamps`."""
         self.settle()
         super().mark_present()
         self._renew()
 
     def replace(self, stamps: torch.Tensor) -> None:
-        """As for any table."""
+        """See `TableStamps`."""
         self.settle()
         super().replace(stamps)
         self._renew()
 
     def later(self, cursor: int) -> torch.Tensor:
-        """As for any table."""
+        """See `TableStamps`."""
         before, marked = self._largest, self._stamp_marked()
         return torch.from_numpy(marked if cursor >= before else self._list_later(cursor, 1))
 
     def deleted_later(self, cursor: int) -> torch.Tensor:
-        """As for any table."""
+        """See `TableStamps`."""
         self.settle()
         return torch.from_numpy(self._list_later(cursor, -1))
 
-    def _stamp_marked(self) -> marks.Ids:
+    def _stamp_marked(self) -> tracking.Ids:
         """Stamp the marked rows; return their ids."""
         marked = int(self._marked[0])
         if not marked:
             return _NO_IDS
         ids = np.empty(min(marked, len(self._rows)), np.int64)
         self._marked[0], self._largest = 0, self._clock.now
-        return ids[: marks.settle(self._marks, self._largest, self._rows, self._newest, ids)]
+        return ids[: tracking.settle(self._marks, self._largest, self._rows, self._newest, ids)]
 
-    def _list_later(self, cursor: int, sign: int) -> marks.Ids:
+    def _list_later(self, cursor: int, sign: int) -> tracking.Ids:
         # Pages that nothing touches cost no memory.
-        ids = np.empty(np.count_nonzero(self._newest > cursor) * marks.WORD_ROWS, np.int64)
-        return ids[: marks.list_later(self._rows, self._newest, cursor, sign, ids)]
+        ids = np.empty(np.count_nonzero(self._newest > cursor) * tracking.WORD_ROWS, np.int64)
+        return ids[: tracking.list_later(self._rows, self._newest, cursor, sign, ids)]
 
     def _renew(self) -> None:
-        marks.find_newest(self._rows, self._newest)
+        tracking.find_newest(self._rows, self._newest)
         self._largest = int(self._newest.max(initial=0))
 
 
 class HostMarks:
-    """Which rows of tables in host memory have changed since their stamps were last read: a bit per row.
+    """A bit for each row in host memory: whether it has changed since its stamp was last read.
 
     The bits of all tables lie side by side: one call marks the rows of all tables of a lookup.
 
@@ -377,11 +376,11 @@ class HostMarks:
 
     def __init__(self, rows: Sequence[int]) -> None:
         """Begin without marks. `rows` is the number of rows of each table."""
-        self.first_words = [0, *accumulate(-(-each // marks.WORD_ROWS) for each in rows)]
+        self.first_words = [0, *accumulate(-(-each // tracking.WORD_ROWS) for each in rows)]
         self.bits = np.zeros(self.first_words[-1], np.uint64)
         self.counts = np.zeros((2, len(rows)), np.int64)
 
-    def of(self, table: int) -> tuple[marks.Marks, NDArray[np.int64]]:
+    def of(self, table: int) -> tuple[tracking.Marks, NDArray[np.int64]]:
         """A table's bits [words], and how many rows were marked since its stamps were last read [1]."""
         first, end = self.first_words[table : table + 2]
         return self.bits[first:end], self.counts[1, table : table + 1]

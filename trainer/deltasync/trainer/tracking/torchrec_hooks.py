@@ -1,11 +1,9 @@
-"""Listening to lookups, output dists and evictions of TorchRec, and to the gradients of other parameters.
+"""Hooks for lookups, output dists and evictions of TorchRec, and for gradients and forwards of PyTorch.
 
-TorchRec has room for one function in each place. `Listeners` takes the place and calls several, among them the one
-that was there. Another function that is put there later takes the place away; `Hooks.check` finds that. TorchRec
-calls them in the thread that trains.
+TorchRec calls one function at each place, in the thread that trains. `Listeners` takes the place and calls several
+functions, also the one that was there. `Hooks.check` finds that another function has taken the place since.
 
-PyTorch has room for any number of functions on a gradient, which it calls within backward, in autograd's threads,
-and before a module's forward.
+PyTorch calls any number of functions: on a gradient within backward, in autograd's threads, and before a forward.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +22,7 @@ _Listener = Callable[..., None]
 
 
 class Listeners:
-    """Several functions in a place that has room for one. All get its arguments."""
+    """Calls several functions at a place for one function, with its arguments."""
 
     def __init__(self, owner: Any, attribute: str) -> None:
         """Take the place `owner.attribute`."""
@@ -124,8 +122,8 @@ def listen_to_evictions(hooks: Hooks, model: nn.Module, listener: _Listener) -> 
     for name, module in named_modules(model):
         if hasattr(module, "_evict") and hasattr(module, "_embedding_module"):
             inside = f"{name}._embedding_module".removeprefix(".")
-            told = partial(listener, inside, module._embedding_module)
-            hooks.listen(f"evictions of module {name!r}", module, "_evict", told, first=True)
+            evict = partial(listener, inside, module._embedding_module)
+            hooks.listen(f"evictions of module {name!r}", module, "_evict", evict, first=True)
 
 
 class ForwardListener:
@@ -138,7 +136,7 @@ class ForwardListener:
         self._listener = listener
 
     def __call__(self, module: nn.Module, _arguments: object) -> None:
-        """What PyTorch calls."""
+        """Called by PyTorch before a forward."""
         if not torch.compiler.is_compiling() and module.training and self._listener:
             self._listener()
 
@@ -176,7 +174,7 @@ def listen_to_gradients(hooks: Hooks, model: nn.Module, listener: Callable[[torc
 
 
 class ReshardWatch:
-    """Notices that modules have new lookups: everything that was attached to the old ones is attached to nothing.
+    """Detects that modules have new lookups, which no hook is attached to yet.
 
     `DistributedModelParallel.reshard` replaces the lookups. In the thread that trains.
     """

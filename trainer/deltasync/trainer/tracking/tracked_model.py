@@ -1,4 +1,4 @@
-"""The tracked part of a model: its tables, and which of them the lookups of each kernel change."""
+"""The tracked part of a model: its tables, and the tables that each kernel looks up."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class TrackedModel:
     Attributes:
         modules: sharded modules by FQN.
         tables: this rank's share of each table.
-        replicas: tables of which this rank has a copy, and another rank tracks the rows.
+        replicas: copies of tables whose rows another rank tracks.
         lookups: what each kernel looks up.
         alone: the kernels of modules that this rank does not share with others. Their ids lie in the memory of the
             trainer's batch, which the trainer may overwrite after backward.

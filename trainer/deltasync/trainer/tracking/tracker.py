@@ -1,4 +1,4 @@
-"""The tracker: which rows of this rank have changed, for each of its consumers.
+"""The tracker: the rows of this rank that have changed, for each of its consumers.
 
 tracker = Tracker(model, TrackerOptions(consumers=["publisher"], mode=TrackingMode.EMBEDDING))
 for ...:
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 
-from deltasync.kernels import changes, digests, id_maps, marks
+from deltasync.kernels import digests, tracking
 from deltasync.kernels.compiled import warm
 from deltasync.trainer.distributed.ranks import ranks_of
 from deltasync.trainer.distributed.start import begun_together
@@ -28,7 +28,7 @@ from deltasync.trainer.tracking.delta import Delta, Token, check_ranked
 from deltasync.trainer.tracking.delta_reader import DeltaReader
 from deltasync.trainer.tracking.options import TrackerOptions, TrackingMode
 from deltasync.trainer.tracking.row_marking import RowMarking
-from deltasync.trainer.tracking.shards import TrackedShard, flush_caches, follow_replaced
+from deltasync.trainer.tracking.shards import flush_caches, follow_replaced
 from deltasync.trainer.tracking.stamps import NOTHING, RowStamps
 from deltasync.trainer.tracking.torchrec_hooks import ReshardWatch
 from deltasync.trainer.tracking.tracked_model import TrackedModel, tracked_model
@@ -42,6 +42,8 @@ class Tracker:
 
     Attributes:
         tables: this rank's share of the tracked tables.
+        steps: optimizer steps completed.
+        on_gpu: reads are launched on a GPU, beside the training there.
         attachments: how often the tracker has attached to the model: once, and again after each resharding.
         cost: what tracking has cost so far.
     """
@@ -53,8 +55,8 @@ class Tracker:
 
         Args:
             model: a model under `DistributedModelParallel`, or any other; with its weights loaded.
-            options: what to track, and for whom; the same on all of the ranks, except `dense` and `replicas`.
-            ranks: the ranks that share the model; None for those with a share of its tables, or copies of it.
+            options: what to track, and for whom; the same on all ranks, except `dense` and `replicas`.
+            ranks: the ranks that share the model; None for all ranks with a part or a copy of it.
 
         Raises:
             InvalidInput: the model has tables whose rows cannot be tracked, or not in the chosen mode, or ranks
@@ -64,11 +66,13 @@ class Tracker:
         self._options = options or TrackerOptions()
         self._ranks = ranks_of(model) if ranks is None else ranks
         self.cost = TrackerCost()
-        self.attachments = 0
+        self.steps = self.attachments = 0
         with begun_together("Tracker", self._options.of_all_ranks, self._ranks):
-            warm(changes, digests, id_maps, marks)  # Now: no step and no cut may wait for a compiler.
+            warm(digests, tracking)  # Now: no step and no cut may wait for a compiler.
             tracked = tracked_model(model, self._options)
-            self._gate = UpdateGate(tracked.tables[0].device if tracked.tables else torch.device("cpu"))
+            device = tracked.tables[0].device if tracked.tables else torch.device("cpu")
+            self.on_gpu = device.type == "cuda"
+            self._gate = UpdateGate(device)
             self._attach(tracked)
             for name in self._options.consumers:
                 self.add_consumer(name)
@@ -81,7 +85,15 @@ class Tracker:
         self._stamps = RowStamps(self.tables)
         self._marking = RowMarking(tracked, self._stamps, self._gate, self.cost, self._options)
         self._cursors = Cursors(self.tables, self._stamps, self._gate)
-        self._reader = DeltaReader(self.tables, self._stamps, self._gate, self._marking, self._cursors, self.cost)
+        self._reader = DeltaReader(
+            self.tables,
+            self._stamps,
+            self._gate,
+            self._marking,
+            self._cursors,
+            self.cost,
+            delete_on_read=self._options.delete_on_read,
+        )
         self.attachments += 1
 
     def _attach_again(self, resharded: list[str]) -> None:
@@ -94,8 +106,7 @@ class Tracker:
             tracked = tracked_model(self._model, self._options)
         self._gate.training_here()
         with self._gate.reading(None):
-            self._marking.settle()
-            state = self._state()
+            state = self.state_dict()
             before = self._marking
             before.close()
             self._attach(tracked)
@@ -108,13 +119,8 @@ class Tracker:
     # -- what happens to rows: by the thread that trains
 
     @property
-    def steps(self) -> int:
-        """Optimizer steps completed."""
-        return self._marking.steps
-
-    @property
     def changes(self) -> int:
-        """Number of steps, of marks by hand, and of changes that `find_changes` has found."""
+        """Number of steps, of marks by hand, and of rewrites of whole tables."""
         return self._marking.changes
 
     def step(self) -> None:
@@ -130,13 +136,14 @@ class Tracker:
         if resharded := self._reshard_watch.resharded():
             self._attach_again(resharded)
         self._marking.end_step()
+        self.steps += 1
 
     def trigger_compaction(self) -> None:
         """Stamp the marked rows. Reads and steps do it too, and with `auto_compact` TorchRec's output dists."""
         self._marking.lookups.compact()
 
     def mark(self, table: str, ids: torch.Tensor) -> None:
-        """Note that something else than training has changed rows: a reset, an import, a write of your own.
+        """Mark rows that something else than training has changed: a reset, an import, a write of your own.
 
         Args:
             table: the table's FQN.
@@ -148,20 +155,8 @@ class Tracker:
         """
         self._marking.mark(table, ids)
 
-    def find_changes(self, consumer: str | None = None) -> None:
-        """Increase `changes` if rows are due to a consumer although no step has ended since, as after a backward.
-
-        Compares all rows that have to be compared. In the thread that trains.
-
-        Raises:
-            NotFound: there is no such consumer.
-        """
-        due = self._read(consumer, values=False)
-        if due.rows or due.deletes:
-            self._marking.changes += 1
-
     def mark_held(self, table: str, ids: torch.Tensor) -> None:
-        """Offer rows again as they are, deleted ones as deletes. Otherwise like `mark`."""
+        """Offer rows again that have not changed; deleted rows as deletes. Otherwise like `mark`."""
         self._marking.mark_held(table, ids)
 
     def delete(self, table: str, ids: torch.Tensor) -> None:
@@ -177,17 +172,13 @@ class Tracker:
                 copy of the table, all ranks delete the same rows after the same step.
 
         Raises:
-            NotFound: there is no such table.
+            NotFound: this rank has no rows of such a table.
             InvalidInput: the table has no row of one of the ids, or is not an embedding table.
         """
         self._cursors.forget(table, self._marking.delete(table, ids))
 
-    def holds(self, table: str) -> bool:
-        """Whether this rank has rows of a table: its own, or a copy of those that another rank tracks."""
-        return self._marking.holds(table)
-
     def mark_all(self, table: str | None = None) -> None:
-        """Note that something else than training, say a load, has changed every row of a table, or of all tables.
+        """Mark every row of a table, or of all tables, after a load for example.
 
         Raises:
             NotFound: there is no such table.
@@ -195,7 +186,7 @@ class Tracker:
         self._marking.mark_all(table)
 
     def pause(self) -> AbstractContextManager[None]:
-        """Mark nothing that this thread looks up within: for passes whose updates consumers should not get.
+        """Mark no lookup of this thread within the block: for passes whose updates consumers should not get.
 
         If such a lookup has a backward, reads of other threads wait for the next `step()`, as after any backward.
         """
@@ -237,11 +228,11 @@ class Tracker:
         self._cursors.remove(name)
 
     def resync(self, consumer: str | None = None, cursor: int = NOTHING) -> None:
-        """Offer every row to a consumer, as if it had nothing. Tokens of earlier reads no longer count.
+        """Offer every row to a consumer, as if it had none. Tokens of earlier reads expire.
 
         Args:
             consumer: its name.
-            cursor: an earlier token's cursor: offer only changes since, if the tracker still knows them.
+            cursor: the cursor of an earlier token: offer only changes since then, if the tracker still knows them.
 
         Raises:
             NotFound: there is no such consumer.
@@ -290,7 +281,7 @@ class Tracker:
             NotFound: there is no such consumer.
             DeltasyncError: the step did not end in time.
         """
-        return self._handed_out(self._read(consumer, timeout_seconds))
+        return self._read(consumer, timeout_seconds)
 
     def count_ahead(self, consumer: str | None = None) -> None:
         """Announce a `begin_delta` after the next step. In the thread that trains, between steps.
@@ -301,25 +292,20 @@ class Tracker:
         self._reader.count_ahead(self._cursors[consumer])
 
     def begin_delta(self, consumer: str | None = None) -> Delta:
-        """As `get_delta`, by the thread that trains, which need not wait for the rows: `Delta.result` does.
+        """Begin a `get_delta` in the thread that trains, without waiting for the rows: `Delta.result` waits.
 
-        Rows are read as they are now. If `count_ahead` was called a step before, the thread waits on a GPU for
-        that step at most, and nothing that it launches from now on changes a row before it is read. Otherwise (see
+        The delta has the rows as they are now. After a `count_ahead` one step before, the thread waits on a GPU
+        for that step at most; work that it launches from now on changes no row before it is read. Otherwise (see
         `DeltaReader.begin`) and on a CPU, the delta has arrived when this returns.
 
         Raises:
             NotFound: there is no such consumer.
         """
-        return self._handed_out(self._reader.begin(self._cursors[consumer]))
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether reads are launched on a GPU, beside the training there."""
-        return self._gate.streams
+        return self._reader.begin(self._cursors[consumer])
 
     def get_delta_ids(self, consumer: str | None = None, timeout_seconds: float | None = None) -> Delta:
         """Like `get_delta`, without values."""
-        return self._handed_out(self._read(consumer, timeout_seconds, values=False).without_values())
+        return self._read(consumer, timeout_seconds, values=False)
 
     def top_k(
         self,
@@ -345,7 +331,7 @@ class Tracker:
             DeltasyncError: the step did not end in time.
         """
         check_ranked(self._cursors[consumer].mode, k)
-        return self._handed_out(self._read(consumer, timeout_seconds, k=k, per_table=per_table))
+        return self._read(consumer, timeout_seconds, k=k, per_table=per_table)
 
     # -- the model
 
@@ -356,11 +342,6 @@ class Tracker:
     def fqn_to_feature_names(self) -> dict[str, list[str]]:
         """The features that are looked up in each table of this rank."""
         return {table.name: list(table.features) for table in self.tables if table.features}
-
-    @property
-    def shards(self) -> list[TrackedShard]:
-        """The shards of all tables, in order."""
-        return [tracked for table in self.tables for tracked in table.shards]
 
     @property
     def nbytes(self) -> int:
@@ -377,7 +358,8 @@ class Tracker:
         """This rank's state for a checkpoint: tensors and plain values."""
         with self._gate.reading(None):
             self._marking.settle()
-            return self._state()
+            state = tracker_state.save(self.tables, self._stamps, list(self._cursors))
+        return state | {"steps": self.steps}
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a checkpoint whose weights the model has already loaded.
@@ -398,24 +380,16 @@ class Tracker:
             flush_caches(self.tables)
             self._restore(states)
 
-    def _state(self) -> dict[str, Any]:
-        return tracker_state.save(self.tables, self._stamps, list(self._cursors)) | {"steps": self.steps}
-
     def _restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         follow_replaced(self.tables)
         self._marking.follow_maps()  # They came with the weights: the restored stamps are theirs.
         self._cursors.restore(tracker_state.load(self.tables, self._stamps, states))
-        self._marking.restore(max(int(one["steps"]) for one in states))
+        self._marking.restore()
+        self.steps = max(int(one["steps"]) for one in states)
 
     def _read(self, consumer: str | None, timeout_seconds: float | None = None, **what: Any) -> Delta:
         while True:
             reader = self._reader
             delta = reader.read(self._cursors[consumer], timeout_seconds, **what)
             if reader is self._reader:  # Else the model was resharded while another thread waited for the step.
-                return delta
-
-    def _handed_out(self, delta: Delta) -> Delta:
-        self.cost.add_reading(nbytes=delta.nbytes)
-        if self._options.delete_on_read:
-            self.acknowledge(delta.token)
-        return delta
+                return reader.hand_out(delta)

@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a tracker, and loading it on another number of ranks or in another sharding.
+"""A tracker's state in a checkpoint, loaded on any number of ranks and in any sharding.
 
-Every rank saves its own rows, named by table and global row id; a rank that loads takes its rows from whichever
-rank has saved them. Clocks of ranks differ: stamps are shifted so that all clocks show the same at the time of
-saving. Where ranks disagree, more rows are offered rather than fewer.
+Every rank saves its own rows by table and global row id; a rank that loads takes its rows from the states of all
+ranks. Clocks of ranks differ: stamps are shifted as if all clocks had shown the same time at the save. Where ranks
+disagree, more rows are offered rather than fewer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

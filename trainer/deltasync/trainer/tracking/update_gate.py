@@ -1,4 +1,4 @@
-"""Keeping reads and updates apart, so that no read sees a row half written, or marked before it has changed."""
+"""Keeps reads and updates apart: no read sees half a row, or a mark whose row has not changed yet."""
 
 import threading
 from collections.abc import Iterator
@@ -38,11 +38,6 @@ class UpdateGate:
         if self._streams:
             self._streams.before_reads()
         self._lock.release()
-
-    @property
-    def streams(self) -> bool:
-        """Whether reads run on a stream of their own."""
-        return self._streams is not None
 
     def training_here(self) -> None:
         """Note that the calling thread trains."""
@@ -89,7 +84,7 @@ class UpdateGate:
         """Launch copies to the host within on the stream of reads.
 
         Args:
-            wait: whether to wait for them at the end; else `arrival` tells when they are complete.
+            wait: whether to wait for them at the end; otherwise wait for `arrival`.
         """
         if not self._streams:
             yield
@@ -98,5 +93,5 @@ class UpdateGate:
             yield
 
     def arrival(self) -> torch.cuda.Event | None:
-        """When the stream of reads has done everything it was given so far; None if there is no such stream."""
+        """An event at the end of the work on the stream of reads so far; None if there is no such stream."""
         return self._streams.arrival() if self._streams else None

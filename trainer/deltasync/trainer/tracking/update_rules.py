@@ -1,7 +1,7 @@
-"""Which rows of a table change, by its settings in TorchRec and the optimizer of its kernel in FBGEMM.
+"""Rules for which rows of a table change: by its settings in TorchRec and its kernel's optimizer in FBGEMM.
 
-What this does not know is refused: a row that changes unmarked is wrong at every predictor. README.md lists every
-setting, with what was decided.
+Unknown settings are refused: a row that changes without a mark would be wrong at every predictor. README.md lists
+every setting and its rule.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,11 +20,11 @@ class Marking(Enum):
     """How the rows that a kernel changes are marked."""
 
     EXACT = "exact"
-    """Those that were looked up: no others change."""
+    """Only rows that were looked up change, and exactly these are marked."""
     MORE = "marks more"
-    """All rows of a table at times, beside those that were looked up."""
+    """All rows of a table are marked at times, beside the rows that were looked up."""
     REFUSED = "refused"
-    """Not at all: such a kernel cannot be tracked."""
+    """The tracker refuses such a kernel."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class WholeTableUpdate:
 
     Attributes:
         method: its name.
-        is_due: whether it does so now, by the kernel's settings for it, and the iteration that the kernel is in.
-        settings: the attribute of the kernel that has those.
+        is_due: whether it changes them now, by the kernel's settings for it and the kernel's iteration.
+        settings: the kernel's attribute with these settings.
     """
 
     method: str
@@ -44,12 +44,12 @@ class WholeTableUpdate:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """What is decided for an optimizer or a setting, and why.
+    """How rows under an optimizer or a setting are marked, and why.
 
     Attributes:
         marking: how its rows are marked.
         reason: why.
-        whole_table: what changes all rows at times; None if nothing does.
+        whole_table: the method that changes all rows at times; None if there is none.
     """
 
     marking: Marking
@@ -121,7 +121,7 @@ ROUNDING_CACHE = UpdateRule(
 )
 
 
-# Their rows are tensors that stay in their place, and change as the rules say.
+# Rows of these kernels are tensors that stay in place and change by the rules above.
 FOLLOWED_KERNELS = (
     EmbeddingComputeKernel.DENSE,
     EmbeddingComputeKernel.FUSED,
@@ -129,7 +129,7 @@ FOLLOWED_KERNELS = (
     EmbeddingComputeKernel.FUSED_UVM_CACHING,
 )
 
-# Flags of a table's config with which TorchRec changes or moves rows unseen, and how.
+# Config flags with which TorchRec changes or moves rows without calling a hook, and what each does.
 REFUSED_FLAGS = {
     "stash_weights": "TorchRec frees the memory of the rows between forward and backward",
     "enable_embedding_update": "TorchRec's `write` changes rows that no lookup has a gradient for",
@@ -138,15 +138,15 @@ REFUSED_FLAGS = {
 
 
 def check_settings(fqn: str, config: Any, compute_kernel: str) -> None:
-    """Check that rows of a table can be tracked. All ranks check all tables, so that none goes on alone.
+    """Check that rows of a table can be tracked. All ranks check all tables, and so fail together.
 
     Args:
         fqn: the table's.
-        config: what TorchRec was told of it (`BaseEmbeddingConfig`).
-        compute_kernel: the one of its plan.
+        config: its `BaseEmbeddingConfig`.
+        compute_kernel: its kernel in the sharding plan.
 
     Raises:
-        InvalidInput: they cannot.
+        InvalidInput: its rows cannot be tracked.
     """
     advice = "or leave the table out (fqns_to_skip)"
     for flag, effect in REFUSED_FLAGS.items():
@@ -163,12 +163,12 @@ def check_settings(fqn: str, config: Any, compute_kernel: str) -> None:
 
 
 def update_rule(optimizer: Any, weight_decay: Any, *, rounds_in_cache: bool) -> UpdateRule:
-    """What is decided for a fused kernel.
+    """The rule for a fused kernel.
 
     Args:
         optimizer: its `EmbOptimType`.
         weight_decay: its `WeightDecayMode`.
-        rounds_in_cache: its cache has another type than its tables, and stochastic rounding.
+        rounds_in_cache: its cache has another type than its tables and rounds stochastically.
     """
     decay = WEIGHT_DECAYS.get(weight_decay, UpdateRule(Marking.REFUSED, "this weight decay is not known"))
     if rounds_in_cache:
@@ -179,7 +179,7 @@ def update_rule(optimizer: Any, weight_decay: Any, *, rounds_in_cache: bool) -> 
 
 
 def rule_of(kernel: Any) -> UpdateRule:
-    """What is decided for a kernel of a lookup, fused or not."""
+    """The rule for a kernel of a lookup, fused or not."""
     emb_module = kernel.emb_module
     optimizer = getattr(emb_module, "optimizer", None)
     if optimizer is None:
@@ -191,7 +191,7 @@ def check_tracked(name: str, kernel: Any) -> None:
     """Check that the rows of a kernel of module `name` can be tracked.
 
     Raises:
-        InvalidInput: they cannot.
+        InvalidInput: its rows cannot be tracked.
     """
     rule = rule_of(kernel)
     if rule.marking is Marking.REFUSED:

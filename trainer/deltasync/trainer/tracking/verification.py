@@ -1,6 +1,6 @@
-"""Finding rows that have changed unmarked, by comparing all rows with a copy: to debug a model.
+"""Finds rows that have changed without a mark, by comparing all rows with a copy: to debug a model.
 
-Within the gate, by whichever thread reads.
+Within the gate, in the thread that reads.
 """
 
 from collections.abc import Iterable, Sequence

@@ -74,7 +74,7 @@ def rows_and_momentum_of_evicted_slots_are_reset() -> None:
         before = weights.clone()
         _evict(model)
         tracker.step()
-        evicted = tracker.get_delta().ids[fqn] - tracker.shards[0].shard.row_offset
+        evicted = tracker.get_delta().ids[fqn] - tracker.tables[0].row_offset
         assert len(evicted)
         assert torch.equal(weights[evicted], torch.full_like(weights[evicted], FIRST_VALUE))
         assert not momentum[evicted].any()

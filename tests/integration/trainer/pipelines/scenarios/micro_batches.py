@@ -58,7 +58,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def larger(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """Each of so many in one; the last of what is left."""
+    """Join batches in groups of this size; the last group may be smaller."""
     return [joined(batches[start : start + count]) for start in range(0, len(batches), count)]
 
 

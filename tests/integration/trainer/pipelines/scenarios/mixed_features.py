@@ -66,7 +66,7 @@ def _shared() -> nn.Module:
 
 @cache
 def _plain(make: Callable[[], nn.Module], count: int) -> Trained:
-    """What training on so many batches gives: the same, however they are given."""
+    """The result of training on this number of batches, the same for each form of features."""
     return trained_plainly(make, SHARDING, (as_kjt(batch, "fgh") for batch in ids(count, *"fghxy")))
 
 

@@ -1,4 +1,4 @@
-"""Collections of which TorchRec divides some features once too often: told, and only where it is so."""
+"""Collections whose features TorchRec divides once too often are logged, and no others."""
 
 import torch
 from tests.integration.trainer.rewrites.scenarios import SCENARIOS

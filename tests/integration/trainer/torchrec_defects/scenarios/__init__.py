@@ -10,7 +10,7 @@ SCENARIOS = Scenarios(__name__)
 
 
 def scenario(row: int, *, ranks: int = 1) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """What must hold where TorchRec's tracker has the defect of this row; on so many ranks."""
+    """What must hold where TorchRec's tracker has the defect of this row; on a number of ranks."""
     return SCENARIOS.scenario(f"row{row:02}", ranks=ranks)
 
 

@@ -18,7 +18,7 @@ from deltasync.base.errors import DeltasyncError
 from deltasync.trainer.tracking import Delta, Tracker, TrackerOptions, TrackingMode
 
 CONSUMERS = ("one", "other")
-# Training goes on until every reader has been given something so often, or for so many steps.
+# Training goes on until every reader has had this number of deltas, or for this number of steps.
 READS, MOST_STEPS = 100, 20_000
 PATIENCE_SECONDS = 10.0
 

@@ -1,4 +1,4 @@
-"""Attaching a pipeline to a model, and detaching it. All of it runs in the thread that trains."""
+"""Attaches a pipeline to a model and detaches it. In the thread that trains."""
 
 import logging
 from collections.abc import Collection, Iterator
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 
 class LookAhead:
-    """The modules of a model whose work is done ahead, by the pipeline that is attached to them.
+    """The modules of a model whose work an attached pipeline does ahead of forward.
 
     Attributes:
-        modules: sharded modules whose ids are sent out ahead.
+        modules: sharded modules whose ids the pipeline sends out ahead.
         preprocessing: stand-ins for the forwards of preprocessing modules.
-        in_forward: forward is running, of the batch whose context the forwards have.
-        attached: this pipeline's forwards are in the places of the modules' own.
+        in_forward: the model's forward runs.
+        attached: the stand-ins are in the places of the modules' forwards.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class LookAhead:
         """Attach to nothing yet.
 
         Args:
-            model: whose modules they are.
+            model: the model.
             device: where the model is.
             stream: where the work ahead runs; None on a CPU.
-            not_ahead: FQNs of modules that are not done ahead.
+            not_ahead: FQNs of modules whose work is not done ahead.
 
         Raises:
             InvalidInput: the model has no module of such a name.
@@ -73,7 +73,7 @@ class LookAhead:
         """Put stand-ins in the places of the modules' forwards. Another `OnlinePipeline` on the model is detached.
 
         Args:
-            batch: a first one, to try on a copy what can be done ahead.
+            batch: a first batch; calls ahead are tried on a copy of it.
 
         Raises:
             Contradiction: another kind of pipeline is attached.
@@ -108,17 +108,17 @@ class LookAhead:
         self.attached = False
 
     def goes_on(self, name: str, reason: str) -> bool:
-        """Whether to use what a sharded module has sent out ahead.
+        """Whether to use the ids that a sharded module has sent out ahead.
 
-        In the first forward under a plan, ranks find out together: a module whose features were not those that
-        forward has, on any rank, is no longer done ahead on all of them.
+        In the first forward under a plan, ranks decide together: if the features of a module differ from those of
+        forward on any rank, all ranks stop calling it ahead.
 
         Args:
             name: FQN of the module.
-            reason: why its features are others; empty if they are not.
+            reason: why its features differ; empty if they do not.
 
         Raises:
-            Contradiction: it happens in a later forward, when other ranks go on.
+            Contradiction: they differ in a later forward, where other ranks go on.
         """
         if self._model.training in self._confirmed:
             if reason:
@@ -148,7 +148,7 @@ class LookAhead:
 
     @property
     def outdated(self) -> bool:
-        """Whether the plan that is followed is not the one to follow from now on."""
+        """Whether a new plan is needed."""
         return not self._plans
 
     def check(self) -> None:
@@ -178,7 +178,7 @@ class LookAhead:
                 raise
 
     def share_splits(self) -> None:
-        """Have modules exchange in one collective how much each is going to send. After their first batch."""
+        """Let modules exchange the sizes of their messages in one collective. After their first batch."""
         if self._sharing_splits:
             return
         self._sharing_splits = True
@@ -223,12 +223,12 @@ class LookAhead:
         """The reasons of all ranks: each tries the plan on a batch of its own, and may find other ones."""
         reasons = why_not_early(plan, self._model, batch)
         names = [name for name, _ in self._model.named_modules()]
-        found = self._on_any_rank([name in reasons for name in names])
+        on_any_rank = self._on_any_rank([name in reasons for name in names])
         elsewhere = "another rank has found that it can't be called ahead"
-        return {name: reasons.get(name, elsewhere) for name, flag in zip(names, found, strict=True) if flag}
+        return {name: reasons.get(name, elsewhere) for name, flag in zip(names, on_any_rank, strict=True) if flag}
 
     def _log_not_ahead(self, name: str, reason: str) -> None:
-        """Log each reason once: plans are made for each mode, and anew when a module is excluded."""
+        """Log each reason once: each mode has a plan, and there are new plans when a module is excluded."""
         if (name, reason) not in self._logged:
             self._logged.add((name, reason))
             logger.warning("module %r is not pipelined: %s", name, reason)

@@ -1,11 +1,15 @@
-"""A call that was made ahead, and whether the one that forward makes is the same."""
+"""Calls made ahead of forward, and whether forward makes the same call in the same state of the module."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from deltasync.trainer.pipelines.batches import Path, leaves_in, tensors_in
@@ -15,13 +19,13 @@ _JAGGED = (JaggedTensor, KeyedJaggedTensor)
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """What a module was called with, and what came out.
+    """A call of a module: arguments and result.
 
     Attributes:
         arguments: positional ones by number, others by name.
         result: what the module returned.
-        leaves: what is within the arguments, and how often each tensor there had been written to.
-        results: the tensors within the result, likewise.
+        leaves: the leaves of the arguments, each with its version: the number of writes to a tensor.
+        results: the tensors within the result, each with its version.
     """
 
     arguments: dict[Any, Any]
@@ -39,10 +43,10 @@ class ModuleCall:
 
     def why_different(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Why this call does not stand for one with these arguments; empty if it does."""
-        given = _named(args, kwargs)
-        if given.keys() != self.arguments.keys():
-            return f"it has arguments {list(given)}, where the traced forward has {list(self.arguments)}"
-        for name, value in given.items():
+        named = _named(args, kwargs)
+        if named.keys() != self.arguments.keys():
+            return f"it has arguments {list(named)}, where the traced forward has {list(self.arguments)}"
+        for name, value in named.items():
             if not is_same(self.arguments[name], value):
                 return f"its argument {name} is not the one that the traced forward has at this place"
         return self._why_outdated()
@@ -62,44 +66,44 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
     return named | dict(kwargs)
 
 
-def is_same(ahead: Any, given: Any) -> bool:
+def is_same(ahead: Any, value: Any) -> bool:
     """Whether two arguments are the same object, views of the same memory, or equal constants."""
-    if ahead is given:
+    if ahead is value:
         return True
-    if type(ahead) is not type(given):
+    if type(ahead) is not type(value):
         return False
     if isinstance(ahead, torch.Tensor):
-        return _is_same_memory(ahead, given)
+        return _is_same_memory(ahead, value)
     if isinstance(ahead, _JAGGED):
-        return _is_same_jagged(ahead, given)
+        return _is_same_jagged(ahead, value)
     if isinstance(ahead, list | tuple):
-        return len(ahead) == len(given) and all(map(is_same, ahead, given))
+        return len(ahead) == len(value) and all(map(is_same, ahead, value))
     if isinstance(ahead, Mapping):
         names = list(ahead.keys())  # Iterating over a TensorDict goes along its batch dimension.
-        return names == list(given.keys()) and all(is_same(ahead[name], given[name]) for name in names)
+        return names == list(value.keys()) and all(is_same(ahead[name], value[name]) for name in names)
     if dataclasses.is_dataclass(ahead):
-        return all(is_same(getattr(ahead, f.name), getattr(given, f.name)) for f in dataclasses.fields(ahead))
-    return _is_constant(ahead) and bool(ahead == given)
+        return all(is_same(getattr(ahead, f.name), getattr(value, f.name)) for f in dataclasses.fields(ahead))
+    return _is_constant(ahead) and bool(ahead == value)
 
 
-def _is_same_memory(ahead: torch.Tensor, given: torch.Tensor) -> bool:
-    if ahead.is_nested or given.is_nested:
+def _is_same_memory(ahead: torch.Tensor, value: torch.Tensor) -> bool:
+    if ahead.is_nested or value.is_nested:
         return False
     return (ahead.data_ptr(), ahead.shape, ahead.stride(), ahead.dtype, ahead.device) == (
-        given.data_ptr(),
-        given.shape,
-        given.stride(),
-        given.dtype,
-        given.device,
+        value.data_ptr(),
+        value.shape,
+        value.stride(),
+        value.dtype,
+        value.device,
     )
 
 
-def _is_same_jagged(ahead: Any, given: Any) -> bool:
-    """Wrappers made anew around the same memory; offsets may be computed anew too, from the same lengths."""
-    keys = isinstance(ahead, KeyedJaggedTensor) and ahead.keys() != given.keys()
-    if keys or not is_same(ahead.values(), given.values()):
+def _is_same_jagged(ahead: Any, value: Any) -> bool:
+    """Compare the memory: wrappers may be new ones, and offsets computed again from the same lengths."""
+    keys = isinstance(ahead, KeyedJaggedTensor) and ahead.keys() != value.keys()
+    if keys or not is_same(ahead.values(), value.values()):
         return False
-    return is_same(ahead.weights_or_none(), given.weights_or_none()) and is_same(ahead.lengths(), given.lengths())
+    return is_same(ahead.weights_or_none(), value.weights_or_none()) and is_same(ahead.lengths(), value.lengths())
 
 
 def _is_constant(value: Any) -> bool:
@@ -112,5 +116,89 @@ def _is_untouched(before: Any, now: Any) -> bool:
 
 
 def version(value: Any) -> int:
-    """How often a tensor has been written to, as far as it keeps count; 0 of anything else."""
+    """The number of writes to a tensor that counts them; 0 for anything else."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+MOST_ITEMS = 1_000
+"""Largest number of items of a module's containers to compare, at every step; of larger ones only the size."""
+_PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
+_SEQUENCES = (list, tuple, deque)
+_SETS = (set, frozenset)
+_CONTAINERS = (dict, *_SEQUENCES, *_SETS)
+# Torch's own attributes: hooks may come and go; buffers are looked at one by one.
+OF_TORCH = frozenset(vars(nn.Module()))
+
+
+@dataclass(eq=False)
+class ModuleState:
+    """The attributes and buffers of a module and of those within, taken apart, cheaply enough for every step.
+
+    Two states differ if an attribute is another one, an item of a container in one (dicts, lists, tuples, deques,
+    sets and arrays, nested too), or if a tensor there has been written to. Not seen are changes of single items
+    beyond the first `MOST_ITEMS`, and those within objects of other kinds.
+
+    Attributes:
+        shape: type and size of each container, and before which leaf it begins; copies of sets and arrays.
+        leaves: everything else that is no container.
+        of_torch: what torch gives to every module.
+        versions: how often each tensor among these has been written to.
+    """
+
+    shape: list[Any] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)
+    of_torch: list[Any] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "ModuleState":
+        """The state that a module is in."""
+        state, seen = cls(), set[int]()
+        for one in module.modules():
+            for name, value in vars(one).items():
+                if name in OF_TORCH:
+                    state.of_torch.append(value)
+                elif name != "forward":
+                    state._add([value], seen)
+        state._add(module.buffers(), seen)
+        return state
+
+    def is_same(self, other: "ModuleState") -> bool:
+        """Whether nothing that is seen has changed between two states of one module."""
+        if self.shape != other.shape or self.versions != other.versions:
+            return False
+        pairs = ((self.leaves, other.leaves), (self.of_torch, other.of_torch))
+        # Mostly nothing has changed, which is seen without a call for each.
+        return all(
+            len(ours) == len(theirs) and (all(map(operator.is_, ours, theirs)) or all(map(is_same, ours, theirs)))
+            for ours, theirs in pairs
+        )
+
+    def _add(self, values: Iterable[Any], seen: set[int]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self.versions.append(version(value))
+            elif isinstance(value, np.ndarray) and value.size <= MOST_ITEMS:
+                self.shape.append(value.tobytes())
+            elif isinstance(value, _CONTAINERS) and id(value) not in seen:
+                seen.add(id(value))
+                self._add_items(value, seen)
+                continue
+            self.leaves.append(value)
+
+    def _add_items(self, container: Any, seen: set[int]) -> None:
+        self.shape += (type(container), len(container), len(self.leaves))
+        if len(self.leaves) + len(container) > MOST_ITEMS:
+            return
+        if isinstance(container, _SETS):
+            self.shape.append(frozenset(container))
+            return
+        if isinstance(container, _SEQUENCES):
+            groups = [list(container)]
+        else:
+            groups = [list(container.keys()), list(container.values())]
+        for values in groups:
+            if _PLAIN.issuperset(map(type, values)):
+                self.leaves += values
+            else:
+                self._add(values, seen)

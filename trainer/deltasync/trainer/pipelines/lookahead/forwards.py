@@ -1,4 +1,4 @@
-"""Stand-ins for the forwards of modules whose work may have been done ahead."""
+"""Stand-ins for the forwards of modules that a pipeline may have called ahead."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,21 +12,20 @@ from torchrec.distributed.train_pipeline.runtime_forwards import PipelinedForwar
 
 from deltasync.base.errors import Contradiction
 from deltasync.trainer.pipelines.batches import record_stream
-from deltasync.trainer.pipelines.lookahead.calls import ModuleCall
-from deltasync.trainer.pipelines.lookahead.module_state import ModuleState
+from deltasync.trainer.pipelines.lookahead.calls import ModuleCall, ModuleState
 from deltasync.trainer.pipelines.lookahead.plan import arguments
 
 
 @dataclass
 class LookAheadContext(TrainPipelineContext):  # type: ignore[misc]  # torchrec's types are not followed
-    """The work ahead of a batch on its way through the pipeline.
+    """The work done ahead for a batch in the pipeline.
 
     Attributes:
-        started: its work ahead has begun.
-        values: of the plan's nodes.
-        calls: of preprocessing modules, those that forward has not asked for yet, by FQN, each with the state that
-            the module was in.
-        lookups: what sharded modules were called with, by FQN.
+        started: the work has begun.
+        values: the values of the plan's nodes.
+        calls: calls of preprocessing modules that forward has not used yet, by FQN, each with the module's state
+            before the call.
+        lookups: calls of sharded modules, by FQN.
     """
 
     started: bool = False
@@ -36,7 +35,7 @@ class LookAheadContext(TrainPipelineContext):  # type: ignore[misc]  # torchrec'
 
 
 class ForwardOwner(Protocol):
-    """The pipeline's part that put the stand-ins in their places."""
+    """The object that has put the stand-ins in their places."""
 
     in_forward: bool
 
@@ -49,7 +48,7 @@ class ForwardOwner(Protocol):
 
 @dataclass(frozen=True)
 class LookupArguments:
-    """Tells TorchRec with which arguments a sharded module is going to be called, as computed ahead."""
+    """The arguments of a sharded module's next call, computed ahead, as TorchRec asks for them."""
 
     name: str
     node: fx.Node
@@ -97,7 +96,7 @@ class PreprocessingForward:
         """Compute what forward is going to ask for, before it runs.
 
         Raises:
-            Contradiction: the module writes to its arguments, or changes what it has itself.
+            Contradiction: the module writes to its arguments, or changes its own state.
         """
         state, before = ModuleState.of(self._module), ModuleCall.of(args, kwargs)
         result = self._compute(*args, **kwargs)

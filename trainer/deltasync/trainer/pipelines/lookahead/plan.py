@@ -1,15 +1,19 @@
-"""Which calls of a model's forward can be made ahead of it, by what its trace says."""
+"""Plans which calls of a model's forward to make ahead of it, from a trace of the forward."""
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+import random
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torchrec.distributed.model_parallel import ShardedModule
-
-from deltasync.trainer.pipelines.lookahead.tracing import opaque_arguments, place_of, tensor_of, trace
+from torchrec.distributed.train_pipeline.tracing import Tracer
 
 # Read something out of a batch, and leave it as it is. Named tuples are made too.
 _ACCESSES = (getattr, operator.getitem)
@@ -17,13 +21,14 @@ _ACCESSES = (getattr, operator.getitem)
 
 @dataclass(frozen=True)
 class LookAheadPlan:
-    """What can be done ahead.
+    """The calls to make ahead of forward.
 
     Attributes:
-        nodes: what is computed ahead, in the order of forward: accesses to the batch, and preprocessing.
-        lookups: by FQN of a sharded module, the one call of it, whose arguments are among `nodes`.
+        nodes: nodes to compute ahead, in the order of forward: accesses to the batch, and preprocessing.
+        lookups: the one call of each sharded module, by FQN; its arguments are among `nodes`.
         preprocessing: modules called by `nodes`, by FQN.
-        reasons: why the others are not done ahead, by FQN: sharded modules, and what their arguments come from.
+        reasons: why other modules are not called ahead, by FQN: sharded modules, and modules that compute their
+            arguments.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -32,11 +37,11 @@ class LookAheadPlan:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def tensors_of(self, model: nn.Module) -> dict[fx.Node, Any]:
-        """The tensors of the model that are needed."""
+        """The tensors of the model that the nodes read."""
         return {node: tensor_of(model, node) for node in self.nodes if node.op == "get_attr"}
 
     def without(self, node: fx.Node, error: str) -> dict[str, str]:
-        """Why what needs a node is not done ahead, by FQN: the module that it calls, or lookups."""
+        """Why a node is not computed ahead, by FQN of the module that it calls, or of the lookups that need it."""
         if _is_call(node):
             return {str(node.target): f"it can't be called ahead: {error}"}
         needing = [name for name, lookup in self.lookups.items() if node in _inputs([lookup])]
@@ -47,8 +52,8 @@ def make_plan(model: nn.Module, exclusions: Mapping[str, str]) -> LookAheadPlan:
     """Trace a model, in the mode it is in.
 
     Args:
-        model: without what parallel training puts around modules.
-        exclusions: FQNs of modules that are not to be done ahead, and why.
+        model: without the wrappers of parallel training.
+        exclusions: FQNs of modules not to call ahead, and why.
     """
     try:
         graph = trace(model)
@@ -79,8 +84,8 @@ class _Planner:
         needed |= {*same, *_inputs(same)}
         nodes = [node for node in self._graph.nodes if node in needed]
         called = {str(node.target): self._module(node) for node in nodes if node.op == "call_module"}
-        found = {str(node.target): reason for node, reason in self._reasons.items() if reason and _is_call(node)}
-        preprocessing = {name: self._exclusions.get(name, reason) for name, reason in found.items()}
+        why_not = {str(node.target): reason for node, reason in self._reasons.items() if reason and _is_call(node)}
+        preprocessing = {name: self._exclusions.get(name, reason) for name, reason in why_not.items()}
         every = {**preprocessing, **reasons}
         return LookAheadPlan(nodes, lookups, called, {name: reason for name, reason in every.items() if reason})
 
@@ -158,11 +163,11 @@ def compute(
     """The value of one of a plan's nodes.
 
     Args:
-        node: comes after all that it needs.
-        batch: what forward is going to be called with.
-        model: the one that was traced.
-        modules: what to call for each preprocessing module, by FQN.
-        values: those of the nodes before.
+        node: the node; `values` has all that it needs.
+        batch: the argument of the next forward.
+        model: the traced model.
+        modules: the function to call for each preprocessing module, by FQN.
+        values: values of the nodes before.
     """
     if node.op == "placeholder":  # Forward is called with the batch alone; the others have defaults.
         return node.args[0] if node.prev.op == "placeholder" else batch
@@ -176,7 +181,7 @@ def compute(
 
 
 def arguments(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """What a node is called with, as the traced code would make it: containers anew each time."""
+    """The arguments of a node, with new containers as the traced code would make them."""
     return [_argument(a, values) for a in node.args], {k: _argument(v, values) for k, v in node.kwargs.items()}
 
 
@@ -195,13 +200,13 @@ def _argument(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def _inputs(calls: Iterable[fx.Node]) -> set[fx.Node]:
-    """All that calls need, directly or not."""
-    found, waiting = set[fx.Node](), list(calls)
+    """All nodes that calls need, directly or not."""
+    needed, waiting = set[fx.Node](), list(calls)
     while waiting:
-        new = set(waiting.pop().all_input_nodes) - found
-        found |= new
+        new = set(waiting.pop().all_input_nodes) - needed
+        needed |= new
         waiting += new
-    return found
+    return needed
 
 
 def _is_call(node: fx.Node) -> bool:
@@ -211,3 +216,127 @@ def _is_call(node: fx.Node) -> bool:
 def _name(node: fx.Node) -> str:
     target = node.target
     return str(target) if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+# Torch's and TorchRec's code, and ours.
+_TORCH, _HERE = str(Path(torch.__file__).parents[1] / "torch"), str(Path(__file__).parent)
+
+
+def trace(model: nn.Module) -> fx.Graph:
+    """The graph of a model's forward, in the mode it is in; the model and random numbers are as they were."""
+    # Compiled modules are traced too, whatever they are set to say to that.
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), random_states_preserved(), _preserved(model):
+        graph: fx.Graph = _Tracer().trace(model)
+        for node in graph.nodes:
+            if node.op == "get_attr":  # Tensors that forward makes are there only while it is traced.
+                node.meta["tensor"] = operator.attrgetter(node.target)(model)
+        return graph
+
+
+@contextmanager
+def _preserved(model: nn.Module) -> Iterator[None]:
+    """Undo the changes that a traced forward makes to modules."""
+    around = list(_around_sharded(model))
+    attributes = [(where, dict(where)) for module in around for where in (vars(module), module._buffers)]
+    values = [(buffer, buffer._version, buffer.clone()) for module in around for buffer in module.buffers(False)]
+    try:
+        yield
+    finally:
+        for now, before in attributes:
+            now.clear()
+            now.update(before)
+        for buffer, version, value in values:
+            if buffer._version != version:
+                buffer.copy_(value)
+
+
+def _around_sharded(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and those within, but for compiled ones, and for sharded ones: their buffers may be very large."""
+    if not isinstance(module, ShardedModule | torch.jit.ScriptModule):
+        yield module
+        for child in module.children():
+            yield from _around_sharded(child)
+
+
+class _Tracer(Tracer):  # type: ignore[misc]  # torchrec's types are not followed
+    """Goes into those modules only that have sharded ones within, or are marked as TorchRec's tracer wants it."""
+
+    def create_arg(self, argument: Any) -> Any:
+        """Replace an argument that torch.fx cannot hold, instead of failing."""
+        if _loses_its_type(argument):
+            return OpaqueArgument(type(argument).__name__)
+        try:
+            return super().create_arg(argument)
+        except Exception:  # noqa: BLE001  # Types can refuse to be held, each in its way.
+            return OpaqueArgument(type(argument).__name__)
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        goes_in = _has_sharded(module) or getattr(module, "_is_pytorch_fx_traceable", False)
+        return not goes_in or bool(super().is_leaf_module(module, name))
+
+
+def _loses_its_type(argument: Any) -> bool:
+    """Whether torch.fx makes a plain container of this one: torch.Size becomes a tuple, OrderedDict a dict."""
+    plain = type(argument) in (tuple, list, dict) or hasattr(argument, "_fields")
+    return isinstance(argument, tuple | list | dict) and not plain
+
+
+def _has_sharded(module: nn.Module) -> bool:
+    return any(isinstance(one, ShardedModule) for one in module.modules())
+
+
+@dataclass(frozen=True)
+class OpaqueArgument:
+    """Stands in a trace for an argument of this type, which torch.fx cannot hold."""
+
+    kind: str
+
+
+def opaque_arguments(argument: Any) -> Iterator[OpaqueArgument]:
+    """The opaque arguments within the arguments of a node."""
+    if isinstance(argument, OpaqueArgument):
+        yield argument
+    elif isinstance(argument, dict):
+        yield from opaque_arguments([*argument, *argument.values()])
+    elif isinstance(argument, slice):
+        yield from opaque_arguments([argument.start, argument.stop, argument.step])
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from opaque_arguments(item)
+
+
+def place_of(error: Exception) -> str:
+    """File and line of the model's own code that raised an error, or called code that did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _HERE))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch"
+
+
+def tensor_of(model: nn.Module, node: fx.Node) -> Any:
+    """A tensor of the model as it is now, or as it was in the trace if it existed only then."""
+    try:
+        return operator.attrgetter(str(node.target))(model)
+    except AttributeError:
+        return node.meta["tensor"]
+
+
+def random_states() -> list[Any]:
+    """The states of torch's, Python's and NumPy's generators, for comparison."""
+    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus())]
+    return [*(state.tolist() for state in of_torch), random.getstate(), repr(np.random.get_state())]
+
+
+@contextmanager
+def random_states_preserved() -> Iterator[None]:
+    """Restore the states of random generators at the end."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(_gpus()):
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
+def _gpus() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_available() else []

@@ -1,4 +1,4 @@
-"""Trying a plan on copies: whether calling modules early has effects beside their results."""
+"""Tries a plan on copies: whether calls ahead of forward have effects beside their results."""
 
 import copy
 import pickle
@@ -13,19 +13,22 @@ from torch._dynamo import OptimizedModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from deltasync.trainer.pipelines.batches import tensors_in
-from deltasync.trainer.pipelines.lookahead.calls import version
-from deltasync.trainer.pipelines.lookahead.module_state import OF_TORCH, ModuleState
-from deltasync.trainer.pipelines.lookahead.plan import LookAheadPlan, compute
-from deltasync.trainer.pipelines.lookahead.tracing import random_states, random_states_preserved
+from deltasync.trainer.pipelines.lookahead.calls import OF_TORCH, ModuleState, version
+from deltasync.trainer.pipelines.lookahead.plan import (
+    LookAheadPlan,
+    compute,
+    random_states,
+    random_states_preserved,
+)
 
 _TENSORS = (torch.Tensor, JaggedTensor, KeyedJaggedTensor)
 
 
 def why_not_early(plan: LookAheadPlan, model: nn.Module, batch: Any) -> dict[str, str]:
-    """Preprocessing modules that have to be called when forward calls them and not before, and why, by FQN.
+    """Why preprocessing modules must not be called ahead of forward, by FQN.
 
-    Called early, they would change what they or others still need, or take random numbers out of their turn. Each
-    is called once for this, with this batch: with a later one, a module may still turn out to do so.
+    Called early, they would change values that they or others still need, or draw random numbers out of turn. This
+    calls each module once, with this batch; a module may still do so with a later batch.
     """
     try:
         batch = copy.deepcopy(batch)
@@ -73,7 +76,7 @@ def _described(error: Exception) -> str:
 
 
 class _CallEffects:
-    """What a call of a module does beside returning a result."""
+    """The effects of a module's call beside its result."""
 
     def __init__(self, module: nn.Module | None, inputs: Any) -> None:
         self._module, self._inputs = module, [tensor for _, tensor in tensors_in(inputs)]
@@ -82,7 +85,7 @@ class _CallEffects:
             self._state, self._fingerprint = ModuleState.of(module), Fingerprint(module)
 
     def changes(self) -> str:
-        """What the module or others could notice of the call, in words; empty if nothing."""
+        """The effect of the call in words; empty if there is none."""
         if random_states() != self._random:
             return "it draws random numbers, which others would then get instead"
         if [version(tensor) for tensor in self._inputs] != self._versions:
@@ -95,7 +98,7 @@ class _CallEffects:
 
 
 class Fingerprint:
-    """Of a module and those within: a digest of each attribute and buffer, as pickling would write it.
+    """Digests of each attribute and buffer of a module and its submodules, as pickling would write them.
 
     Of tensors, the memory and the number of writes count. Functions, classes, and objects that cannot be pickled
     always count as the same. May take as long as pickling the module.
@@ -132,11 +135,11 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class _Known:
-    """What a pickler writes in the place of an object that it does not take apart."""
+    """Written by the pickler in place of an object that it does not take apart."""
 
 
 class _Pickler(pickle.Pickler):
-    """Writes what tells the states of an object apart; nothing can be made of it again."""
+    """Writes bytes that differ between states of an object; they cannot be unpickled."""
 
     def __init__(self, digest: Any, alive: list[Any]) -> None:
         super().__init__(SimpleNamespace(write=digest.update), protocol=5)

@@ -1,0 +1,227 @@
+"""Write the reference pages from the code: `make docs`.
+
+Each page is made from what the program itself reads: click's commands and options, the declared limits and policy
+fields, the metrics, the events and the OpenAPI document. A test compares the pages with what this makes.
+"""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+from unittest.mock import Mock
+
+import click
+from tests.support.documents import ROOT
+
+from deltasync.access.limits import LimitOptions
+from deltasync.api.application import create_app
+from deltasync.base.clock import Durations
+from deltasync.base.events import EventCounts, EventKind
+from deltasync.cli.main import cli
+from deltasync.cli.serve import serve
+from deltasync.core.policy import FIELDS
+from deltasync.status.metrics import Figures, families
+
+FOLDER = ROOT / "sync_service/docs/reference"
+_MADE = "<!-- `make docs` writes this page from the code. Do not edit it. -->\n\n"
+
+
+def commands() -> str:
+    """The page of all commands, their arguments and options."""
+    pieces = list(_commands(cli, ("deltasync",)))
+    shared = {
+        option: count for option, count in Counter(row for _, rows in pieces for row in rows).items() if count > 9
+    }
+    text = "# Commands\n\n"
+    text += "Options of every command that asks a service, which the tables below leave out:\n\n"
+    text += _table(_OPTION, shared)
+    for words, rows in pieces:
+        own = [row for row in rows if row not in shared]
+        text += f"\n{words}" + (f"\n{_table(_OPTION, own)}" if own else "")
+    return text
+
+
+_OPTION = ("option", "default", "meaning")
+
+
+def _commands(command: click.Command, names: tuple[str, ...]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """Each command: its heading and help, and a row for each option."""
+    context = click.Context(command, info_name=" ".join(names))
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            if sub := command.get_command(context, name):
+                yield from _commands(sub, (*names, name))
+        return
+    with command.make_context(" ".join(names), [], resilient_parsing=True) as context:
+        name, usage = " ".join(names), " ".join([*names[1:], *command.collect_usage_pieces(context)])
+        words = f"## {name}\n\n`deltasync {usage}`\n\n{_paragraphs(command.help or '')}\n"
+        options = [each for each in command.get_params(context) if isinstance(each, click.Option)]
+        if command is serve:
+            yield f"{words}\nIts options are the [settings](settings.md).\n", []
+        else:
+            yield words, [_option(each, context) for each in options if "--help" not in each.opts]
+
+
+def _paragraphs(text: str) -> str:
+    """A help text as Markdown: paragraphs stay as they are, and one that begins with \\b is a block."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", re.sub(r"(?m)^ +", "", text.strip())):
+        verbatim = paragraph.removeprefix("\b\n")
+        found.append(f"```text\n{verbatim}\n```" if verbatim != paragraph else " ".join(paragraph.split()))
+    return "\n\n".join(found)
+
+
+def _option(option: click.Option, context: click.Context) -> tuple[str, str, str]:
+    metavar = "" if option.is_flag or option.count else " " + option.make_metavar(context)
+    flags = ", ".join((*option.opts, *option.secondary_opts))
+    return f"`{flags}{metavar}`", _default(option, context), option.help or ""
+
+
+def _default(option: click.Option, context: click.Context) -> str:
+    if isinstance(option.show_default, str):
+        return option.show_default
+    default = option.get_default(context, call=False)
+    if option.required:
+        return "required"
+    if default is None or default == () or callable(default) or str(default).startswith("Sentinel"):
+        return ""
+    if option.is_flag:
+        return "on" if default else "off"
+    return f"`{getattr(default, 'value', default)}`"
+
+
+def settings() -> str:
+    """The page of the settings of `deltasync serve`, and of the limits of what peers may take."""
+    context = click.Context(serve, info_name="deltasync serve")
+    options = [each for each in serve.get_params(context) if isinstance(each, click.Option) and each.help]
+    rows = [_option(each, context) for each in options if "--help" not in each.opts]
+    limits = [
+        (
+            f"`{each.name}`",
+            f"{each.default:,}",
+            each.metadata["what"],
+            "start" if each.metadata["fixed"] else "SIGHUP",
+        )
+        for each in fields(LimitOptions)
+    ]
+    return (
+        "# Settings\n\n"
+        "Each setting of `deltasync serve` is a flag, an environment variable, or a key of the TOML file that\n"
+        "`--config` names. The flag wins over the variable, and the variable over the file:\n"
+        "`--data-dir`, `DELTASYNC_DATA_DIR`, `data_dir`.\n\n"
+        f"{_table(('setting', 'default', 'meaning'), rows)}\n"
+        "## Limits\n\n"
+        "Set one with `--limit NAME=NUMBER` or in the table `[limits]` of the file. Those marked SIGHUP change\n"
+        "while the service runs.\n\n"
+        f"{_table(('limit', 'default', 'the most', 'read at'), limits)}"
+    )
+
+
+def policy() -> str:
+    """The page of the fields of a policy."""
+    rows = [
+        (f"`{each.name}`", f"`{', '.join(each.flags)}`", each.kind.expected, _value(each.default), each.words)
+        for each in FIELDS
+    ]
+    return "# Policy fields\n\n" + _table(("field", "flag", "takes", "default", "meaning"), rows)
+
+
+def _value(default: Any) -> str:
+    return (
+        "none"
+        if default is None
+        else f"`{list(default) if isinstance(default, tuple) else getattr(default, 'value', default)}`"
+    )
+
+
+def events() -> str:
+    """The page of the events."""
+    rows = [(f"`{each.value}`", logging.getLevelName(each.level), each.meaning) for each in EventKind]
+    return "# Events\n\nEach is a line of the service's log and a count in `deltasync_events_total`.\n\n" + _table(
+        ("event", "level", "when"), rows
+    )
+
+
+def metrics() -> str:
+    """The page of the metrics."""
+    nothing = Figures(consumers=(), models=(), events=EventCounts(), log_bytes=0, commits=Durations(), volumes=())
+    rows = [
+        (
+            f"`{each.name}{_ENDS.get(each.type, '')}`",
+            each.type,
+            ", ".join(getattr(each, "_labelnames", ())),
+            each.documentation,
+        )
+        for each in families(nothing, 0)
+    ]
+    return (
+        "# Metrics\n\n"
+        "`GET /metrics` answers in Prometheus' text format. An unknown number has no sample. Metrics of releases\n"
+        "and of unsent rows exist only for consumers with a policy. A histogram has the samples `_bucket`,\n"
+        "`_count` and `_sum`. Counters begin at 0 when the service starts. The usual metrics of the process,\n"
+        "such as `process_cpu_seconds_total`, come with them.\n\n"
+        + _table(("metric", "type", "labels", "meaning"), rows)
+    )
+
+
+_ENDS = {"counter": "_total"}
+
+
+def http() -> str:
+    """The page of the HTTP routes."""
+    document = create_app(Mock(), Mock(), Mock()).openapi()
+    pieces = [
+        "# HTTP routes\n\n"
+        "`GET /` is the page for people, with its parts under `GET /page/{name}`. `GET /openapi.json` describes\n"
+        "every route and answer for programs, and `GET /docs` shows that as a page.\n"
+        'An error is `{"error": NAME, "message": TEXT}`: see [the table](../../../protos/README.md#errors).\n'
+    ]
+    rows = []
+    for path, operations in document["paths"].items():
+        for method, each in operations.items():
+            query = [
+                f"`{one['name']}`: {one.get('description', '').rstrip('.')}"
+                for one in each.get("parameters", ())
+                if one["in"] == "query"
+            ]
+            takes = "; ".join([*query, *_body(document, each)])
+            rows.append((f"`{method.upper()} {path}`", each.get("description", "").partition("\n\n")[0], takes))
+    return "\n".join([*pieces, _table(("route", "does", "takes"), rows)])
+
+
+def _body(document: dict[str, Any], operation: dict[str, Any]) -> list[str]:
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        schema = content["schema"]
+        for each in (schema, *schema.get("anyOf", ())):
+            if name := each.get("$ref", "").rpartition("/")[2]:
+                keys = document["components"]["schemas"][name].get("properties", {})
+                return ["body: " + ", ".join(f"`{key}`" for key in keys)]
+    return []
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(_escaped(cell) for cell in line)} |\n" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    """A cell of a table: in one line, and without a bar that would end it."""
+    return re.sub(r"(?<!\\)\|", r"\\|", " ".join(cell.split()))
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    each.__name__: each for each in (commands, settings, policy, metrics, events, http)
+}
+
+
+def page(name: str) -> str:
+    """A page as its file is to be."""
+    return _MADE + PAGES[name]()
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for _name in PAGES:
+        (FOLDER / f"{_name}.md").write_text(page(_name))
