@@ -44,8 +44,8 @@ _WARM_UP = 20
 # Only those that are asked for are written.
 _NONE_BY_ITSELF = ("--checkpoint-bytes", str(16 << 30), "--checkpoint-seconds", "86400")
 _AT_ONCE = 100_000
-# A stamp and a digest: ids that follow one another are not stored.
-_ROW_BYTES = 16
+# An id, a stamp and a digest.
+_ROW_BYTES = 24
 
 
 OPTIONS = (

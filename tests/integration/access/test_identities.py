@@ -102,7 +102,7 @@ def test_a_run_is_that_of_who_has_opened_it(service: GuardedService) -> None:
         rank.send(*full_part(1, random_rows(0), WHOLE))
         rank.receive()
         code, said = service.call(PUBLISH, "other-trainer", publish_open())
-        assert (code, "another identity's" in said) == (DENIED, True), said
+        assert (code, "belongs to another identity" in said) == (DENIED, True), said
         with publishing(service) as second:
             second.receive()
     assert service.lines("audit refused: role=publish name=other-trainer address=127.0.0.1:.* call=Publish: run ")
@@ -141,7 +141,7 @@ def test_a_replica_is_that_of_who_is_connected(service: GuardedService) -> None:
         rank.send(*full_part(1, random_rows(0), WHOLE))
         replica.receive()
         code, said = service.call(SUBSCRIBE, "predictor-2", subscribe_open(consumer="predictors", replica="r"))
-        assert (code, "as another identity" in said) == (grpc.StatusCode.UNAVAILABLE, True)
+        assert (code, "connected with another identity" in said) == (grpc.StatusCode.UNAVAILABLE, True)
         assert service.call("/deltasync.v1.SubscribeService/Leave", "predictor-2", leave)[0] is DENIED
         lag = service.ask("GET", "/consumers/predictors/lag", "watcher")[1]
         assert '"replica":"r","connected":true' in lag.replace(" ", "") or '"r"' in lag

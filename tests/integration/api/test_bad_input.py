@@ -109,8 +109,14 @@ BAD_OPENS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
     INVALID: {
         "model": (opening(model="a/b"), "model name 'a/b'"),
         "no run": (opening(run=""), "run id ''"),
-        "an alias that is a table": (opening(tables=[parameter("a", "b"), parameter("b")]), "'a' is 'b', too"),
-        "an alias of two": (opening(tables=[parameter("a", "c"), parameter("b", "c")]), "'b' is 'c', too"),
+        "an alias that is a table": (
+            opening(tables=[parameter("a", "b"), parameter("b")]),
+            "'a' has the alias 'b', which another table uses",
+        ),
+        "an alias of two": (
+            opening(tables=[parameter("a", "c"), parameter("b", "c")]),
+            "'b' has the alias 'c', which another table uses",
+        ),
         "rank": (opening(rank=1), "rank 1 of a world of 1"),
         "world of none": (opening(world_size=0), "world size 0"),
         "vast world": (opening(world_size=65_537), "world size 65537"),
@@ -122,7 +128,7 @@ BAD_OPENS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
         "no type": (opening(tables=[table_message(value_type=0)], shards=[]), "'t': value type 0"),
         "no kind": (opening(tables=[table_message(kind=0)], shards=[]), "'t': kind 0: expected one of"),
         "no name": (opening(tables=[table_message(name="")], shards=[]), "table name ''"),
-        "shard of no table": (opening(shards=[publish_pb2.Shard(table=2, cols=1)]), "names table 2"),
+        "shard of no table": (opening(shards=[publish_pb2.Shard(table=2, cols=1)]), "shard 0 has table index 2"),
         "rows outside": (
             opening(shards=[publish_pb2.Shard(table=0, row_offset=1, rows=40, cols=4)]),
             f"{USER.name!r}: rows 1 to 41, the table has 40",
@@ -133,7 +139,7 @@ BAD_OPENS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
         ),
         "map of no table": (
             publish_open(tables=[USER, map_of(ITEM, 30)], shards=[]),
-            f"table 'raw_ids' is of {ITEM.name!r}, which is no embedding table of the run",
+            f"table 'raw_ids' belongs to {ITEM.name!r}, which is no embedding table of the run",
         ),
         "map of rows outside": (
             publish_open(tables=[USER, map_of(USER, 41)], shards=[]),

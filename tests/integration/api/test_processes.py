@@ -222,8 +222,8 @@ def test_where_nobody_has_a_model_any_process_says_so(tmp_path: Path) -> None:
             assert (here["unowned"], here["draining"]) == ([name], True)
             (line,) = ask(each, "GET", "/status")[2]["models"]
             assert (line["model"], line["head"]) == (name, None)
-            assert "no process" in line["trouble"]
-            with pytest.raises(ServiceUnavailable, match="no running process owns it"):
+            assert "no live process owns" in line["trouble"]
+            with pytest.raises(ServiceUnavailable, match="no live process owns it"):
                 Admin(Endpoint(each.http, ADMIN_TOKEN)).consumers()
 
 

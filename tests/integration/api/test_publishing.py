@@ -277,7 +277,7 @@ def test_no_rank_of_an_older_run_gets_into_a_cut_of_the_newer(running: RunningSe
     [
         (lambda head: head, True, "holds version 2, the newest one"),
         (lambda head: Position(head.history, 1), False, "holds version 1, the newest one is 2"),
-        (lambda head: Position(head.history, 3), False, "holds version 3, but the newest is 2"),
+        (lambda head: Position(head.history, 3), False, "the run holds version 3, the newest one is only 2"),
         (lambda _: Position("0" * 32, 2), False, "holds history 000"),
         (lambda _: None, False, "holds no version"),
     ],

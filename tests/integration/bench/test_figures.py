@@ -76,7 +76,7 @@ def test_release_time_is_given_as_ratios_with_their_range(release: Measured) -> 
         for key in ("time_ratio", "blocked_time_ratio"):
             assert_has_range(line, key)
         assert set(line["parts"]) == {"look", "pick", "give"}
-        assert all(seconds > 0 for seconds in line["parts"].values())
+        assert all(seconds >= 0 for seconds in line["parts"].values())
     assert figures["release_time_ratio"] == figures["value_types"]["fp32"]["time_ratio"]
     assert all(name in said for name in KINDS)
 
@@ -154,7 +154,7 @@ def test_time_to_apply_is_given_as_ratios_with_their_range(tmp_path: Path) -> No
     assert [figures[name] for name in ("rows", "changed", "dim", "rounds")] == [500, 100, 8, 3]
     for name in ("apply_time_ratio", "given_time_ratio", "replica_time_ratio"):
         assert_has_range(figures, name)
-    assert "aim: at most 1.0" in said
+    assert "aim: at most 0.8" in said
 
 
 @pytest.mark.nightly

@@ -103,7 +103,7 @@ def test_what_a_rank_of_two_waits_for_is_the_other(running: RunningService) -> N
 MISFITS = [
     (
         RowBatch(Shard(TABLES[0], 0, 1, 0, TABLES[0].dim), NOTHING, np.zeros((0, TABLES[0].dim), "<f4")),
-        "none of this publisher's 2 shards",
+        "expected one of this publisher's 2 shards",
     ),
     (RowBatch(WHOLE[0], np.arange(2), np.zeros((2, 3), "<f4")), r"values of shape \(2, 3\) and type float32"),
     (RowBatch(WHOLE[0], np.arange(2), np.zeros((1, 4), "<f4")), r"expected \(2, 4\)"),
@@ -209,7 +209,9 @@ def test_a_part_that_is_damaged_where_it_comes_from_fails_for_good(running: Runn
         digested = RowBatch(WHOLE[0], np.array([3, 5]), rows[0][[3, 5]]).digested()
         digested.values.view(np.uint8)[1, 0] ^= 1
         changed = Part(step=2, step_end_unix_ns=2, rows=[digested])
-        wanted = "part of step 2: .*user.*: 1 of 2 rows do not match their digests, first row id 5: .* here"
+        wanted = (
+            "part of step 2: .*user.*: 1 of 2 rows do not match their digests, first row id 5: .* in this process"
+        )
         with pytest.raises(Damaged, match=wanted):
             trainer.publish(changed).result(WAIT)
         assert trainer.publish(part(3, rows, [3])).result(WAIT).number == 2

@@ -114,7 +114,7 @@ def test_an_answer_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("deltasync.client.http._MOST_BYTES", 1 << 20)
     with (
         answering(b"HTTP/1.1 200 OK\r\n\r\n", bytes(1 << 16), 0) as address,
-        pytest.raises(ServiceUnavailable, match="more than 1048576 bytes"),
+        pytest.raises(ServiceUnavailable, match="larger than the limit of 1048576 bytes"),
     ):
         fetch_lag(address, "c")
 

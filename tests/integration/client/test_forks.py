@@ -109,7 +109,7 @@ def test_a_child_says_that_nothing_follows_the_service_there(service: RunningSer
         flags = answers.pop("ready"), answers.pop("connected"), answers.pop("publisher connected")
         assert flags == (False, False, False)
         reason = answers.pop("reason")
-        assert f"replica 'a' works in process {os.getpid()}" in reason
+        assert f"replica 'a' belongs to process {os.getpid()}" in reason
         for name in ("check", "wait_for", "wait_until_ready"):
             assert answers.pop(name) == f"ServiceUnavailable: {reason}"
         for name in ("reading", "publish", "another", "another publisher"):

@@ -93,7 +93,7 @@ def test_a_replica_that_is_slow_is_not_taken_for_one_that_is_sent_nothing(tmp_pa
             wait_for_lag(
                 service,
                 "predictors",
-                lambda lag: any("it is slow to take" in each["reason"] for each in lag["replicas"]),
+                lambda lag: any("it is slow to read or apply" in each["reason"] for each in lag["replicas"]),
             )
             target.goes_on.set()
             (line,) = wait_until_in_sync(service, "predictors", sealed)["replicas"]
@@ -210,7 +210,7 @@ def test_whom_nobody_can_tell_is_not_waited_for(
         host, port = silent.getsockname()
         waiting._route.endpoint = replace(waiting._route.endpoint, address=f"{host}:{port}")
         waiting.close()
-    assert "replica leaves of consumer predictors has ended, and counts as away" in caplog.text
+    assert "replica leaves of consumer predictors could not sign off and counts as disconnected" in caplog.text
     assert running.get_json("/consumers/predictors/lag")["state"] == "away"
 
 

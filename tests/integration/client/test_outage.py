@@ -108,7 +108,7 @@ def test_a_service_that_is_away_costs_a_trainer_only_lag(
             before = _held()
             _attempts(publisher, 60)
             _becomes(lambda: _held() <= before + 4)  # What ends may take a moment.
-            with pytest.raises(InvalidInput, match="still under way"):
+            with pytest.raises(InvalidInput, match="wait for the future of the previous part"):
                 publisher.publish(whole(2))
             assert publisher.connection.last_error.startswith(address)
             assert not publisher.connection.connected

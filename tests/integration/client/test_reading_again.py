@@ -87,7 +87,7 @@ def test_a_damaged_table_is_named_and_is_right_again(
         assert target.bytes() == trainer.expected(value_type)
     events = [each.getMessage() for each in caplog.records if each.name == "deltasync.events"]
     said = [each for each in events if "replica verified" in each]
-    assert ["as they were sent" in each for each in said] == [True, False, True]
+    assert ["equal those sent" in each for each in said] == [True, False, True]
     assert f"table user: {NOT_KNOWN}" in said[1]
 
 
@@ -158,7 +158,7 @@ def test_who_cannot_be_asked_is_an_error(service: RunningService) -> None:
             verified(service)
         wait_until_in_sync(service, "predictors", trainer.publish_all())
     wait_for_lag(service, "predictors", lambda lag: not lag["replicas"][0]["connected"])
-    with pytest.raises(Contradiction, match="is away: it can show nothing"):
+    with pytest.raises(Contradiction, match="is away: start it first"):
         verified(service)
 
 
@@ -185,7 +185,7 @@ def test_one_that_goes_away_meanwhile_has_shown_nothing(service: RunningService,
         while not stream.until("progress").read_again:
             pass
         stream.end()
-        with pytest.raises(ServiceUnavailable, match="has gone before it had read all its rows"):
+        with pytest.raises(ServiceUnavailable, match="disconnected while it read its rows"):
             found.result(20)
 
 
@@ -226,4 +226,7 @@ def test_an_answer_to_what_was_not_asked_is_refused(stream: ReplicaStream) -> No
     answer.ack.read_again = 1
     stream.send(answer)
     code, text = stream.refusal()
-    assert (code, text) == (grpc.StatusCode.INVALID_ARGUMENT, "an ack of read_again 1, which was not asked")
+    assert (code, text) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "an ack has read_again 1, which the service did not send",
+    )

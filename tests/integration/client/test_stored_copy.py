@@ -211,7 +211,7 @@ def test_a_checkpoint_is_compared(service: RunningService, trainer: Trainer, tmp
 def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"nothing of torch")
     for path in (tmp_path, tmp_path / "model.pt", tmp_path / "missing"):
-        with pytest.raises(InvalidInput, match="no checkpoint that torch can read"):
+        with pytest.raises(InvalidInput, match="not a checkpoint that torch can read"):
             checkpoint_copy(path)
 
 

@@ -90,7 +90,7 @@ BAD_CHANGES: list[tuple[Callable[[Admin], object], type[DeltasyncError], str]] =
     (lambda admin: admin.delete_table("clicks", "a table/of any name?"), NotFound, "no model 'clicks'"),
     (lambda admin: admin.move_model("clicks", "elsewhere"), NotFound, "no model 'clicks'"),
     (lambda admin: admin.make_checkpoint("clicks"), NotFound, "no model 'clicks'"),
-    (lambda admin: admin.drain_process(), Contradiction, "there is no other process"),
+    (lambda admin: admin.drain_process(), Contradiction, "no other process can take the models"),
     (lambda admin: admin.drain_process("elsewhere"), NotFound, "no process 'elsewhere'"),
     (lambda admin: admin.verify_replica("probes", "r"), NotFound, "consumer 'probes' has no replica 'r'"),
 ]

@@ -89,7 +89,7 @@ def test_a_backup_is_made_in_object_storage_and_restored(
             admin_of(service).backup(url)
         place.remove("backup.json")
         place.put("backup.json.new", b"of a backup that was broken off")
-        with pytest.raises(StorageFailed, match="no complete backup"):
+        with pytest.raises(StorageFailed, match="the backup is incomplete"):
             restore(url, tmp_path / "new")
         head = trainer.change(7)
         made = admin_of(service).backup(url)

@@ -57,7 +57,7 @@ def test_a_later_cut_that_cannot_fit_is_refused_once_and_the_next_small_one_goes
         Trainer(service.grpc, [WIDE], run="later", started=2) as trainer,
         follow(service, "predictors", "p", target) as replica,
     ):
-        with pytest.raises(Contradiction, match=r"takes \d+ bytes in the log, which has room for 1835008"):
+        with pytest.raises(Contradiction, match=r"needs \d+ bytes in the log, which has room for 1835008"):
             trainer.publish_all()
         lag = service.get_json("/consumers/predictors/lag")
         assert lag["state"] == "failed"

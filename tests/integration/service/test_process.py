@@ -82,7 +82,7 @@ def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_
         *(
             (
                 ("--insecure", "--host", "192.0.2.1", "--http-port", port),
-                "cannot listen on 192.0.2.1: Cannot assign requested address: choose a --host that is an address "
+                "cannot listen on 192.0.2.1: Cannot assign requested address; choose a --host that is an address "
                 "of this machine",
             )
             for port in ("0", "18080")
@@ -90,7 +90,7 @@ def test_a_port_in_use_is_an_error_that_says_which(running: RunningService, tmp_
         (
             ("--data-dir", "{}/file/data"),
             r"{}/file/data cannot be made: Not a directory \(.*\): move the file of that name away, or choose "
-            "--data-dir$",
+            "another --data-dir$",
         ),
         (("--consumer", "a/b=m"), "consumer name 'a/b'"),
     ],

@@ -177,7 +177,7 @@ def test_what_cannot_be_ranked_is_said_at_the_attachment_and_in_lag(
     with sync, follow(running, "dense", NumpyTarget()) as replica:
         replica.wait_for(sync.flush(WAIT).number, WAIT)
         reason = running.get_json("/consumers/dense/lag")["reason"]
-    assert "cannot rank or quantise over.bias, over.weight: no embedding tables" in reason
+    assert "cannot rank or quantise over.bias, over.weight, which are no embedding tables" in reason
 
 
 def test_what_is_left_out_is_neither_checked_nor_called_published(caplog: pytest.LogCaptureFixture) -> None:

@@ -72,7 +72,6 @@ def test_rows_and_a_share_are_told_apart() -> None:
     shown = " ".join(everything.get_help(click.Context(everything)).split())
     assert "--top-k ROWS|SHARE" in shown
     assert "A whole number means rows per release, a number below 1 a share" in shown
-    assert "(0.1 is a tenth)" in shown
 
 
 def test_commands_have_the_options_that_are_declared_and_explain_them_in_its_words() -> None:

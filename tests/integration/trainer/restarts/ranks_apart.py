@@ -97,7 +97,7 @@ def an_answer_that_one_rank_has_not_got_to_a_cut_that_the_service_has_lost(folde
     put_back.set()
     model.bias.data += 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sync, "_PATIENCE_SECONDS", 0.2)
+        patch.setattr("deltasync.trainer.sync._PATIENCE_SECONDS", 0.2)
         assert sync.flush(WAIT).number == 2
     assert sync.trouble == ""
     sync.abort()
