@@ -210,7 +210,7 @@ def test_a_part_that_is_damaged_where_it_comes_from_fails_for_good(running: Runn
         digested.values.view(np.uint8)[1, 0] ^= 1
         changed = Part(step=2, step_end_unix_ns=2, rows=[digested])
         wanted = (
-            "part of step 2: .*user.*: 1 of 2 rows do not match their digests, first row id 5: .* in this process"
+            "part of step 2: .*user.*: 1 of 2 rows do not match their digests, first row id 5: .*in this process"
         )
         with pytest.raises(Damaged, match=wanted):
             trainer.publish(changed).result(WAIT)
