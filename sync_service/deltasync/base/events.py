@@ -34,7 +34,7 @@ class EventKind(Enum):
     PUBLISHER_REFUSED = (
         "publisher_refused",
         logging.WARNING,
-        "A stream of a rank was refused for what its opening says.",
+        "A stream of a rank was refused because of its opening message.",
     )
     CUT_SEALED = "cut_sealed", logging.DEBUG, "A cut is complete and became a version."
     REPLICA_JOINED = (
@@ -61,23 +61,23 @@ class EventKind(Enum):
     REPLICA_FORGOTTEN = (
         "replica_forgotten",
         logging.INFO,
-        "A replica counts in no lag any more: it said goodbye, was away for too long, or an operator named it.",
+        "A replica no longer counts in any lag: it said goodbye, was away for too long, or an operator named it.",
     )
     REPLICA_REFUSED = (
         "replica_refused",
         logging.WARNING,
-        "A stream of a replica was refused for what its opening says.",
+        "A stream of a replica was refused because of its opening message.",
     )
     REPLICA_DAMAGED = (
         "replica_damaged",
         logging.ERROR,
-        "Checksums show that a replica holds other rows than it was sent.",
+        "Checksums show that a replica holds rows that differ from those sent.",
     )
     REPLICA_REPAIRED = "replica_repaired", logging.INFO, "The checksums of a damaged replica are right again."
     REPLICA_VERIFIED = (
         "replica_verified",
         logging.INFO,
-        "An operator had all rows of a replica compared; with the result.",
+        "An operator's check compared all rows of a replica; gives the result.",
     )
     REPLICA_REWOUND = (
         "replica_rewound",
@@ -88,14 +88,14 @@ class EventKind(Enum):
     CONSUMER_CHANGED = (
         "consumer_changed",
         logging.INFO,
-        "A consumer was made, deleted, or given another policy; with who did it.",
+        "A consumer was created, deleted, or given another policy; names who did it.",
     )
     CONSUMER_PAUSED = (
         "consumer_paused",
         logging.WARNING,
         "A consumer was paused by an operator or by a quarantine.",
     )
-    CONSUMER_RESUMED = "consumer_resumed", logging.WARNING, "A paused consumer goes on."
+    CONSUMER_RESUMED = "consumer_resumed", logging.WARNING, "A paused consumer was resumed."
     CONFIGURATION_RELOADED = (
         "configuration_reloaded",
         logging.INFO,
@@ -151,7 +151,7 @@ class EventKind(Enum):
     MODEL_NOT_TAKEN = (
         "model_not_taken",
         logging.ERROR,
-        "A model could not be loaded by this process; it is tried again, by another process if there is one.",
+        "A model could not be loaded by this process; it will be tried again, by another process if there is one.",
     )
     MODEL_GIVEN_UP = "model_given_up", logging.WARNING, "This process no longer owns a model; with the reason."
     PROCESS_CONFIRMED = "process_confirmed", logging.INFO, "The brokers confirm again that this process is alive."
@@ -171,7 +171,7 @@ class EventKind(Enum):
         "Rows in memory differ from what was stored; the model is loaded again.",
     )
     MODEL_RELOADED = "model_reloaded", logging.WARNING, "A model with damaged rows was loaded again."
-    CHECKED = "checked", logging.INFO, "An operator had everything on disk read; with the number of problems."
+    CHECKED = "checked", logging.INFO, "An operator's check read everything on disk; gives the number of problems."
     BACKED_UP = "backed_up", logging.INFO, "A backup is complete."
     CHECKPOINTED = "checkpointed", logging.DEBUG, "A checkpoint is complete."
     VOLUME_FAILED = "volume_failed", logging.ERROR, "A volume refuses writes."
