@@ -31,9 +31,8 @@ _MADE = "<!-- `make docs` writes this page from the code. Do not edit it. -->\n\
 def commands() -> str:
     """The page of all commands, their arguments and options."""
     pieces = list(_commands(cli, ("deltasync",)))
-    shared = {
-        option: count for option, count in Counter(row for _, rows in pieces for row in rows).items() if count > 9
-    }
+    counts = Counter(row for _, rows in pieces for row in rows)
+    shared = [row for row, count in counts.items() if count > 9]
     text = "# Commands\n\n"
     text += "Options of every command that asks a service, which the tables below leave out:\n\n"
     text += _table(_OPTION, shared)

@@ -314,7 +314,7 @@ class Publishing:
         """
         models = self._models
         while True:
-            # Without the lock, for which a removal waits; before the claim, which it gives back.
+            # Without the lock: a removal waits for a cut that is being sealed, which needs it to add the model.
             while removal := self._removals.get(name):
                 await asyncio.wait([removal])
             await models.owners.claim(name)

@@ -76,7 +76,7 @@ def test_release_time_is_given_as_ratios_with_their_range(release: Measured) -> 
         for key in ("time_ratio", "blocked_time_ratio"):
             assert_has_range(line, key)
         assert set(line["parts"]) == {"look", "pick", "give"}
-        assert all(seconds >= 0 for seconds in line["parts"].values())
+        assert all(seconds > 0 for seconds in line["parts"].values())
     assert figures["release_time_ratio"] == figures["value_types"]["fp32"]["time_ratio"]
     assert all(name in said for name in KINDS)
 

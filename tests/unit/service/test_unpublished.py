@@ -205,10 +205,8 @@ async def test_tables_of_a_cut_that_could_not_be_sealed_go_with_its_ranks(
     assert traces(service) == []
 
 
-async def test_who_opens_what_is_just_being_removed_waits_for_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else its rows would be removed with those of before."""
+async def publish_during_removal(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish a model while what its abandoned first cut wrote is being removed."""
     removing, go, stop = asyncio.Event(), asyncio.Event(), Model.stop
 
     async def slow(model: Model) -> None:
@@ -216,18 +214,25 @@ async def test_who_opens_what_is_just_being_removed_waits_for_that(
         await go.wait()
         await stop(model)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(Model, "stop", slow)
+        async with stream(service, world_size=2) as session:
+            await send(session, full_part(1, ROWS, WHOLE)[:1])
+        await removing.wait()
+        published = asyncio.create_task(publish(service))
+        await asyncio.wait([published], timeout=0.05)
+        assert not published.done()
+        go.set()
+        await asyncio.wait_for(published, 10)
+    assert service.models["clicks"].seals.newest_version == 1
+
+
+async def test_who_opens_what_is_just_being_removed_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the removal would delete its rows, too."""
     async with opened(tmp_path) as service:
-        with monkeypatch.context() as patch:
-            patch.setattr(Model, "stop", slow)
-            async with stream(service, world_size=2) as session:
-                await send(session, full_part(1, ROWS, WHOLE)[:1])
-            await removing.wait()
-            published = asyncio.create_task(publish(service))
-            await asyncio.wait([published], timeout=0.05)
-            assert not published.done()
-            go.set()
-            await published
-        assert service.models["clicks"].seals.newest_version == 1
+        await publish_during_removal(service, monkeypatch)
     async with opened(tmp_path) as service:
         for table, rows in zip(service.models["clicks"].tables, random_rows(1), strict=True):
             np.testing.assert_array_equal(table.rows, rows)
@@ -257,26 +262,9 @@ async def sharing(folder: Path, **settings: Any) -> AsyncIterator[Service]:
 async def test_who_opens_what_is_just_being_removed_from_a_shared_log_waits_without_a_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The removal needs it, to give the log back."""
-    removing, go, stop = asyncio.Event(), asyncio.Event(), Model.stop
-
-    async def slow(model: Model) -> None:
-        removing.set()
-        await go.wait()
-        await stop(model)
-
+    """The removal may wait for a seal that needs the lock."""
     async with sharing(tmp_path) as service:
-        with monkeypatch.context() as patch:
-            patch.setattr(Model, "stop", slow)
-            async with stream(service, world_size=2) as session:
-                await send(session, full_part(1, ROWS, WHOLE)[:1])
-            await removing.wait()
-            published = asyncio.create_task(publish(service))
-            await asyncio.wait([published], timeout=0.05)
-            assert not published.done()
-            go.set()
-            await asyncio.wait_for(published, 10)
-        assert service.models["clicks"].seals.newest_version == 1
+        await publish_during_removal(service, monkeypatch)
 
 
 @in_service()
