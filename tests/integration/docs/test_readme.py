@@ -254,7 +254,7 @@ def test_a_cluster_on_one_machine_can_be_pasted(tmp_path: Path, monkeypatch: pyt
         urls = zip(
             ("http://localhost:8080", "http://localhost:8081"), [each.http for each in services], strict=True
         )
-        # Whoever pastes line by line gives the new owner a moment to take the model.
+        # A user who pastes line by line leaves the new owner time to take the model.
         taken = (
             "until deltasync processes --service http://localhost:8080 | grep -q 'sync-1.*clicks'; do :; done\n"
         )
