@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from fastapi import APIRouter, Request
 from deltasync.access.roles import author
 from deltasync.api.requests import json_object, text_of, while_wanted
 from deltasync.base.events import Events, RecentEvents
+from deltasync.cluster.owners import Owners
 from deltasync.consumers.registry import ConsumerRegistry
 from deltasync.core.verified import VerifiedLine
 from deltasync.model.model import Model
@@ -21,7 +23,6 @@ from deltasync.service.fsck import Checked, check_service
 from deltasync.service.hosting import drain_process
 from deltasync.service.models import Models
 from deltasync.service.operators import Brake, Removals, verify_replica
-from deltasync.status.overview import unowned_models
 from deltasync.views.registry import ViewRegistry
 
 
@@ -193,17 +194,18 @@ def process_routes(models: Models) -> APIRouter:
     @router.get("/processes")
     async def processes() -> list[ProcessLine]:
         """The processes of the service, with their addresses and models."""
-        return process_lines(models)
+        return process_lines(models.owners, models)
 
     return router
 
 
-def process_lines(models: Models) -> list[ProcessLine]:
-    """The processes of the service as seen by this one, running ones first."""
-    owners = models.owners
-    names = sorted({*owners.models(), *models})
-    owned = {name: owner.process for name in names if (owner := owners.owner_of(name))}
-    alive, unowned = owners.processes(), unowned_models(models)
+def process_lines(owners: Owners, models: Collection[str]) -> list[ProcessLine]:
+    """The processes of the service as seen by this one, which serves `models`. Running ones come first."""
+    # Leases expire while this runs, so each model and each process is looked up once and listed once.
+    owner_of = {name: owners.owner_of(name) for name in sorted({*owners.models(), *models})}
+    unowned = [name for name, owner in owner_of.items() if owner is None and name not in models]
+    alive = owners.processes()
+    gone = [each for each in owners.gone() if each not in alive]
     return [
         ProcessLine(
             process=each.name,
@@ -213,11 +215,11 @@ def process_lines(models: Models) -> list[ProcessLine]:
             alive=each in alive,
             draining=each.draining,
             confirmed=owners.confirmed,
-            models=[name for name, process in owned.items() if process == each.name],
+            models=[name for name, owner in owner_of.items() if owner and owner.process == each.name],
             unowned=unowned if each.name == owners.me.name else [],
             started_unix_ns=each.started,
         )
-        for each in (*alive, *owners.gone())
+        for each in (*alive, *gone)
     ]
 
 
