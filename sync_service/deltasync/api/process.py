@@ -230,7 +230,7 @@ async def run(options: ServerOptions, stopping: asyncio.Event, reloading: asynci
             if recovery.done():  # Raise a failure before listening.
                 await recovery
             access = _access(options, service, roles, exposure)
-            also += [tasks.create_task(service.run()), tasks.create_task(service.checkpoints.run())]
+            also += [tasks.create_task(each.run()) for each in (service, service.checkpoints, service.versions)]
             if roles:
                 also.append(tasks.create_task(roles.follow(access, service.events)))
             if certificates:

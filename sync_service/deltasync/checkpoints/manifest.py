@@ -167,6 +167,11 @@ def pack_manifest(manifest: Manifest) -> bytes:
     content = asdict(manifest) | {
         "small": {name: value.decode("latin-1") for name, value in manifest.small.items()}
     }
+    return pack_checked(content)
+
+
+def pack_checked(content: Mapping[str, Any]) -> bytes:
+    """Encode the content of a JSON file after a line with its format and checksum."""
     body = json.dumps(content).encode()
     return f"deltasync checkpoint {FORMAT} {_checksum(FORMAT, body)}\n".encode() + body
 
@@ -178,6 +183,14 @@ def unpack_manifest(name: str, stored: bytes) -> Manifest:
         CheckpointDamaged: it is damaged.
         StorageFailed: a later version of deltasync wrote it.
     """
+    manifest = _manifest(unpack_checked(name, stored))
+    if manifest.name != name:
+        raise CheckpointDamaged(f"checkpoint {name} has the manifest of {manifest.name}")
+    return manifest
+
+
+def unpack_checked(name: str, stored: bytes) -> dict[str, Any]:
+    """Decode the content of JSON file `name`. Raises the errors of `unpack_manifest`."""
     first, _, body = stored.partition(b"\n")
     match = _FIRST_LINE.fullmatch(first)
     if not match or _checksum(int(match[1]), body) != match[2].decode():
@@ -185,10 +198,8 @@ def unpack_manifest(name: str, stored: bytes) -> Manifest:
     if int(match[1]) != FORMAT:
         text = f"checkpoint {name} has format {int(match[1])}, this version reads {FORMAT}"
         raise StorageFailed(f"{text}: update deltasync")
-    manifest = _manifest(json.loads(body))
-    if manifest.name != name:
-        raise CheckpointDamaged(f"checkpoint {name} has the manifest of {manifest.name}")
-    return manifest
+    content: dict[str, Any] = json.loads(body)
+    return content
 
 
 def id_of(name: str) -> str:

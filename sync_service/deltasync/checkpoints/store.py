@@ -18,6 +18,7 @@ import numpy as np
 from deltasync.base.errors import InvalidInput, StorageFailed
 from deltasync.base.progress import Progress
 from deltasync.checkpoints.chunks import CheckpointChunk, CheckpointDamaged, LogRecord, read_chunks
+from deltasync.checkpoints.kept import KEPT, KeptVersion, kept_file, pack_kept, unpack_kept
 from deltasync.checkpoints.manifest import (
     DATA,
     MANIFESTS,
@@ -409,13 +410,65 @@ class CheckpointStore:
     def _copy_file(self, place: Place, file: File) -> None:
         place.put(file.name, self._read(file, _checked))
 
+    # Kept versions. Where there is a remote place, only that one counts: another process may own the model next.
+
+    def keep(self, kept: KeptVersion, manifest: Manifest) -> None:
+        """Keep a checkpoint, which is complete in the place that counts. This is durable once it returns.
+
+        Raises:
+            StorageFailed: the place could not be written, or an old checkpoint was removed meanwhile.
+        """
+        for place in self._places:  # The remote one last, because that announces the version.
+            place.put(kept_file(self._model, kept.id), pack_kept(kept))
+        place = self._places[-1]
+        manifests = {each.name for each in self._stored_manifests(place)}
+        if manifest.name not in manifests or not self._whole(place).issuperset(manifest.files):
+            self.release(kept)
+            raise StorageFailed(f"{kept.words} of model {self._model!r} is too old to keep: its files were removed")
+
+    def release(self, kept: KeptVersion) -> None:
+        """No longer keep a checkpoint. `remove_old` removes its files.
+
+        Raises:
+            PlaceFailed: a place could not be written.
+        """
+        for place in reversed(self._places):
+            place.remove(kept_file(self._model, kept.id))
+
+    def kept(self) -> list[KeptVersion]:
+        """The kept versions, oldest checkpoint first.
+
+        Raises:
+            StorageFailed: the place could not be read, or a file is damaged.
+        """
+        place = self._places[-1]
+        return [unpack_kept(each.name, place.get(each.name)) for each in self._kept_files(place)]
+
+    def manifest_of(self, id: str) -> Manifest:  # noqa: A002
+        """The manifest of the checkpoint with an id.
+
+        Raises:
+            StorageFailed: it is missing or damaged, or cannot be read at present.
+        """
+        name, error = manifest_name(self._model, id), StorageFailed("")
+        for place in self._places:
+            try:
+                return unpack_manifest(name, place.get(name))
+            except StorageFailed as failure:
+                error = failure
+        raise error
+
+    def _kept_files(self, place: Place) -> list[Stored]:
+        listed = place.names(f"{self._model}/{KEPT}")
+        return [each for each in listed if each.name == kept_file(self._model, id_of(each.name))]
+
     # Removing.
 
     def remove_old(self, keep: int, keep_seconds: float = 0.0, *, remote: bool = False) -> None:
         """Remove old checkpoints, and then files that no remaining one names, in the local or the remote place.
 
         It keeps the newest `keep` checkpoints that are complete there, those written at most `keep_seconds`
-        before the newest, and the last two that this process loaded or wrote, since the log may begin after the
+        before the newest, kept versions, and the last two that this process loaded or wrote, since the log may begin after the
         older one. Files in use stay. Ages come from the clock of the place.
 
         Raises:
@@ -430,13 +483,14 @@ class CheckpointStore:
         data = [each for each in listed if not self._in_use(each)]
         unfinished = [each for each in place.names(f"{self._model}/{MANIFESTS}") if UNFINISHED in each.name]
         manifests = self._stored_manifests(place)
+        names_of_kept = {manifest_name(self._model, id_of(each.name)) for each in self._kept_files(place)}
         newest = max((each.modified for each in manifests if each.modified is not None), default=0.0)
         whole, sound = _whole_of(place, listed), 0
         kept, old, unreadable = list[Manifest](), list[Stored](), False
         for each in reversed(manifests):
             age = newest - (newest if each.modified is None else each.modified)
             enough = sound >= max(1, keep) and (not keep_seconds or age > keep_seconds)
-            if enough and each.name not in self._used[place]:
+            if enough and each.name not in self._used[place] and each.name not in names_of_kept:
                 old.append(each)
                 continue
             try:
@@ -465,7 +519,7 @@ class CheckpointStore:
         """
         with self._writing, self._copying:
             for place in self._places:
-                for folder in (MANIFESTS, DATA):  # In this order, so that no manifest names missing files.
+                for folder in (KEPT, MANIFESTS, DATA):  # In this order, so that nothing names missing files.
                     for each in place.names(f"{self._model}/{folder}"):
                         if id_of(each.name):
                             place.remove(each.name)

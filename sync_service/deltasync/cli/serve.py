@@ -347,6 +347,25 @@ def take_tls_options(settings: dict[str, Any]) -> "TlsOptions | None":
     help="Also keep every checkpoint younger than this.",
 )
 @click.option(
+    "--keep-every-seconds",
+    type=click.FloatRange(1),
+    default=None,
+    show_default="only `deltasync versions keep`",
+    help="Keep a version of each changed model this often, for consumers to follow.",
+)
+@click.option(
+    "--keep-last",
+    type=click.IntRange(1),
+    default=10,
+    help="Number of the newest versions kept by --keep-every-seconds that stay. Versions with a name always stay.",
+)
+@click.option(
+    "--keep-for-seconds",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Versions kept by --keep-every-seconds that are younger than this also stay.",
+)
+@click.option(
     "--table-memory",
     type=click.Path(file_okay=False, path_type=Path),
     default=None,

@@ -22,6 +22,9 @@ class ServiceOptions:
             = 256 MiB, or a quarter of `log_max_bytes` if that is less.
         keep_checkpoints: number of checkpoints of a model to keep.
         keep_checkpoints_seconds: also keep checkpoints that are younger than this.
+        keep_every_seconds: keep a version of each changed model this often; None = only on request.
+        keep_last: number of the newest of these versions to keep.
+        keep_for_seconds: also keep those that are younger than this.
         table_memory: folder for scratch files that contain the tables; None = memory.
         release_memory_bytes: memory for rows on their way to replicas.
         replica_retention_seconds: drop a replica from its consumer's offset after it has been away this long.
@@ -36,6 +39,9 @@ class ServiceOptions:
     checkpoint_bytes: int | None = None
     keep_checkpoints: int = 3
     keep_checkpoints_seconds: float = 0.0
+    keep_every_seconds: float | None = None
+    keep_last: int = 10
+    keep_for_seconds: float = 0.0
     table_memory: Path | None = None
     release_memory_bytes: int = 64 << 20
     replica_retention_seconds: float = 3600.0

@@ -23,6 +23,7 @@ from deltasync.service.models import Models, Publishing, Storage
 from deltasync.service.operators import Brake, Removals
 from deltasync.service.options import ServiceOptions
 from deltasync.service.recovery import Recoveries, Reloading, models_to_recover
+from deltasync.service.versions import Versions
 from deltasync.service.volumes import Volumes
 from deltasync.views.registry import ViewRegistry
 
@@ -45,6 +46,7 @@ class Service:
         recovery: recovers models from checkpoints and the log.
         reloading: reloads models whose rows do not match their digests.
         checkpoints: writes the checkpoints of models.
+        versions: keeps versions of models.
         removals: deletes rows, tables and models for operators.
         brake: pauses and resumes consumers for operators.
         volumes: the volumes that the service writes to.
@@ -89,6 +91,7 @@ class Service:
         )
         self.reloading = Reloading(self.models, self.recovery, self.events, self.draining, tasks)
         self.checkpoints = Checkpoints(self.models, self.registry, self.views, options, self.events, self.draining)
+        self.versions = Versions(self.models, self.registry, self.checkpoints, options, self.events)
         self.removals = Removals(self.models, self.registry, self.events)
         self.brake = Brake(self.models, self.registry, self.views, self.events)
 

@@ -1,0 +1,112 @@
+"""Kept versions: checkpoints that stay until somebody releases them.
+
+MODEL/kept/ID.json     keeps the checkpoint with this id, and has what a consumer that follows it needs
+
+The file is written after the checkpoint, so a kept version is complete in the place that lists it. Kept versions
+share files with each other and with other checkpoints.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deltasync.base.arguments import check_name
+from deltasync.base.errors import InvalidInput, NotFound
+from deltasync.base.words import listed
+from deltasync.checkpoints.manifest import pack_checked, unpack_checked
+from deltasync.core.seal import Seal
+from deltasync.log.records import seal_of_record, seal_record
+
+KEPT = "kept"
+_NUMBER = re.compile(r"[0-9]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptVersion:
+    """A version of a model whose checkpoint is kept.
+
+    Attributes:
+        model: the model's name.
+        name: its name; empty if a schedule kept it.
+        id: the id of its checkpoint.
+        seal: the seal of the version.
+        bytes: size of the files of its checkpoint.
+        kept_unix_ns: when it was kept, nanoseconds since 1970.
+        by: name of the person or program that kept it.
+    """
+
+    model: str
+    name: str
+    id: str
+    seal: Seal
+    bytes: int
+    kept_unix_ns: int
+    by: str
+
+    @property
+    def version(self) -> int:
+        """The number of the version."""
+        return self.seal.version
+
+    @property
+    def words(self) -> str:
+        """The version with its name."""
+        return f"version {self.version}" + (f" ({self.name})" if self.name else "")
+
+
+def kept_file(model: str, id: str) -> str:  # noqa: A002
+    """The name of the file that keeps a checkpoint."""
+    return f"{model}/{KEPT}/{id}.json"
+
+
+def pack_kept(kept: KeptVersion) -> bytes:
+    """Encode a kept version."""
+    return pack_checked(kept_record(kept))
+
+
+def kept_record(kept: KeptVersion) -> dict[str, Any]:
+    """The record of a kept version."""
+    return {**vars(kept), "seal": seal_record(kept.seal)}
+
+
+def kept_of_record(record: Mapping[str, Any]) -> KeptVersion:
+    """The kept version that a record describes."""
+    return KeptVersion(**{**record, "seal": seal_of_record(record["seal"])})
+
+
+def unpack_kept(name: str, stored: bytes) -> KeptVersion:
+    """Decode the kept version in file `name`.
+
+    Raises:
+        CheckpointDamaged: it is damaged.
+        StorageFailed: a later version of deltasync wrote it.
+    """
+    return kept_of_record(unpack_checked(name, stored))
+
+
+def check_kept_name(name: str) -> str:
+    """Check the name of a kept version.
+
+    Raises:
+        InvalidInput: it cannot be one.
+    """
+    if _NUMBER.fullmatch(name) or name == "live":
+        raise InvalidInput(f"name {name!r}: a kept version needs a name that is neither a number nor 'live'")
+    return check_name("name", name)
+
+
+def find_kept(versions: Sequence[KeptVersion], model: str, reference: str) -> KeptVersion:
+    """The kept version with a name or a number; the latest if several have the number.
+
+    Raises:
+        NotFound: there is none; the message lists those that exist.
+    """
+    number = int(reference) if _NUMBER.fullmatch(reference) else None
+    for each in reversed(versions):
+        if each.name == reference or each.version == number:
+            return each
+    names = [each.name or str(each.version) for each in versions]
+    raise NotFound(
+        f"model {model!r} has no kept version {reference!r}", detail=f"; kept versions: {listed(names) or 'none'}"
+    )

@@ -1,0 +1,182 @@
+"""Keeps versions of models, by request and by schedule."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deltasync.base.errors import Contradiction, DeltasyncError, StorageFailed
+from deltasync.base.events import EventKind, Events
+from deltasync.base.words import listed
+from deltasync.checkpoints.kept import KeptVersion, check_kept_name, find_kept
+from deltasync.checkpoints.manifest import File
+from deltasync.consumers.pause import ITSELF
+from deltasync.consumers.registry import ConsumerRegistry
+from deltasync.model.model import Model
+from deltasync.service.checkpoints import Checkpoints
+from deltasync.service.models import Models
+from deltasync.service.options import ServiceOptions
+
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class KeptLine:
+    """A kept version, and the bytes of the files that only it still needs."""
+
+    kept: KeptVersion
+    own_bytes: int
+
+
+class Versions:
+    """Keeps and releases versions of the models of this process. Used in the event loop; `by` names the caller."""
+
+    def __init__(
+        self,
+        models: Models,
+        registry: ConsumerRegistry,
+        checkpoints: Checkpoints,
+        options: ServiceOptions,
+        events: Events,
+    ) -> None:
+        self._models = models
+        self._registry = registry
+        self._checkpoints = checkpoints
+        self._options = options
+        self._events = events
+        self._changing = asyncio.Lock()
+
+    async def keep(self, model: str, name: str = "", by: str = ITSELF) -> KeptVersion:
+        """Keep the newest version of a model. It is durable, also at the service's URL, when this returns.
+
+        Raises:
+            InvalidInput: the name cannot be one.
+            Contradiction: another kept version has the name.
+            NotFound: there is no such model, or it has no published version.
+            NotCopied: the checkpoint could not be copied to the service's URL.
+            DeltasyncError: see `Checkpoints.write`.
+        """
+        if name:
+            check_kept_name(name)
+        async with self._changing:
+            serving = self._models.model(model)
+            for each in await self._kept(serving):
+                if name and each.name == name:
+                    raise Contradiction(
+                        f"model {model!r} has a kept version {name!r}, version {each.version}: use another name, "
+                        f"or release it first (deltasync versions release {model} {name})"
+                    )
+            manifest = await self._checkpoints.make(model)
+            seal = next((seal for seal in serving.seals if seal.checksum == manifest.seal), None)
+            if seal is None:
+                raise StorageFailed(f"version {manifest.version} of model {model!r} was discarded; try again")
+            kept = KeptVersion(
+                model=model,
+                name=name,
+                id=manifest.id,
+                seal=seal,
+                bytes=manifest.bytes,
+                kept_unix_ns=time.time_ns(),
+                by=by,
+            )
+            await asyncio.to_thread(serving.checkpoints.keep, kept, manifest)
+        self._events.emit(EventKind.VERSION_KEPT, kept.words, model=model, version=kept.version, by=by)
+        return kept
+
+    async def kept(self, model: str) -> list[KeptLine]:
+        """The kept versions of a model, oldest first.
+
+        Raises:
+            NotFound: there is no such model.
+            StorageFailed: the checkpoints cannot be read at present.
+        """
+        serving = self._models.model(model)
+        return await asyncio.to_thread(_lines, serving)
+
+    async def find(self, model: str, reference: str) -> KeptVersion:
+        """The kept version of a model with a name or a number.
+
+        Raises:
+            NotFound: there is no such model, or no such kept version of it.
+            StorageFailed: the checkpoints cannot be read at present.
+        """
+        return find_kept(await self._kept(self._models.model(model)), model, reference)
+
+    async def release(self, model: str, reference: str, by: str = ITSELF) -> KeptVersion:
+        """No longer keep a version. Its files are removed with the next checkpoint.
+
+        Raises:
+            NotFound: there is no such model, or no such kept version of it.
+            Contradiction: a consumer follows it.
+            StorageFailed: the checkpoints could not be read or written.
+        """
+        serving = self._models.model(model)
+        kept = find_kept(await self._kept(serving), model, reference)
+        await self._release(serving, kept, by)
+        return kept
+
+    async def _release(self, model: Model, kept: KeptVersion, by: str) -> None:
+        async with self._models.changing:  # No consumer begins to follow it meanwhile.
+            if names := self.followers(kept):
+                raise Contradiction(
+                    f"{kept.words} of model {model.name!r} is followed by {listed(names)}: let them follow another "
+                    "version first (deltasync consumers follow)"
+                )
+            await asyncio.to_thread(model.checkpoints.release, kept)
+        self._events.emit(EventKind.VERSION_RELEASED, kept.words, model=model.name, version=kept.version, by=by)
+
+    def followers(self, kept: KeptVersion) -> list[str]:
+        """The names of the consumers that follow a kept version."""
+        consumers = self._registry.of_model(kept.model)
+        return sorted(each.name for each in consumers if each.follows and each.follows.kept.id == kept.id)
+
+    async def run(self) -> None:
+        """Keep and release versions by schedule, until cancelled. Failures are reported, and tried again."""
+        every = self._options.keep_every_seconds
+        if every is None:
+            return
+        due = dict[Model, float]()
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            due = {each: due.get(each, now + every) for each in self._models.values()}
+            for model, at in list(due.items()):
+                if now >= at and model.head:
+                    due[model] = now + every
+                    await self._keep_by_schedule(model)
+
+    async def _keep_by_schedule(self, model: Model) -> None:
+        try:
+            before = await self._kept(model)
+            if not before or before[-1].seal.checksum != model.position.seal:
+                await self.keep(model.name)
+            for each in outdated(await self._kept(model), self._options, time.time_ns()):
+                if not self.followers(each):
+                    await self._release(model, each, ITSELF)
+        except DeltasyncError as error:
+            text = "a version could not be kept or released by schedule; the service tries again"
+            self._events.emit(EventKind.FAILED, text, error, model=model.name)
+
+    async def _kept(self, model: Model) -> list[KeptVersion]:
+        return await asyncio.to_thread(model.checkpoints.kept)
+
+
+def outdated(versions: Sequence[KeptVersion], options: ServiceOptions, now_unix_ns: int) -> list[KeptVersion]:
+    """The versions that a schedule kept, and that are neither among the newest `keep_last` of these nor younger
+    than `keep_for_seconds`. Versions with a name stay.
+    """
+    scheduled = [each for each in versions if not each.name]
+    old_ns = now_unix_ns - int(options.keep_for_seconds * 1e9)
+    beyond = scheduled[: max(0, len(scheduled) - options.keep_last)]
+    return [each for each in beyond if each.kept_unix_ns <= old_ns]
+
+
+def _lines(model: Model) -> list[KeptLine]:
+    store, kept = model.checkpoints, model.checkpoints.kept()
+    files = {each.id: set(store.manifest_of(each.id).files) for each in kept}
+    newest = set(model.checkpointed.files) if model.checkpointed else set[File]()
+    uses = Counter(file for some in files.values() for file in some)
+    return [
+        KeptLine(each, sum(file.bytes for file in files[each.id] - newest if uses[file] == 1)) for each in kept
+    ]
