@@ -317,7 +317,7 @@ def test_brokers_without_a_majority_take_nothing_and_lose_nothing(three: Brokers
     with pytest.raises(TimeoutError):
         write.result(4)
     process.logs.lost("clicks")
-    assert "look at the brokers" in log.volume.trouble
+    assert "check the brokers" in log.volume.trouble
     for each in three.brokers[:2]:
         three.start(each)
     three.wait()
