@@ -40,6 +40,8 @@ class PublisherOptions:
         check_type("PublisherOptions(...)", "continues", self.continues, Position)
         Endpoint.of_grpc(self.service)
         check_name("model", self.model)
+        if self.world_size < 1:
+            raise InvalidInput(f"world_size {self.world_size}: expected 1 or more")
         if not 0 <= self.rank < self.world_size:
             raise InvalidInput(f"rank {self.rank}: expected 0 to {self.world_size - 1}, below world_size")
 

@@ -72,7 +72,7 @@ def _checked_run(message: publish_pb2.PublishOpen, by: str | None) -> Run:
     if not 1 <= message.world_size <= MAX_WORLD_SIZE:
         raise InvalidInput(f"world size {message.world_size}: expected 1 to {MAX_WORLD_SIZE}")
     if message.rank >= message.world_size:
-        raise InvalidInput(f"rank {message.rank} of a world of {message.world_size}: ranks count from 0")
+        raise InvalidInput(f"rank {message.rank}: expected 0 to {message.world_size - 1}, below world_size")
     if len(message.process) > _LONGEST_PROCESS or not message.process.isprintable():
         raise InvalidInput(f"process: use at most {_LONGEST_PROCESS} printable characters")
     return Run(message.run, message.run_started_unix_ns, message.world_size, message.process, by)

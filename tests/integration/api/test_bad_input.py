@@ -117,7 +117,7 @@ BAD_OPENS: dict[grpc.StatusCode, dict[str, tuple[Any, str]]] = {
             opening(tables=[parameter("a", "c"), parameter("b", "c")]),
             "'b' has the alias 'c', which another table uses",
         ),
-        "rank": (opening(rank=1), "rank 1 of a world of 1"),
+        "rank": (opening(rank=1), "rank 1: expected 0 to 0"),
         "world of none": (opening(world_size=0), "world size 0"),
         "vast world": (opening(world_size=65_537), "world size 65537"),
         "no tables": (opening(tables=[], shards=[]), "no tables"),

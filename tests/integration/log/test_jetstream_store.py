@@ -302,7 +302,7 @@ def test_what_three_brokers_have_acknowledged_survives_that_their_leader_is_kill
     process.logs.close()
     after = Process(process.logs._options, "b")
     assert [number for number, *_ in content(after.open(), "cuts/m")] == list(range(80))
-    assert after.logs.risks()[-1].endswith("see --log-monitor")
+    assert after.logs.risks()[-1].endswith("set --log-monitor")
     after.logs.close()
 
 

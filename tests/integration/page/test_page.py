@@ -239,7 +239,7 @@ def test_that_of_any_process_shows_all_of_them(tmp_path: Path, opened: Open) -> 
                 expect(page.locator("tr", has_text=consumer)).to_be_visible()
             page.goto(f"{process.http}/#/")
         cluster.kill(first)  # The page is of the second one.
-        expect(page.locator("#connection.warn")).to_have_text("Live: b; nothing of a")
+        expect(page.locator("#connection.warn")).to_have_text("Live: b; no answer from a")
         expect(page.get_by_role("link", name="mobile", exact=True)).to_be_visible()
         expect(page.locator("#connection.good")).to_have_text("Live: b")
         expect(
