@@ -92,7 +92,7 @@ def test_memory_that_is_not_there_is_refused_with_both_numbers(monkeypatch: pyte
     machine(monkeypatch, 10 * MIB)
     memory = TableMemory()
     memory.check(10 * MIB, "table 'user'")
-    said = f"no room for table 'user': it takes {10 * MIB + 1} bytes, and {10 * MIB} bytes of memory are free: give the "
+    said = f"table 'user': it takes {10 * MIB + 1} bytes, and {10 * MIB} bytes of memory are free: give the "
     with pytest.raises(StorageFailed, match=said):
         memory.check(10 * MIB + 1, "table 'user'")
     with pytest.raises(
@@ -184,7 +184,7 @@ def test_files_take_no_more_than_their_volume_may_give() -> None:
         with pytest.raises(StorageFailed, match=f"it takes {31 * MIB} bytes"):
             memory.zeros((31 * MIB,), np.uint8)
         array = memory.zeros((20 * MIB,), np.uint8)
-        with pytest.raises(StorageFailed, match="bytes on the volume of .* are free"):
+        with pytest.raises(StorageFailed, match=r"bytes on the volume of .* are free"):
             memory.check(20 * MIB, "it")
         array[:] = 1
         del array
